@@ -34,118 +34,73 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise ValueError
-    return value
+@dataclass(frozen=True)
+class _Kind:
+    """Kind of a knob's values: the words for it in errors, its parser, and a test of parsed values."""
+
+    expected: str
+    parse: Callable[[str], Any]
+    accepts: Callable[[Any], bool] = lambda _: True
+
+    def read(self, variable: str, text: str) -> object:
+        """Return the value of a variable, or raise ConfigError."""
+        try:
+            if self.accepts(value := self.parse(text)):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise ConfigError(f"{variable}={text}: expected {self.expected}")
 
 
-def _seconds_or_off(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1e9:
-        raise ValueError
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
-def _count_above_0(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _percent(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 100:
-        raise ValueError
-    return value
-
-
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kmgt]?i?b?)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
-def _bytes_above_0(text: str) -> int:
-    value = _bytes(text)
-    if value < 1:
+def _parse_switch(text: str) -> bool:
+    text = text.strip().lower()
+    if text not in _ON + _OFF:
         raise ValueError
-    return value
+    return text in _ON
 
 
-def _switch(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.strip().lower() not in values:
-        raise ConfigError("must be 1 or 0")
-    return values[text.strip().lower()]
+def _word_of(words: tuple[str, ...]) -> _Kind:
+    return _Kind(f"{', '.join(words[:-1])} or {words[-1]}", str.lower, words.__contains__)
 
 
-def _level(text: str) -> str:
-    if text.lower() not in LOG_LEVELS:
-        raise ValueError
-    return text.lower()
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_TEXT = _Kind("a text", str)
+_SECONDS = _Kind("a number of seconds greater than 0", float, lambda value: 0 < value < 1e9)
+_SECONDS_OR_OFF = _Kind("a number of seconds, 0 for off", float, lambda value: 0 <= value < 1e9)
+_COUNT = _Kind("a whole number, at least 0", int, lambda value: value >= 0)
+_COUNT_ABOVE_0 = _Kind("a whole number, at least 1", int, lambda value: value >= 1)
+_PERCENT = _Kind("a number of percent, at least 0 and less than 100", float, lambda value: 0 <= value < 100)
+_BYTES = _Kind(
+    "a number of bytes, such as 0, 1048576, 64MiB (or 64m, both 2**20 each) or 64MB (10**6 each)", _parse_bytes
+)
+_BYTES_ABOVE_0 = _Kind(
+    "a number of bytes greater than 0, such as 1048576, 64MiB (or 64m, 2**20 each) or 64MB (10**6)",
+    _parse_bytes,
+    lambda value: value >= 1,
+)
+_SWITCH = _Kind("1 or 0, true or false, yes or no, on or off", _parse_switch)
+_CPUS = _Kind(
+    "the number of a processor, or several with commas between them, one for each local rank",
+    lambda text: tuple(map(int, text.split(","))),
+    lambda value: min(value) >= 0,
+)
+_INTERFACES = _Kind(
+    "the name of a network interface, or several with commas between them",
+    lambda text: tuple(map(str.strip, text.split(","))),
+    all,
+)
+_SOCKETS = _Kind(f"a whole number from 1 to {MAX_TCP_SOCKETS}", int, lambda value: 1 <= value <= MAX_TCP_SOCKETS)
 
 
-def _cpus(text: str) -> tuple[int, ...]:
-    return tuple(_count(number) for number in text.split(","))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise ValueError
-    return names
-
-
-def _sockets(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MAX_TCP_SOCKETS:
-        raise ValueError
-    return value
-
-
-def _algorithm(text: str) -> str:
-    if text.lower() not in TCP_ALGORITHMS:
-        raise ValueError
-    return text.lower()
-
-
-def _policy(text: str) -> str:
-    if text.lower() not in WORKER_LOSS_POLICIES:
-        raise ValueError
-    return text.lower()
-
-
-_EXPECTED_VALUES: dict[Callable[[str], object], str] = {
-    _seconds: "a number of seconds greater than 0",
-    _seconds_or_off: "a number of seconds, 0 for off",
-    _count: "a whole number, at least 0",
-    _count_above_0: "a whole number, at least 1",
-    _percent: "a number of percent, at least 0 and less than 100",
-    _bytes: "a number of bytes, such as 0, 1048576, 64MiB (or 64m, both 2**20 each) or 64MB (10**6 each)",
-    _bytes_above_0: "a number of bytes greater than 0, such as 1048576, 64MiB (or 64m, 2**20 each) or 64MB (10**6)",
-    _switch: "1 or 0, true or false, yes or no, on or off",
-    _level: ", ".join(LOG_LEVELS[:-1]) + " or " + LOG_LEVELS[-1],
-    _cpus: "the number of a processor, or several with commas between them, one for each local rank",
-    _names: "the name of a network interface, or several with commas between them",
-    _sockets: f"a whole number from 1 to {MAX_TCP_SOCKETS}",
-    _algorithm: ", ".join(TCP_ALGORITHMS[:-1]) + " or " + TCP_ALGORITHMS[-1],
-    _policy: ", ".join(WORKER_LOSS_POLICIES[:-1]) + " or " + WORKER_LOSS_POLICIES[-1],
-}
-
-
-def _knob(default: object, parse: Callable[[str], object], names: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "variables": tuple(names.split())})
+def _knob(default: object, kind: _Kind, names: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "variables": tuple(names.split())})
 
 
 @dataclass(frozen=True)
@@ -195,54 +150,54 @@ class Config:
         origins: for each knob that was set, its option, setting or variable.
     """
 
-    deadline_seconds: float = _knob(600.0, _seconds, "REIGEN_DEADLINE")
+    deadline_seconds: float = _knob(600.0, _SECONDS, "REIGEN_DEADLINE")
     start_timeout_seconds: float = _knob(
-        30.0, _seconds, "REIGEN_START_TIMEOUT HOROVOD_START_TIMEOUT HOROVOD_GLOO_TIMEOUT_SECONDS"
+        30.0, _SECONDS, "REIGEN_START_TIMEOUT HOROVOD_START_TIMEOUT HOROVOD_GLOO_TIMEOUT_SECONDS"
     )
-    fusion_threshold_bytes: int = _knob(128 * _MIB, _bytes, "REIGEN_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD")
-    disable_group_fusion: bool = _knob(False, _switch, "REIGEN_DISABLE_GROUP_FUSION HOROVOD_DISABLE_GROUP_FUSION")
-    cache_capacity: int = _knob(1024, _count, "REIGEN_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY")
-    bucket_bytes: int | None = _knob(None, _bytes_above_0, "REIGEN_BUCKET_BYTES")
-    dynamic_process_sets: bool = _knob(False, _switch, "REIGEN_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS")
-    timeline: str | None = _knob(None, str, "REIGEN_TIMELINE HOROVOD_TIMELINE")
-    timeline_mark_cycles: bool = _knob(False, _switch, "REIGEN_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES")
-    stall_check_disable: bool = _knob(False, _switch, "REIGEN_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE")
+    fusion_threshold_bytes: int = _knob(128 * _MIB, _BYTES, "REIGEN_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD")
+    disable_group_fusion: bool = _knob(False, _SWITCH, "REIGEN_DISABLE_GROUP_FUSION HOROVOD_DISABLE_GROUP_FUSION")
+    cache_capacity: int = _knob(1024, _COUNT, "REIGEN_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY")
+    bucket_bytes: int | None = _knob(None, _BYTES_ABOVE_0, "REIGEN_BUCKET_BYTES")
+    dynamic_process_sets: bool = _knob(False, _SWITCH, "REIGEN_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS")
+    timeline: str | None = _knob(None, _TEXT, "REIGEN_TIMELINE HOROVOD_TIMELINE")
+    timeline_mark_cycles: bool = _knob(False, _SWITCH, "REIGEN_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES")
+    stall_check_disable: bool = _knob(False, _SWITCH, "REIGEN_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE")
     stall_check_seconds: float = _knob(
-        60.0, _seconds, "REIGEN_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS"
+        60.0, _SECONDS, "REIGEN_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS"
     )
     stall_shutdown_seconds: float = _knob(
-        0.0, _seconds_or_off, "REIGEN_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+        0.0, _SECONDS_OR_OFF, "REIGEN_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     )
-    check_replicas: int = _knob(0, _count, "REIGEN_CHECK_REPLICAS")
-    thread_affinity: tuple[int, ...] = _knob((), _cpus, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")
-    backend: str | None = _knob(None, str, "REIGEN_PLANE")
+    check_replicas: int = _knob(0, _COUNT, "REIGEN_CHECK_REPLICAS")
+    thread_affinity: tuple[int, ...] = _knob((), _CPUS, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")
+    backend: str | None = _knob(None, _TEXT, "REIGEN_PLANE")
     network_interfaces: tuple[str, ...] = _knob(
-        (), _names, "REIGEN_NETWORK_INTERFACES HOROVOD_GLOO_IFACE DMLC_INTERFACE SM_NETWORK_INTERFACE_NAME"
+        (), _INTERFACES, "REIGEN_NETWORK_INTERFACES HOROVOD_GLOO_IFACE DMLC_INTERFACE SM_NETWORK_INTERFACE_NAME"
     )
-    tls: bool = _knob(False, _switch, "REIGEN_TLS")
-    tcp_algorithm: str = _knob("auto", _algorithm, "REIGEN_TCP_ALGORITHM")
-    tcp_sockets: int = _knob(1, _sockets, "REIGEN_TCP_SOCKETS")
-    peer_timeout_seconds: float = _knob(20.0, _seconds, "REIGEN_PEER_TIMEOUT")
-    host_id: str | None = _knob(None, str, "REIGEN_HOST_ID")
-    nccl: bool = _knob(True, _switch, "REIGEN_NCCL")
-    kv_bigarray_bound: int = _knob(1_000_000, _count, "REIGEN_KV_BIGARRAY_BOUND MXNET_KVSTORE_BIGARRAY_BOUND")
-    kv_slice_bytes: int | None = _knob(None, _bytes_above_0, "REIGEN_KV_SLICE_BYTES")
-    kv_threads: int | None = _knob(None, _count_above_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")
-    kv_shared_memory: bool = _knob(True, _switch, "REIGEN_KV_SHARED_MEMORY")
-    kv_verbose: int = _knob(0, _count, "REIGEN_KV_VERBOSE PS_VERBOSE")
-    kv_resend: bool = _knob(False, _switch, "REIGEN_KV_RESEND PS_RESEND")
-    kv_resend_timeout_ms: int = _knob(1000, _count_above_0, "REIGEN_KV_RESEND_TIMEOUT PS_RESEND_TIMEOUT")
-    kv_drop_percent: float = _knob(0.0, _percent, "REIGEN_KV_DROP_MSG PS_DROP_MSG")
-    kv_heartbeat_seconds: float = _knob(2.0, _seconds_or_off, "REIGEN_KV_HEARTBEAT_INTERVAL PS_HEARTBEAT_INTERVAL")
+    tls: bool = _knob(False, _SWITCH, "REIGEN_TLS")
+    tcp_algorithm: str = _knob("auto", _word_of(TCP_ALGORITHMS), "REIGEN_TCP_ALGORITHM")
+    tcp_sockets: int = _knob(1, _SOCKETS, "REIGEN_TCP_SOCKETS")
+    peer_timeout_seconds: float = _knob(20.0, _SECONDS, "REIGEN_PEER_TIMEOUT")
+    host_id: str | None = _knob(None, _TEXT, "REIGEN_HOST_ID")
+    nccl: bool = _knob(True, _SWITCH, "REIGEN_NCCL")
+    kv_bigarray_bound: int = _knob(1_000_000, _COUNT, "REIGEN_KV_BIGARRAY_BOUND MXNET_KVSTORE_BIGARRAY_BOUND")
+    kv_slice_bytes: int | None = _knob(None, _BYTES_ABOVE_0, "REIGEN_KV_SLICE_BYTES")
+    kv_threads: int | None = _knob(None, _COUNT_ABOVE_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")
+    kv_shared_memory: bool = _knob(True, _SWITCH, "REIGEN_KV_SHARED_MEMORY")
+    kv_verbose: int = _knob(0, _COUNT, "REIGEN_KV_VERBOSE PS_VERBOSE")
+    kv_resend: bool = _knob(False, _SWITCH, "REIGEN_KV_RESEND PS_RESEND")
+    kv_resend_timeout_ms: int = _knob(1000, _COUNT_ABOVE_0, "REIGEN_KV_RESEND_TIMEOUT PS_RESEND_TIMEOUT")
+    kv_drop_percent: float = _knob(0.0, _PERCENT, "REIGEN_KV_DROP_MSG PS_DROP_MSG")
+    kv_heartbeat_seconds: float = _knob(2.0, _SECONDS_OR_OFF, "REIGEN_KV_HEARTBEAT_INTERVAL PS_HEARTBEAT_INTERVAL")
     kv_heartbeat_timeout_seconds: float = _knob(
-        20.0, _seconds_or_off, "REIGEN_KV_HEARTBEAT_TIMEOUT PS_HEARTBEAT_TIMEOUT"
+        20.0, _SECONDS_OR_OFF, "REIGEN_KV_HEARTBEAT_TIMEOUT PS_HEARTBEAT_TIMEOUT"
     )
-    kv_on_worker_loss: str = _knob("abort", _policy, "REIGEN_KV_ON_WORKER_LOSS")
-    kv_snapshot_dir: str | None = _knob(None, str, "REIGEN_KV_SNAPSHOT_DIR")
-    kv_snapshot_seconds: float = _knob(30.0, _seconds_or_off, "REIGEN_KV_SNAPSHOT_SECONDS")
-    kv_update_on_kvstore: bool = _knob(True, _switch, "REIGEN_KV_UPDATE_ON_KVSTORE MXNET_UPDATE_ON_KVSTORE")
-    log_level: str = _knob("warning", _level, "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
-    log_hide_time: bool = _knob(False, _switch, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
+    kv_on_worker_loss: str = _knob("abort", _word_of(WORKER_LOSS_POLICIES), "REIGEN_KV_ON_WORKER_LOSS")
+    kv_snapshot_dir: str | None = _knob(None, _TEXT, "REIGEN_KV_SNAPSHOT_DIR")
+    kv_snapshot_seconds: float = _knob(30.0, _SECONDS_OR_OFF, "REIGEN_KV_SNAPSHOT_SECONDS")
+    kv_update_on_kvstore: bool = _knob(True, _SWITCH, "REIGEN_KV_UPDATE_ON_KVSTORE MXNET_UPDATE_ON_KVSTORE")
+    log_level: str = _knob("warning", _word_of(LOG_LEVELS), "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
+    log_hide_time: bool = _knob(False, _SWITCH, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def engine_cpu(self, local_rank: int) -> int | None:
@@ -259,7 +214,7 @@ class Config:
 
 #: Knob -> the variables that set it, the first that is set wins.
 VARIABLES: dict[str, tuple[str, ...]] = {
-    knob.name: knob.metadata["variables"] for knob in fields(Config) if knob.name != "origins"
+    knob.name: knob.metadata["variables"] for knob in fields(Config) if knob.metadata
 }
 
 #: Reasons why known variables of Horovod (without the prefix) have no effect.
@@ -306,14 +261,12 @@ def load_config(environ: Mapping[str, str], arguments: Mapping[str, object] | No
     """
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    parse_functions = {knob.name: knob.metadata["parse"] for knob in fields(Config) if knob.name in VARIABLES}
+    kinds: dict[str, _Kind] = {knob.name: knob.metadata["kind"] for knob in fields(Config) if knob.metadata}
     launcher = _origins_of_launcher(environ)
     for name, variables in VARIABLES.items():
-        variable = next((v for v in variables if environ.get(v)), None)
-        if variable is None:
-            continue
-        values[name] = _parse(variable, environ[variable], parse_functions[name])
-        origins[name] = launcher.get(variable, variable)
+        if variable := next(filter(environ.get, variables), None):
+            values[name] = kinds[name].read(variable, environ[variable])
+            origins[name] = launcher.get(variable, variable)
     for name, value in (arguments or {}).items():
         values[name], origins[name] = value, "argument of init()"
     return Config(**values, origins=origins)  # type: ignore[arg-type]  # each parse function gives its field's type
@@ -349,13 +302,6 @@ def format_unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 def _stem(variable: str) -> str:
     return variable.partition("_")[2]
-
-
-def _parse(variable: str, text: str, parse: Callable[[str], object]) -> object:
-    try:
-        return parse(text)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{variable}={text}: expected {_EXPECTED_VALUES[parse]}") from None
 
 
 def _origins_of_launcher(environ: Mapping[str, str]) -> dict[str, str]:

@@ -189,15 +189,10 @@ class SharedMemoryError(CollectiveError):
         keep_free_bytes: int = 0,
         where: str = "on this rank",
     ) -> SharedMemoryError:
-        """Make an error with the needed and the available memory, and its limit.
+        """Make an error with the needed and the available memory (None: unknown), its purpose, and its limit.
 
-        Args:
-            needed_bytes: the request.
-            available_bytes: the rest; None: unknown.
-            what: purpose of the memory.
-            limit: see `reigen.resources.memory.AvailableMemory`.
-            keep_free_bytes: part of the rest that was not to be taken.
-            where: the place of the request, ``on this host`` for all of its ranks together.
+        ``limit`` is that of `reigen.resources.memory.AvailableMemory`; ``keep_free_bytes`` of the rest were not to be
+        taken; ``where`` is ``on this host`` if all of its ranks together have asked.
         """
         mib = 1 << 20
         have = "unknown" if available_bytes is None else f"{available_bytes / mib:.1f} MiB"

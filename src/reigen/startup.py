@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import logging
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.bootstrap.control import ServiceAccessCache, ServiceOptions
+from reigen.cluster.bootstrap.control import ServiceAccess, ServiceOptions, locate_service
 from reigen.cluster.bootstrap.rank_lock import claim_rank
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import discover_hosts
@@ -31,8 +32,9 @@ _log = logging.getLogger(__name__)
 
 #: how often this process has joined each job, by the job's secret and its ranks: all ranks count alike
 _generations: Counter[tuple[bytes, str]] = Counter()
-#: to the control services of these jobs
-_accesses = ServiceAccessCache()
+#: to the control services of jobs, each found once in a process and kept until its end: what rank 0 hosts outlives
+#: `shutdown` in this way, and `init` may follow
+_accesses: dict[JobInfo, ServiceAccess] = {}
 
 
 def join_rendezvous(
@@ -61,7 +63,12 @@ def join_rendezvous(
         room = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     timeout, tls = config.start_timeout_seconds, _tls() if config.tls else None
     options = ServiceOptions(timeout, config.network_interfaces, config.peer_timeout_seconds, tls)
-    access = _accesses.reach(job, environ, options)
+    if job not in _accesses:
+        _accesses[job] = located = locate_service(job, environ, options)
+        if job.rank == 0:
+            _log.info("control service at %s: %s", located.address, located.reason)
+        atexit.register(located.close)  # behind all that is registered later
+    access = _accesses[job]
     rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout, tls)
     try:
         life = claim_rank(rendezvous, job.rank)
@@ -85,7 +92,6 @@ def count_generation(rendezvous_of_life: JobRendezvous) -> None:
 
 @functools.cache
 def _tls() -> TlsContext:
-    """Return TLS of this process."""
     from reigen.net.tls import TlsContext
 
     return TlsContext()

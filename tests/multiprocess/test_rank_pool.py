@@ -47,7 +47,7 @@ def test_arrays_travel(rank_pool: Pools) -> None:
     np.testing.assert_array_equal(second, first)
 
 
-def test_closures_run_where_cloudpickle_is_installed(rank_pool: Pools) -> None:
+def test_closures_run(rank_pool: Pools) -> None:
     offset = 40
     assert rank_pool(2).run(lambda: offset + int(os.environ["REIGEN_RANK"])) == [40, 41]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 
-from reigen.cluster.bootstrap.control import ServiceAccessCache, ServiceOptions
+from reigen.cluster.bootstrap.control import ServiceOptions, locate_service
 from reigen.cluster.bootstrap.rank_lock import claim_rank
 from reigen.cluster.environ import detect_job
 from reigen.cluster.host_discovery import discover_hosts
@@ -19,7 +19,7 @@ from reigen.config import load_config
 def main() -> None:
     job, config = detect_job(os.environ), load_config(os.environ)
     timeout = config.start_timeout_seconds
-    access = ServiceAccessCache().reach(job, os.environ, ServiceOptions(timeout, config.network_interfaces))
+    access = locate_service(job, os.environ, ServiceOptions(timeout, config.network_interfaces))
     client = RendezvousClient(access.address, access.secret, job.rank, timeout)
     claim_rank(client, job.rank)
     layout = discover_hosts(client, job.rank, job.size, timeout, config.host_id or "")
@@ -29,6 +29,7 @@ def main() -> None:
     for rank in range(job.size if job.rank == 0 else 0):  # it may host the service
         client.get(f"done/{rank}", timeout)
     client.close()
+    access.close()
 
 
 if __name__ == "__main__":

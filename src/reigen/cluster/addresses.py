@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from reigen.errors import ConfigError
@@ -16,20 +16,15 @@ _REMOTE_TEST_ADDRESS = "192.0.2.1"
 
 def is_local_address(host: str) -> bool:
     """Return whether a name or an address is one of this host's."""
-    for family, address in _resolve_addresses(host):
-        if ipaddress.ip_address(address).is_loopback:
-            return True
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            probe.bind((address, 0))
-            return True
-    return False
-
-
-def _resolve_addresses(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
-    with suppress(OSError, UnicodeError):
-        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+    with suppress(OSError, UnicodeError):  # no such name
+        for family, _, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             if family in {socket.AF_INET, socket.AF_INET6}:
-                yield family, str(address[0])
+                if ipaddress.ip_address(address).is_loopback:
+                    return True
+                with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.bind((address, 0))
+                    return True
+    return False
 
 
 def choose_listen_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str, str]:

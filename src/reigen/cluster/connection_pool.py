@@ -86,10 +86,7 @@ class ConnectionPool:
         tls: encrypt everything; so must all ranks.
 
     Attributes:
-        rank: this rank.
-        size: how many ranks the job has.
-        address: ``host:port`` where this rank listens.
-        peer_timeout_seconds: as above.
+        address: ``host:port`` where this rank listens. ``rank``, ``size`` and ``peer_timeout_seconds`` are as above.
 
     Raises:
         OSError: this host has no such address.
@@ -295,8 +292,7 @@ class ConnectionPool:
             else:
                 details[peer] = f"did not answer at {missing.address}" + f" ({missing.problem})" * bool(missing.problem)
         reason = (
-            f"no connection to rank(s) {format_ranks(late)} in time: they did not come this far, or their "
-            f"hosts cannot reach "
-            "this one (--network-interfaces, REIGEN_NETWORK_INTERFACES)"
+            f"no connection to rank(s) {format_ranks(late)} in time: they did not come this far, or their hosts cannot "
+            "reach this one (--network-interfaces, REIGEN_NETWORK_INTERFACES)"
         )
         return DeadlineError(reason, ranks=late, details=details)

@@ -6,12 +6,27 @@ alone. A process with signs of an unknown launcher is an error: a job of one, si
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 
-from reigen.cluster.launcher_detection import LAUNCHERS, LauncherInfo, explain_unsupported_launcher
+from reigen.cluster.launcher_detection import LAUNCHERS, JobInfo, VariableReader, explain_unsupported_launcher
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
+
+__all__ = [
+    "DEPARTURE_FD_VARIABLE",
+    "PORT_IS_HELD_VARIABLE",
+    "PREFIXED_VARIABLE",
+    "RANK_VARIABLES",
+    "RENDEZVOUS_VARIABLE",
+    "SECRET_VARIABLE",
+    "WORKERS_LOST_EXIT_CODE",
+    "JobInfo",
+    "detect_job",
+    "job_from_arguments",
+    "parse_secret",
+]
 
 #: Variables of the topology, in the order of Topology's fields.
 RANK_VARIABLES = (
@@ -38,43 +53,6 @@ DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
 _SECRET_DIGITS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class JobInfo:
-    """Facts that a process knows about its job when it starts.
-
-    Attributes:
-        rank: this process's number.
-        size: the number of processes.
-        rendezvous: ``host:port`` of the launcher's control service; None: there is none, or the job is one process.
-        secret: the job's 32 bytes, None where there is no service. Not shown in ``repr``.
-        launcher: its name, ``none`` when alone.
-        reason: why it was chosen.
-        local: this process's number among those of its host, and their number, from the launcher; None: unknown. Which
-            ranks share a host, they find out by themselves (`cluster.host_discovery`).
-        coordinator: host of rank 0, None where it is not known.
-        job_id: distinguishes jobs of one user, the same on all ranks; may be empty.
-        by_mpi: started in a way that lets the ranks use MPI.
-        port: where rank 0 shall listen, None: any.
-    """
-
-    rank: int
-    size: int
-    rendezvous: str | None
-    secret: bytes | None = field(repr=False)
-    launcher: str
-    reason: str
-    local: tuple[int, int] | None = None
-    coordinator: str | None = None
-    job_id: str = ""
-    by_mpi: bool = False
-    port: int | None = None
-
-    @property
-    def is_on_one_host(self) -> bool:
-        """True if the launcher says that all ranks are on one host."""
-        return self.local is not None and self.local[1] == self.size
-
-
 def detect_job(environ: Mapping[str, str]) -> JobInfo:
     """Read the job from ``environ``.
 
@@ -90,7 +68,12 @@ def detect_job(environ: Mapping[str, str]) -> JobInfo:
             raise ConfigError(f"{problem}. Start the job with `reigen run -np N ...`; or unset them, to run it alone.")
         reason = "no launcher's variables are set: a job of one process"
         return JobInfo(0, 1, None, None, "none", reason, (0, 1))
-    return _make_job_info(found, _explain_choice(environ, found), environ)
+    return replace(
+        found,
+        reason=found.reason + _explain_ignored(environ, found),
+        local=found.local if found.size > 1 else (0, 1),
+        coordinator=found.coordinator or environ.get("MASTER_ADDR") or None,
+    )
 
 
 def job_from_arguments(rank: int, size: int, coordinator: str) -> JobInfo:
@@ -99,19 +82,18 @@ def job_from_arguments(rank: int, size: int, coordinator: str) -> JobInfo:
     Raises:
         ConfigError: there is no such rank, or the coordinator has another form.
     """
-    host, _, port = coordinator.rpartition(":")
     if not 0 <= rank < size:
         raise ConfigError(f"init(rank={rank}, size={size}): ranks go from 0 to size - 1")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+    if (address := _parse_address(coordinator)) is None:
         raise ConfigError(f"init(coordinator={coordinator!r}): it must be host:port")
-    host = host.removeprefix("[").removesuffix("]")
+    host, port = address
     reason = f"init(rank={rank}, size={size}, coordinator={coordinator!r})"
     local = (0, 1) if size == 1 else None
-    return JobInfo(rank, size, None, None, "the program itself", reason, local, host, port, port=int(port))
+    return JobInfo(rank, size, None, None, "the program itself", reason, local, host, str(port), port=port)
 
 
-def _explain_choice(environ: Mapping[str, str], chosen: LauncherInfo) -> str:
-    """Describe the chosen launcher, and launchers further out with other numbers, which were ignored."""
+def _explain_ignored(environ: Mapping[str, str], chosen: JobInfo) -> str:
+    """Describe launchers further out with other numbers, which were ignored."""
     ignored = []
     for find in LAUNCHERS:
         try:
@@ -119,92 +101,42 @@ def _explain_choice(environ: Mapping[str, str], chosen: LauncherInfo) -> str:
         except ConfigError:
             continue
         if found is not None and (found.rank, found.size) != (chosen.rank, chosen.size) and found.size > 1:
-            ignored.append(f"{found.launcher} ({found.variables})")
-    behind = f"; ignored, as it is further out: {', '.join(ignored)}" if ignored else ""
-    return chosen.variables + behind
-
-
-def _make_job_info(found: LauncherInfo, reason: str, environ: Mapping[str, str]) -> JobInfo:
-    return JobInfo(
-        found.rank,
-        found.size,
-        None,
-        None,
-        found.launcher,
-        reason,
-        local=found.local if found.size > 1 else (0, 1),
-        coordinator=found.coordinator or environ.get("MASTER_ADDR") or None,
-        job_id=found.job_id,
-        by_mpi=found.by_mpi,
-    )
+            ignored.append(f"{found.launcher} ({found.reason})")
+    return f"; ignored, as it is further out: {', '.join(ignored)}" if ignored else ""
 
 
 def _from_reigen(environ: Mapping[str, str]) -> JobInfo:
-    problems: list[str] = []
-    numbers = [_read_number(environ, name, problems) for name in RANK_VARIABLES]
-    rendezvous = _read_rendezvous(environ, problems)
-    secret = _read_secret(environ, problems)
+    reader = VariableReader(environ, "reigen run")
+    numbers = [reader.number(name) for name in RANK_VARIABLES]
     topology = Topology.alone()
-    if all(number is not None for number in numbers):
+    if not reader.problems:
         try:
-            topology = Topology(*(number for number in numbers if number is not None))
+            topology = Topology(*numbers)
         except ConfigError as error:
-            problems.append(str(error))
-    _raise_problems(problems)
+            reader.problems.append(str(error))
+    rendezvous, secret_text = reader.text(RENDEZVOUS_VARIABLE), reader.text(SECRET_VARIABLE)
+    if RENDEZVOUS_VARIABLE in environ and _parse_address(rendezvous) is None:
+        reader.problems.append(f"{RENDEZVOUS_VARIABLE} is {rendezvous!r}, not host:port")
+    secret = parse_secret(secret_text)
+    if SECRET_VARIABLE in environ and secret is None:
+        reader.problems.append(f"{SECRET_VARIABLE} is not {_SECRET_DIGITS} hexadecimal digits")
+    reader.check(
+        "the variables that `reigen run` gives to each process are not in order",
+        "; to run one process alone, unset REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE.",
+    )
     reason = f"REIGEN_RANK is set: rank {topology.rank} of {topology.size}"
     local = topology.local_rank, topology.local_size
     return JobInfo(topology.rank, topology.size, rendezvous, secret, "reigen run", reason, local)
 
 
-def _raise_problems(problems: Sequence[str]) -> None:
-    if problems:
-        raise ConfigError(
-            "the variables that `reigen run` gives to each process are not in order:\n  "
-            + "\n  ".join(problems)
-            + "\nStart the job with `reigen run -np N ...`; to run one process alone, unset REIGEN_*, HOROVOD_*, RANK "
-            "and WORLD_SIZE."
-        )
-
-
-def _read_number(environ: Mapping[str, str], name: str, problems: list[str]) -> int | None:
-    text = environ.get(name)
-    if text is None:
-        problems.append(f"{name} is not set")
-        return None
-    if not (text.isascii() and text.isdigit()):
-        problems.append(f"{name} is {text!r}, not a number")
-        return None
-    return int(text)
-
-
-def _read_rendezvous(environ: Mapping[str, str], problems: list[str]) -> str:
-    text = environ.get(RENDEZVOUS_VARIABLE)
-    if text is None:
-        problems.append(f"{RENDEZVOUS_VARIABLE} is not set")
-        return ""
+def _parse_address(text: str) -> tuple[str, int] | None:
+    """Split ``host:port`` or ``[host]:port``; None if the text is something else."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        problems.append(f"{RENDEZVOUS_VARIABLE} is {text!r}, not host:port")
-    return text
-
-
-def _read_secret(environ: Mapping[str, str], problems: list[str]) -> bytes:
-    text = environ.get(SECRET_VARIABLE)
-    if text is None:
-        problems.append(f"{SECRET_VARIABLE} is not set")
-        return b""
-    secret = parse_secret(text)
-    if secret is None:
-        problems.append(f"{SECRET_VARIABLE} is not {_SECRET_DIGITS} hexadecimal digits")
-    return secret or b""
+        return None
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def parse_secret(text: str) -> bytes | None:
     """Return the 32 bytes of 64 hexadecimal digits, None if the text is something else."""
-    if len(text) == _SECRET_DIGITS:
-        try:
-            secret = bytes.fromhex(text)
-        except ValueError:
-            return None
-        return secret if len(secret) == _SECRET_DIGITS // 2 else None  # blanks may be between digits
-    return None
+    return bytes.fromhex(text) if re.fullmatch(f"[0-9a-fA-F]{{{_SECRET_DIGITS}}}", text) else None

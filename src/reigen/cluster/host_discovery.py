@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from reigen.cluster.local_peers import process_namespace_id
+from reigen.cluster.local_peers import init_timeout_error, process_namespace_id
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.topology import Topology
-from reigen.errors import ConfigError, DeadlineError, PeerLostError, format_ranks
+from reigen.errors import ConfigError, PeerLostError, format_ranks
 from reigen.net.event_loop import wait_ready
 
 #: Seconds between looks whether rank 0 still lives.
@@ -121,13 +121,11 @@ def discover_hosts(
         raise ConfigError(contradiction)
     found = [report for report in reports if report is not None]
     if len(found) < size:
-        missing = [peer for peer, report in enumerate(reports) if report is None] or _missing_ranks(rendezvous, size)
+        missing = [peer for peer, report in enumerate(reports) if report is None]
+        missing = missing or [peer for peer in range(size) if rendezvous.peek(f"place/{peer}") is None]
+        missing = missing or [0]  # it has come before, but has not sent the list
         _reject_job(rendezvous, rank, reports)
-        raise DeadlineError(
-            f"rank(s) {format_ranks(missing)} did not call init() within {timeout_seconds:g} s "
-            "(REIGEN_START_TIMEOUT sets how long to wait)",
-            ranks=missing,
-        )
+        raise init_timeout_error(missing, timeout_seconds)
     return make_host_layout(rank, tuple(each.host_id for each in found), tuple(each.hostname for each in found))
 
 
@@ -200,8 +198,3 @@ def _has_process_ended(pid: int) -> bool:
         return wait_ready(fd)  # also where its end has not been waited for
     finally:
         os.close(fd)
-
-
-def _missing_ranks(rendezvous: Rendezvous, size: int) -> list[int]:
-    """List ranks that have not come; rank 0 if none: it has come before, but has not sent the list."""
-    return [peer for peer in range(size) if rendezvous.peek(f"place/{peer}") is None] or [0]

@@ -9,56 +9,66 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reigen.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class LauncherInfo:
-    """Facts about this process from its launcher.
+class JobInfo:
+    """Facts that a process knows about its job when it starts.
 
     Attributes:
-        launcher: its name.
-        rank: this process's number in the job.
+        rank: this process's number.
         size: the number of processes.
-        variables: those of rank and size, with their values.
-        local: this process's number among those of its host, and their number; None: unknown.
-        coordinator: host of rank 0, None: unknown.
+        rendezvous: ``host:port`` of the launcher's control service; None: there is none, or the job is one process.
+        secret: the job's 32 bytes, None where there is no service. Not shown in ``repr``.
+        launcher: its name, ``none`` when alone.
+        reason: why it was chosen: its variables of rank and size, with their values.
+        local: this process's number among those of its host, and their number, from the launcher; None: unknown. Which
+            ranks share a host, they find out by themselves (`cluster.host_discovery`).
+        coordinator: host of rank 0, None where it is not known.
         job_id: distinguishes jobs of one user, the same on all ranks, whatever they call their hosts; may be empty.
-        by_mpi: MPI can be used between the ranks.
+        by_mpi: started in a way that lets the ranks use MPI.
+        port: where rank 0 shall listen, None: any.
     """
 
-    launcher: str
     rank: int
     size: int
-    variables: str
+    rendezvous: str | None
+    secret: bytes | None = field(repr=False)
+    launcher: str
+    reason: str
     local: tuple[int, int] | None = None
     coordinator: str | None = None
     job_id: str = ""
     by_mpi: bool = False
+    port: int | None = None
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """True if the launcher says that all ranks are on one host."""
+        return self.local is not None and self.local[1] == self.size
 
 
-class _VariableReader:
-    """Reader of one launcher's variables: problems are collected, not raised one by one."""
+class VariableReader:
+    """Reader of one launcher's variables: ``problems`` are collected, not raised one by one."""
 
     def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
         self._environ, self._launcher = environ, launcher
-        self._problems: list[str] = []
+        self.problems: list[str] = []
 
     def text(self, name: str) -> str:
         """Read a variable that must be there; empty if it is not."""
         if name not in self._environ:
-            self._problems.append(f"{name} is not set")
+            self.problems.append(f"{name} is not set")
         return self._environ.get(name, "")
 
     def number(self, name: str) -> int:
         """Read a variable that must be there and be a number; 0 if it is not."""
-        if name in self._environ:
-            return self.optional(name) or 0
-        self._problems.append(f"{name} is not set")
-        return 0
+        self.text(name)
+        return self.optional(name) or 0
 
     def optional(self, name: str) -> int | None:
         """Read a variable that must be a number if it is there."""
@@ -67,17 +77,13 @@ class _VariableReader:
             return None
         if text.strip().isascii() and text.strip().isdigit():
             return int(text)
-        self._problems.append(f"{name} is {text!r}, not a number")
+        self.problems.append(f"{name} is {text!r}, not a number")
         return None
 
     def pair(self, first: str, second: str) -> tuple[int, int] | None:
         """Read two numbers, if both are there."""
         one, two = self.optional(first), self.optional(second)
         return None if one is None or two is None else (one, two)
-
-    def complain(self, problem: str) -> None:
-        """Add a problem."""
-        self._problems.append(problem)
 
     def found(
         self,
@@ -86,40 +92,41 @@ class _VariableReader:
         *,
         local: tuple[str, str] | tuple[int, int] | None = None,
         **more: object,
-    ) -> LauncherInfo:
+    ) -> JobInfo:
         """Return the facts, or raise ConfigError with all problems; numbers may be given by their variables' names."""
-        rank = (rank, self.number(rank)) if isinstance(rank, str) else rank
-        size = (size, self.number(size)) if isinstance(size, str) else size
+        rank_name, rank_number = (rank, self.number(rank)) if isinstance(rank, str) else rank
+        size_name, size_number = (size, self.number(size)) if isinstance(size, str) else size
         if local is not None and isinstance(local[0], str):
             local = self.pair(*map(str, local))
-        if not self._problems:
-            self._check(rank, size)
-            if isinstance(local, tuple) and not 0 <= int(local[0]) < int(local[1]) <= size[1]:
-                self._problems.append(
-                    f"its number on its host is {local[0]} of {local[1]}, in a job of {size[1]} processes"
+        if not self.problems:
+            if size_number < 1:
+                self.problems.append(f"{size_name} is {size_number}, but must be at least 1")
+            elif rank_number >= size_number:
+                self.problems.append(f"{rank_name} is {rank_number}, but must be less than {size_name}, {size_number}")
+            if isinstance(local, tuple) and not 0 <= int(local[0]) < int(local[1]) <= size_number:
+                self.problems.append(
+                    f"its number on its host is {local[0]} of {local[1]}, in a job of {size_number} processes"
                 )
-        if self._problems:
-            raise ConfigError(
-                f"this process was started by {self._launcher}, whose variables are not in order:\n  "
-                + "\n  ".join(self._problems)
-                + "\nStart the job with `reigen run -np N ...`, or as its launcher says; to run one process alone, "
-                "unset them."
-            )
-        variables = f"{rank[0]}={rank[1]}, {size[0]}={size[1]}"
-        return LauncherInfo(self._launcher, rank[1], size[1], variables, local, **more)  # type: ignore[arg-type]
+        self.check(
+            f"this process was started by {self._launcher}, whose variables are not in order",
+            ", or as its launcher says; to run one process alone, unset them.",
+        )
+        reason = f"{rank_name}={rank_number}, {size_name}={size_number}"
+        facts = {"local": local, **more}
+        return JobInfo(rank_number, size_number, None, None, self._launcher, reason, **facts)  # type: ignore[arg-type]
 
-    def _check(self, rank: tuple[str, int], size: tuple[str, int]) -> None:
-        if size[1] < 1:
-            self._problems.append(f"{size[0]} is {size[1]}, but must be at least 1")
-        elif rank[1] >= size[1]:
-            self._problems.append(f"{rank[0]} is {rank[1]}, but must be less than {size[0]}, {size[1]}")
+    def check(self, heading: str, remedy: str) -> None:
+        """Raise ConfigError with all problems, if there are any."""
+        if self.problems:
+            lines = "\n  ".join(self.problems)
+            raise ConfigError(f"{heading}:\n  {lines}\nStart the job with `reigen run -np N ...`{remedy}")
 
 
-def _read(environ: Mapping[str, str], launcher: str, rank: str, size: str, **more: Any) -> LauncherInfo | None:
+def _read(environ: Mapping[str, str], launcher: str, rank: str, size: str, **more: Any) -> JobInfo | None:
     """Read the facts of a launcher that sets variables of these names; None if both are missing."""
     if rank not in environ and size not in environ:
         return None
-    return _VariableReader(environ, launcher).found(rank, size, **more)
+    return VariableReader(environ, launcher).found(rank, size, **more)
 
 
 def _join_values(environ: Mapping[str, str], *names: str) -> str:
@@ -127,30 +134,30 @@ def _join_values(environ: Mapping[str, str], *names: str) -> str:
     return " ".join(environ[name] for name in names if environ.get(name))
 
 
-def _torch(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _torch(environ: Mapping[str, str]) -> JobInfo | None:
     """Read torchrun's variables, which others set as well: torch's own launchers, Kubeflow's operators, people."""
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ
     if not is_torchrun and not ("RANK" in environ and "WORLD_SIZE" in environ):
         return None
-    reader = _VariableReader(environ, "torchrun" if is_torchrun else "whoever set RANK and WORLD_SIZE")
+    reader = VariableReader(environ, "torchrun" if is_torchrun else "whoever set RANK and WORLD_SIZE")
     job_id = _join_values(environ, "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return reader.found("RANK", "WORLD_SIZE", local=("LOCAL_RANK", "LOCAL_WORLD_SIZE"), job_id=job_id)
 
 
-def _horovodrun(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _horovodrun(environ: Mapping[str, str]) -> JobInfo | None:
     local = ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     job_id = _join_values(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     return _read(environ, "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", local=local, job_id=job_id)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _open_mpi(environ: Mapping[str, str]) -> JobInfo | None:
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     job_id = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
     return _read(environ, "mpirun (Open MPI)", *names, local=local, job_id=job_id, by_mpi=True)
 
 
-def _pmi(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _pmi(environ: Mapping[str, str]) -> JobInfo | None:
     """Read variables of Hydra, the launcher of MPICH, Intel MPI and MVAPICH."""
     numbers = [environ.get(name) for name in ("PMI_RANK", "PMI_SIZE")]
     if numbers == [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]:
@@ -159,11 +166,11 @@ def _pmi(environ: Mapping[str, str]) -> LauncherInfo | None:
     return _read(environ, launcher, "PMI_RANK", "PMI_SIZE", local=local, by_mpi=True)
 
 
-def _slurm(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _slurm(environ: Mapping[str, str]) -> JobInfo | None:
     """Read variables of a step of `srun`: a batch script has SLURM_PROCID as well, but is one process."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
-    reader = _VariableReader(environ, "srun (a Slurm step)")
+    reader = VariableReader(environ, "srun (a Slurm step)")
     rank, size = reader.number("SLURM_PROCID"), reader.number("SLURM_STEP_NUM_TASKS")
     return reader.found(
         ("SLURM_PROCID", rank),
@@ -175,21 +182,23 @@ def _slurm(environ: Mapping[str, str]) -> LauncherInfo | None:
     )
 
 
-def _slurm_local(read: _VariableReader, tasks_per_node: str | None) -> tuple[int, int] | None:
+def _slurm_local(reader: VariableReader, tasks_per_node: str | None) -> tuple[int, int] | None:
     """Return the number on the host, from a list like ``2(x3),1``: two tasks on each of three nodes, then one."""
-    local_rank, node = read.optional("SLURM_LOCALID"), read.optional("SLURM_NODEID")
+    local_rank, node = reader.optional("SLURM_LOCALID"), reader.optional("SLURM_NODEID")
     if tasks_per_node is None or local_rank is None or node is None:
         return None
     num_nodes = 0
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if match is None:
-            read.complain(f"SLURM_STEP_TASKS_PER_NODE is {tasks_per_node!r}, which is not like 2(x3),1")
+            reader.problems.append(f"SLURM_STEP_TASKS_PER_NODE is {tasks_per_node!r}, which is not like 2(x3),1")
             return None
         num_nodes += int(match[2] or 1)
         if node < num_nodes:
             return local_rank, int(match[1])
-    read.complain(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has {num_nodes} nodes")
+    reader.problems.append(
+        f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has {num_nodes} nodes"
+    )
     return None
 
 
@@ -204,11 +213,11 @@ def first_host(nodes: str) -> str | None:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first).strip() or None
 
 
-def _sagemaker(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _sagemaker(environ: Mapping[str, str]) -> JobInfo | None:
     if "SM_HOSTS" not in environ and "SM_CURRENT_HOST" not in environ:
         return None
-    read = _VariableReader(environ, "SageMaker, one process a host")
-    text, current = read.text("SM_HOSTS"), read.text("SM_CURRENT_HOST")
+    reader = VariableReader(environ, "SageMaker, one process a host")
+    text, current = reader.text("SM_HOSTS"), reader.text("SM_CURRENT_HOST")
     hosts: list[str] = []
     try:
         parsed = json.loads(text or "[]")
@@ -216,11 +225,11 @@ def _sagemaker(environ: Mapping[str, str]) -> LauncherInfo | None:
     except ValueError:
         pass
     if text and not hosts:
-        read.complain(f"SM_HOSTS is {text!r}, not a list of hosts in JSON")
+        reader.problems.append(f"SM_HOSTS is {text!r}, not a list of hosts in JSON")
     if hosts and current and current not in hosts:
-        read.complain(f"SM_CURRENT_HOST is {current!r}, which is not in SM_HOSTS")
+        reader.problems.append(f"SM_CURRENT_HOST is {current!r}, which is not in SM_HOSTS")
     rank = hosts.index(current) if current in hosts else 0
-    return read.found(
+    return reader.found(
         ("number of SM_CURRENT_HOST in SM_HOSTS", rank),
         ("their number", len(hosts)),
         coordinator=hosts[0] if hosts else None,
@@ -228,24 +237,24 @@ def _sagemaker(environ: Mapping[str, str]) -> LauncherInfo | None:
     )
 
 
-def _kubeflow(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _kubeflow(environ: Mapping[str, str]) -> JobInfo | None:
     """Read variables of Kubeflow's trainer where it starts the script itself, without torchrun, for which PET_* is."""
     if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
-        read = _VariableReader(environ, "Kubeflow, one process a container")
+        reader = VariableReader(environ, "Kubeflow, one process a container")
         if environ.get("PET_NPROC_PER_NODE", "1") != "1":
-            read.complain(
+            reader.problems.append(
                 f"PET_NPROC_PER_NODE is {environ['PET_NPROC_PER_NODE']!r}: several processes in a container are "
                 "started by `torchrun train.py`, which reads it, or by `reigen run`"
             )
         job_id, coordinator = _join_values(environ, "PET_MASTER_PORT", "PET_RDZV_ID"), environ.get("PET_MASTER_ADDR")
-        return read.found("PET_NODE_RANK", "PET_NNODES", coordinator=coordinator, job_id=job_id)
+        return reader.found("PET_NODE_RANK", "PET_NNODES", coordinator=coordinator, job_id=job_id)
     launcher = "Kubeflow, or whoever set JAX_PROCESS_ID"
     host, _, port = environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")
     coordinator = host.strip("[]") or None
     return _read(environ, launcher, "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", coordinator=coordinator, job_id=port)
 
 
-def _jsrun(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _jsrun(environ: Mapping[str, str]) -> JobInfo | None:
     """Read variables of LSF's launcher on IBM's computers."""
     rank, size, local_rank, local_size = (
         f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -254,14 +263,14 @@ def _jsrun(environ: Mapping[str, str]) -> LauncherInfo | None:
     return _read(environ, "jsrun (LSF)", rank, size, local=local, job_id=environ.get("LSB_JOBID", ""), by_mpi=True)
 
 
-def _skypilot(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _skypilot(environ: Mapping[str, str]) -> JobInfo | None:
     launcher, names = "SkyPilot, one process a node", ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES")
     coordinator = next(iter(environ.get("SKYPILOT_NODE_IPS", "").split()), None)
     return _read(environ, launcher, *names, coordinator=coordinator, job_id=environ.get("SKYPILOT_TASK_ID", ""))
 
 
 #: Each returns its facts, None if its launcher did not start this process, or raises ConfigError.
-LAUNCHERS: Sequence[Callable[[Mapping[str, str]], LauncherInfo | None]] = (
+LAUNCHERS: Sequence[Callable[[Mapping[str, str]], JobInfo | None]] = (
     *(_torch, _horovodrun, _open_mpi, _pmi, _slurm, _sagemaker, _kubeflow, _jsrun, _skypilot),
 )
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -37,9 +36,9 @@ _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
 #: During init(): seconds between looks whether a rank has died, and seconds to wait for a rank at least.
 _SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
 #: Seconds that a rank that is let down waits for the end of a rank that has left.
-_LINGER_SECONDS = 0.7
+LINGER_SECONDS = 0.7
 #: Seconds between looks whether that is over.
-_LINGER_SLICE_SECONDS = 0.01
+LINGER_SLICE_SECONDS = 0.01
 
 
 class RankStatus(IntEnum):
@@ -72,48 +71,6 @@ class MappedRange:
     arrays: tuple[NDArray[np.uint8], ...]
 
 
-class LocalGroup(Protocol):
-    """Ranks of this host as a backend uses them: numbered from 0 by its methods; `ranks` has their numbers in the job.
-
-    `LocalPeers` are all of them, `LocalSubset` some.
-    """
-
-    rank: int
-    size: int
-    #: the ranks of the job
-    ranks: tuple[int, ...]
-    #: process ids
-    pids: tuple[int, ...]
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Size of this rank's own segment."""
-
-    def reserve(self, nbytes: int, what: str) -> None:
-        """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
-
-    def shrink(self, nbytes: int) -> None:
-        """Give back memory that was reserved beyond ``nbytes`` and not mapped by any rank."""
-
-    def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
-        """Map the memory that every member has reserved, each at its own offset; the second half."""
-
-    def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Map the memory that one member has reserved; every member does."""
-
-    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Return the reason why these members will never answer, or None while they may."""
-
-    def abort(self, error: CollectiveError) -> None:
-        """Report to the others that this rank cannot go on, and why; the first call counts."""
-
-    def wait_for_death(self, timeout_seconds: float) -> None:
-        """Wait until some process has ended, or for the time given."""
-
-    def subset(self, members: Sequence[int]) -> LocalGroup:
-        """Return some of them, this rank among them, numbered anew."""
-
-
 class LocalSubset:
     """Some of the ranks of this host: ``members`` by their numbers in ``peers``, ascending; this rank is one."""
 
@@ -128,11 +85,10 @@ class LocalSubset:
 
     @property
     def reserved_bytes(self) -> int:
-        """Size of this rank's own segment."""
         return self._local_peers.reserved_bytes
 
     def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
-        return self._local_peers.map_of(self._members, offsets, nbytes)
+        return self._local_peers.map(offsets, nbytes, self._members)
 
     def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
         return self._local_peers.map_one(self._members[member], offset, nbytes)
@@ -141,12 +97,11 @@ class LocalSubset:
         return self._local_peers.failure([self._members[member] for member in needed])
 
     def subset(self, members: Sequence[int]) -> LocalSubset:
-        """Return some of these."""
         return LocalSubset(self._local_peers, [self._members[member] for member in members])
 
 
 class LocalPeers:
-    """Segments and processes of all ranks of this host: `LocalGroup`, numbered in the order of the job's ranks.
+    """Segments and processes of all ranks of this host, numbered from 0 in the order of the job's ranks, `ranks`.
 
     Args:
         ranks: the ranks of the job that are on this host, ascending.
@@ -188,17 +143,13 @@ class LocalPeers:
         """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
         self._segments[self.rank].grow(nbytes, what)
 
-    def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
-        """Map the memory that every rank has reserved, each at its own offset; the second half."""
-        return self.map_of(range(self.size), offsets, nbytes)
-
-    def map_of(self, members: Sequence[int], offsets: Sequence[int], nbytes: int) -> MappedRange:
-        """Map ``nbytes`` of the segments of some of them."""
-        arrays = (self._segments[member].map(offset, nbytes) for member, offset in zip(members, offsets, strict=True))
-        return MappedRange(tuple(arrays))
+    def map(self, offsets: Sequence[int], nbytes: int, members: Sequence[int] | None = None) -> MappedRange:
+        """Map the memory that every one of ``members`` (all) has reserved, each at its own offset; the second half."""
+        members = range(self.size) if members is None else members
+        return MappedRange(tuple(self.map_one(each, at, nbytes) for each, at in zip(members, offsets, strict=True)))
 
     def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Map ``nbytes`` of the segment of one of them."""
+        """Map the memory that one member has reserved; every member does."""
         return self._segments[member].map(offset, nbytes)
 
     def subset(self, members: Sequence[int]) -> LocalSubset:
@@ -249,13 +200,13 @@ class LocalPeers:
         end, the launcher would take one of them for the first failure. Its status may not be LEFT yet: the coordinator
         got its departure before.
         """
-        until = time.monotonic() + _LINGER_SECONDS
+        until = time.monotonic() + LINGER_SECONDS
         members = {self.ranks.index(rank) for rank in ranks if rank in self.ranks} - {self.rank}
         poll = select.poll()
         for member in members:
             poll.register(self._pidfds[member], select.POLLIN)
         while members and not over() and (rest := until - time.monotonic()) > 0:
-            for fd, _ in poll.poll(min(rest, _LINGER_SLICE_SECONDS) * 1000):
+            for fd, _ in poll.poll(min(rest, LINGER_SLICE_SECONDS) * 1000):
                 poll.unregister(fd)
                 members.discard(self._members[fd])
 
@@ -301,6 +252,10 @@ class LocalPeers:
         self._pidfds.clear()
         for segment in self._segments:
             segment.close()
+
+
+#: Ranks of this host as a backend uses them.
+LocalGroup = LocalPeers | LocalSubset
 
 
 def map_local_peers(
@@ -354,7 +309,7 @@ def map_local_peers(
         rendezvous.put(f"{generation}/mapped/{rank}", view)
         _check_mappings(ranks, view, _get_all(rendezvous, f"{generation}/mapped", ranks, waiting))
     except BaseException:
-        for segment in {id(s): s for s in [own, *segments]}.values():
+        for segment in (own, *segments):
             segment.close()
         for fd in pidfds:
             os.close(fd)
@@ -376,10 +331,6 @@ class _WaitLimits:
     until: float
     ranks: Sequence[int]
     pidfds: list[int]
-
-    def slice_seconds(self) -> float:
-        """Return the seconds until the next look."""
-        return max(_LOOK_SECONDS, min(_SLICE_SECONDS, self.until - time.monotonic()))
 
     def loss(self) -> PeerLostError | None:
         """Return the error to raise when the process of some rank has ended."""
@@ -413,7 +364,8 @@ def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting:
         loss: PeerLostError | None = None
         while peer not in found:
             try:
-                found[peer] = rendezvous.get(f"{prefix}/{peer}", waiting.slice_seconds())
+                left = waiting.until - time.monotonic()
+                found[peer] = rendezvous.get(f"{prefix}/{peer}", max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
             except TimeoutError:
                 if loss is not None:
                     raise loss from None
@@ -422,12 +374,17 @@ def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting:
                     break  # are others missing, too?
     missing = [peer for peer in ranks if peer not in found]
     if missing:
-        raise DeadlineError(
-            f"rank(s) {format_ranks(missing)} did not call init() within {waiting.timeout_seconds:g} s "
-            "(REIGEN_START_TIMEOUT sets how long to wait)",
-            ranks=missing,
-        )
+        raise init_timeout_error(missing, waiting.timeout_seconds)
     return [found[peer] for peer in ranks]
+
+
+def init_timeout_error(ranks: Sequence[int], timeout_seconds: float) -> DeadlineError:
+    """Make the error of ranks that have not come in time."""
+    return DeadlineError(
+        f"rank(s) {format_ranks(ranks)} did not call init() within {timeout_seconds:g} s "
+        "(REIGEN_START_TIMEOUT sets how long to wait)",
+        ranks=ranks,
+    )
 
 
 def _check_segment_info(peer: int, own: _SegmentInfo, info: _SegmentInfo) -> None:

@@ -32,7 +32,16 @@ class Topology:
     cross_size: int
 
     def __post_init__(self) -> None:
-        problems = self._problems()
+        problems = []
+        pairs = (("rank", self.rank, self.size), ("local_rank", self.local_rank, self.local_size))
+        for name, index, count in (*pairs, ("cross_rank", self.cross_rank, self.cross_size)):
+            if count < 1:
+                problems.append(f"{name.replace('rank', 'size')} is {count}, but must be at least 1")
+            elif not 0 <= index < count:
+                problems.append(f"{name} is {index}, but must be from 0 to {count - 1}")
+        for name, count in (("local_size", self.local_size), ("cross_size", self.cross_size)):
+            if count > max(self.size, 1):
+                problems.append(f"{name} is {count}, but the whole job has {self.size}")
         if problems:
             raise ConfigError("the place of this process in its job makes no sense: " + "; ".join(problems))
 
@@ -45,19 +54,6 @@ class Topology:
     def on_one_host(cls, rank: int, size: int) -> Topology:
         """Return that of rank ``rank`` of ``size`` that all run on one host."""
         return cls(rank, size, rank, size, 0, 1)
-
-    def _problems(self) -> list[str]:
-        problems = []
-        pairs = (("rank", self.rank, self.size), ("local_rank", self.local_rank, self.local_size))
-        for name, index, count in (*pairs, ("cross_rank", self.cross_rank, self.cross_size)):
-            if count < 1:
-                problems.append(f"{name.replace('rank', 'size')} is {count}, but must be at least 1")
-            elif not 0 <= index < count:
-                problems.append(f"{name} is {index}, but must be from 0 to {count - 1}")
-        for name, count in (("local_size", self.local_size), ("cross_size", self.cross_size)):
-            if count > max(self.size, 1):
-                problems.append(f"{name} is {count}, but the whole job has {self.size}")
-        return problems
 
 
 def renumber_rank(rank: int, size: int, ranks: Sequence[int]) -> int:

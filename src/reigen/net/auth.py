@@ -30,9 +30,9 @@ import hashlib
 import hmac
 import os
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 from reigen.errors import ArgumentError, AuthenticationError
 
@@ -113,17 +113,29 @@ class AuthSession:
         return body[TAG_BYTES:]
 
 
-class Handshake(Protocol):
+class Handshake(ABC):
     """One end of the handshake, without I/O: takes exactly ``num_expected_bytes``, returns bytes to send.
+
+    Args:
+        secret: the job's 32 bytes.
+        me: identity of this end, and what the connection is for.
 
     Attributes:
         binding: what both ends, and nobody else, know of the channel beneath, of one length at both; empty without one.
             May be set until the first byte of the peer is given.
+        opening: what this end sends before it has heard anything.
     """
 
-    binding: bytes
-    opening: bytes
-    num_expected_bytes: int
+    opening = b""
+    #: bytes of a proof behind the peer's introduction
+    _num_first_proof_bytes = 0
+
+    def __init__(self, secret: bytes, me: Identity) -> None:
+        if len(secret) != SECRET_BYTES:
+            raise AuthenticationError(f"the job's secret must have {SECRET_BYTES} bytes, not {len(secret)}")
+        self._secret, self.binding = secret, b""
+        self._own, self._theirs = _pack_introduction(me), b""
+        self.num_expected_bytes = len(_MAGIC)
 
     def advance(self, message: bytes) -> tuple[bytes, AuthSession | None]:
         """Take the peer's next bytes; returns what to send now, and the session once the peer is proven.
@@ -131,70 +143,55 @@ class Handshake(Protocol):
         Raises:
             AuthenticationError: the peer does not know the secret, or does not speak this protocol.
         """
+        if self._theirs:
+            return self._take(message)
+        self._theirs = _check_magic(message)
+        self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + self._num_first_proof_bytes
+        return b"", None
+
+    @abstractmethod
+    def _take(self, message: bytes) -> tuple[bytes, AuthSession | None]:
+        """Take what follows the first bytes."""
+
+    def _mac(self, label: bytes, transcript: bytes) -> bytes:
+        return hmac.digest(self._secret, b"reigen/2 " + label + b"\0" + transcript, "sha256")
 
 
-class ClientHandshake:
-    """The connecting end.
+class ClientHandshake(Handshake):
+    """The connecting end."""
 
-    Args:
-        secret: the job's 32 bytes.
-        me: who connects, and what for.
-    """
+    _num_first_proof_bytes = PROOF_BYTES
 
     def __init__(self, secret: bytes, me: Identity) -> None:
-        self._secret, self.binding = _check_secret(secret), b""
-        self.opening = _pack_introduction(me)
-        self._magic = b""
-        self.num_expected_bytes = len(_MAGIC)
+        super().__init__(secret, me)
+        self.opening = self._own
 
-    def advance(self, message: bytes) -> tuple[bytes, AuthSession | None]:
-        """Look at the first bytes of CHALLENGE, then check it; returns PROOF and the session."""
-        if not self._magic:
-            self._magic = _check_magic(message)
-            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + PROOF_BYTES
-            return b"", None
-        introduction, proof = self._magic + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
+    def _take(self, message: bytes) -> tuple[bytes, AuthSession | None]:
+        """Check CHALLENGE; returns PROOF and the session."""
+        introduction, proof = self._theirs + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
         transcript = self.opening + introduction + self.binding
-        if not hmac.compare_digest(proof, _mac(self._secret, b"accepts", transcript)):
+        if not hmac.compare_digest(proof, self._mac(b"accepts", transcript)):
             raise AuthenticationError("the other end of the connection does not know this job's secret")
-        mine = _mac(self._secret, b"connects", transcript)
-        sends, receives = _mac(self._secret, b"there", transcript), _mac(self._secret, b"back", transcript)
-        return mine, AuthSession(_unpack_introduction(introduction), sends, receives)
+        sends, receives = self._mac(b"there", transcript), self._mac(b"back", transcript)
+        return self._mac(b"connects", transcript), AuthSession(_unpack_introduction(introduction), sends, receives)
 
 
-class ServerHandshake:
-    """The accepting end. Arguments as for ``ClientHandshake``."""
+class ServerHandshake(Handshake):
+    """The accepting end."""
 
-    opening = b""
+    _transcript = b""
 
-    def __init__(self, secret: bytes, me: Identity) -> None:
-        self._secret, self.binding = _check_secret(secret), b""
-        self._introduction = _pack_introduction(me)
-        self._hello = b""
-        self._transcript = b""
-        self.num_expected_bytes = len(_MAGIC)
-
-    def advance(self, message: bytes) -> tuple[bytes, AuthSession | None]:
-        """Look at the first bytes of HELLO, take the rest and return CHALLENGE, take PROOF and return the session."""
-        if not self._hello:
-            self._hello = _check_magic(message)
-            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC)
-            return b"", None
+    def _take(self, message: bytes) -> tuple[bytes, AuthSession | None]:
+        """Take the rest of HELLO and return CHALLENGE; take PROOF and return the session."""
         if not self._transcript:
-            self._hello += message
-            self._transcript = self._hello + self._introduction + self.binding
+            self._theirs += message
+            self._transcript = self._theirs + self._own + self.binding
             self.num_expected_bytes = PROOF_BYTES
-            return self._introduction + _mac(self._secret, b"accepts", self._transcript), None
-        if not hmac.compare_digest(message, _mac(self._secret, b"connects", self._transcript)):
+            return self._own + self._mac(b"accepts", self._transcript), None
+        if not hmac.compare_digest(message, self._mac(b"connects", self._transcript)):
             raise AuthenticationError("a connection did not prove that it knows this job's secret")
-        sends, receives = _mac(self._secret, b"back", self._transcript), _mac(self._secret, b"there", self._transcript)
-        return b"", AuthSession(_unpack_introduction(self._hello), sends, receives)
-
-
-def _check_secret(secret: bytes) -> bytes:
-    if len(secret) != SECRET_BYTES:
-        raise AuthenticationError(f"the job's secret must have {SECRET_BYTES} bytes, not {len(secret)}")
-    return secret
+        sends, receives = self._mac(b"back", self._transcript), self._mac(b"there", self._transcript)
+        return b"", AuthSession(_unpack_introduction(self._theirs), sends, receives)
 
 
 def _pack_introduction(me: Identity) -> bytes:
@@ -227,7 +224,3 @@ def _unpack_introduction(introduction: bytes) -> Identity:
         return Identity(ProcessRole(role), rank, purpose.rstrip(b"\0").decode("ascii"))
     except ValueError:  # of an unknown role, or of characters that are not ASCII
         raise AuthenticationError("the other end of the connection says of itself what makes no sense") from None
-
-
-def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret, b"reigen/2 " + label + b"\0" + transcript, "sha256")

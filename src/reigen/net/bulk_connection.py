@@ -54,11 +54,7 @@ class PeerAborted(ConnectionError):  # noqa: N818  an event of the peer's
 class BulkConnection(FramedConnection):
     """One end of a connection for bulk data. One thread at a time may use it.
 
-    After any error the connection is of no further use: close it. Places that were posted may then hold anything.
-
-    Args:
-        connection: a non-blocking stream socket, or one with TLS, behind whose handshake nothing has been read.
-        session: what the handshake made. Both come from `Connection.detach`.
+    Arguments as of `FramedConnection`. After any error places that were posted may hold anything.
     """
 
     def __init__(self, connection: socket.socket | TlsSocket, session: AuthSession) -> None:
@@ -93,21 +89,13 @@ class BulkConnection(FramedConnection):
         return self._num_filled if self._length is not None and self._reason is None else 0
 
     def post_send(self, data: memoryview) -> None:
-        """Queue one message. Its memory must stay as it is until `advance_sends` has counted it.
-
-        Args:
-            data: contiguous, of any format.
-        """
+        """Queue one message, contiguous, of any format; its memory stays as it is until `advance_sends` counts it."""
         data = data.cast("B") if data.nbytes else _NOTHING
         self.post(_HEADER.pack(_DATA, len(data)), data)
         self._ends.append(self.num_posted_bytes)
 
     def post_receive(self, into: memoryview) -> None:
-        """Have the peer's next message, of exactly ``len(into)`` bytes, land in ``into``.
-
-        Args:
-            into: contiguous and writable, of any format.
-        """
+        """Have the peer's next message, of just its length, land in ``into``: contiguous, writable, of any format."""
         self._posted.append(into.cast("B") if into.nbytes else _NOTHING)
 
     def advance_sends(self) -> int:
@@ -146,10 +134,7 @@ class BulkConnection(FramedConnection):
         """Tell the peer that this end gives up, as well as can be done without waiting; then `close`.
 
         Messages that have not begun to leave are dropped. One that has is finished first, if the kernel takes the rest
-        of it at once; otherwise the peer only sees the connection end.
-
-        Args:
-            reason: why; what exceeds 1 KiB is cut off.
+        of it at once; otherwise the peer only sees the connection end. Of ``reason``, 1 KiB at most is sent.
         """
         reason = reason[:MAX_REASON_BYTES]
         begun = self.num_sent_bytes + (0 if self._tls is None else self._tls.num_held_bytes)  # or is encrypted

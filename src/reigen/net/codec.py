@@ -24,10 +24,6 @@ class MessageCodec(Generic[_Message]):
     Args:
         kind: a msgspec type, or a union of tagged structs.
         max_bytes: the largest encoded message.
-
-    Example:
-        >>> Codec[list[int]](list[int], max_bytes=64).decode(Codec[list[int]](list[int], max_bytes=64).encode([1, 2]))
-        [1, 2]
     """
 
     def __init__(self, kind: Any, max_bytes: int) -> None:

@@ -19,7 +19,6 @@ from reigen.net.sockets import (
     bound_retransmit_backoff,
     set_keepalive,
     translate_connection_losses,
-    wait_until_delivered,
 )
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
@@ -48,7 +47,6 @@ class StreamProtocol:
 
     Attributes:
         outgoing: what is to be sent.
-        peer: who is at the other end, None until it has proven to know the secret.
     """
 
     def __init__(self, handshake: Handshake, max_payload_bytes: int, channel: TlsChannel | None = None) -> None:
@@ -209,10 +207,6 @@ class Connection:
     def keep_alive(self, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
         """Set keepalive options, as `reigen.net.sockets.set_keepalive` does."""
         set_keepalive(self.socket, peer_timeout_seconds, bulk=bulk)
-
-    def wait_until_delivered(self, seconds: float) -> None:
-        """Wait for the peer's kernel, as `reigen.net.sockets.wait_until_delivered` does."""
-        wait_until_delivered(self.socket, seconds)
 
     def close(self) -> None:
         """Close the connection. May be called twice."""
@@ -428,15 +422,7 @@ def open_connection(
     deadline: float,
     tls: TlsContext | None = None,
 ) -> Connection:
-    """Connect to ``address`` and authenticate both ends.
-
-    Args:
-        address: host and port.
-        secret: the job's 32 bytes.
-        me: identity of this end, and the purpose of the connection.
-        max_message_bytes: the largest message, both ways.
-        deadline: on the clock of ``time.monotonic()``.
-        tls: encrypt everything; the other end must do so, too.
+    """Connect to ``address`` and authenticate both ends; arguments as of `ConnectionOptions`.
 
     Raises:
         AuthenticationError: the other end does not know the secret, or one end uses TLS and the other does not.

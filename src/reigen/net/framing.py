@@ -19,7 +19,7 @@ import socket
 from collections import deque
 
 from reigen.net.auth import TAG_BYTES, AuthSession, Identity
-from reigen.net.sockets import as_connection_error, connection_closed_error
+from reigen.net.sockets import as_connection_error
 from reigen.net.tls import TlsSocket
 
 #: What is read ahead; of larger bodies no more than that passes through here.
@@ -114,17 +114,13 @@ class FramedConnection:
             if self.num_sent_bytes == self.num_posted_bytes:
                 pieces.clear()
                 return True
-            self._take_off(num_sent)
+            while num_sent >= len(pieces[0]):
+                num_sent -= len(pieces.popleft())
+            if num_sent:
+                pieces[0] = memoryview(pieces[0])[num_sent:]
             if not is_cut and self._tls is None:
                 return False  # the kernel took a part: it is full
         return True
-
-    def _take_off(self, num_sent: int) -> None:
-        pieces = self._pieces
-        while num_sent >= len(pieces[0]):
-            num_sent -= len(pieces.popleft())
-        if num_sent:
-            pieces[0] = memoryview(pieces[0])[num_sent:]
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +187,8 @@ class FramedConnection:
         except OSError as error:
             raise as_connection_error(error) from None
         if not num_read:
-            raise connection_closed_error(amid=not header_first or self._end > self._begin)  # of a body, or of a header
+            is_amid = not header_first or self._end > self._begin  # a body, or a header
+            raise ConnectionResetError("the other end closed the connection" + " in the middle of a message" * is_amid)
         self.num_received_bytes += num_read
         self._is_drained = num_read < len(place) + len(ahead)
         num_ahead = min(num_read, len(ahead)) if header_first else max(0, num_read - len(place))

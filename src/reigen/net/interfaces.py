@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from reigen.errors import ConfigError
 
@@ -42,15 +42,17 @@ def local_addresses() -> dict[str, list[str]]:
         OSError: the kernel does not say.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_InterfaceAddress)()
+    first = entry = ctypes.POINTER(_InterfaceAddress)()
     if libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "cannot list this machine's network interfaces")
     try:
         found: dict[str, list[str]] = {}
-        for name, address in _parse_ifaddrs(first):
-            addresses = found.setdefault(name, [])
+        while entry:  # type: ignore[truthy-bool]  # false where it is NULL
+            addresses = found.setdefault(entry.contents.name.decode(errors="replace"), [])
+            address = _decode_text(entry.contents.address)
             if address is not None and not ipaddress.ip_address(address).is_link_local:
                 addresses.append(address)
+            entry = entry.contents.next
         return found
     finally:
         libc.freeifaddrs(first)
@@ -73,17 +75,9 @@ def choose_address(names: Sequence[str], towards: str | None) -> tuple[str, str]
 def pick_address(
     names: Sequence[str], addresses: Mapping[str, Sequence[str]], towards: str | None, route: str | None, host: str
 ) -> tuple[str, str]:
-    """Decide `choose_address` from the addresses and options given.
+    """Decide `choose_address` from the addresses of this host by interface, and from its name, for the error.
 
-    Args:
-        names: interfaces that may be used, in order of preference.
-        addresses: of this machine, by interface.
-        towards: the machine that must be reached, or None.
-        route: where packets to ``towards`` come from.
-        host: this machine's name, for the error.
-
-    Returns:
-        address and reason.
+    ``route`` is where packets to ``towards`` come from.
 
     Raises:
         ConfigError: none of the names has an address.
@@ -122,15 +116,8 @@ def _source_address_towards(host: str) -> str:
     raise ConfigError(f"host {socket.gethostname()} knows no way to {host}: {reason}")
 
 
-def _parse_ifaddrs(entry: ctypes._Pointer[_InterfaceAddress]) -> Iterator[tuple[str, str | None]]:
-    """Interfaces and addresses of getifaddrs' list, None for addresses of other families."""
-    while entry:  # type: ignore[truthy-bool]  # false where it is NULL
-        one = entry.contents
-        yield one.name.decode(errors="replace"), _decode_text(one.address)
-        entry = one.next
-
-
 def _decode_text(pointer: ctypes._Pointer[_SocketAddress]) -> str | None:
+    """Return an address as text; None if there is none, or one of another family."""
     if not pointer:  # type: ignore[truthy-bool]  # false where it is NULL
         return None
     address = pointer.contents

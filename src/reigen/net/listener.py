@@ -14,16 +14,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from reigen.errors import AuthenticationError, ConfigError, WireError
-from reigen.net.auth import Identity
 from reigen.net.connection import Connection, ConnectionOptions
 from reigen.net.event_loop import Callback, EventLoop, Timer
 from reigen.net.fork_safety import close_in_children
-
-if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
-    from reigen.net.tls import TlsContext
 
 _log = logging.getLogger(__name__)
 
@@ -203,17 +198,13 @@ class MessageListener:
     """A listener and its connections: hands over the messages of authenticated ends. One thread calls `turn`.
 
     Args:
-        secret: the job's 32 bytes.
         address: host and port to listen on, of one interface; port 0: the kernel chooses.
-        me: identity of the listener.
-        max_message_bytes: the largest message, both ways.
+        options: of the connections.
         receive: called with each message; an AuthenticationError or WireError ends that connection.
         gone: called when a connection has ended, and with whether the peer's whole host is silent.
         handshake_seconds: how long a connection may be unauthenticated.
-        peer_timeout_seconds: silence after which a host counts as lost.
         must_speak: a connection is pending until it has sent a message.
         port_is_held: see `open_listening_socket`.
-        tls: encrypt everything; the other end must do so, too.
 
     Attributes:
         address: ``host:port``; connections queue there from now on.
@@ -224,24 +215,19 @@ class MessageListener:
 
     def __init__(
         self,
-        secret: bytes,
         address: tuple[str, int],
-        me: Identity,
-        max_message_bytes: int,
+        options: ConnectionOptions,
         receive: Callable[[Connection, bytes], None],
         gone: Callable[[Connection, bool], None],
         *,
         handshake_seconds: float = HANDSHAKE_SECONDS,
-        peer_timeout_seconds: float = 20.0,
         must_speak: bool = False,
         port_is_held: bool = False,
-        tls: TlsContext | None = None,
     ) -> None:
         self._receive, self._gone, self._must_speak = receive, gone, must_speak
         self._clients: set[Connection] = set()
         self._is_ending = False
         listening, self.address = open_listening_socket(*address, port_is_held=port_is_held)
-        options = ConnectionOptions(secret, me, max_message_bytes, tls, peer_timeout_seconds)
         self._loop = EventLoop()
         self._listener = Listener(
             self._loop, listening, options, self._on_authenticated, handshake_seconds=handshake_seconds

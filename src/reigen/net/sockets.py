@@ -239,11 +239,6 @@ def as_connection_error(error: OSError) -> ConnectionError:
     return ConnectionAbortedError(error.errno, error.strerror or os.strerror(error.errno or 0))
 
 
-def connection_closed_error(*, amid: bool) -> ConnectionError:
-    """The error of a connection that the other end has closed; ``amid``: with a part of a message there."""
-    return ConnectionResetError(f"the other end closed the connection{' in the middle of a message' if amid else ''}")
-
-
 @contextlib.contextmanager
 def translate_connection_losses() -> Iterator[None]:
     """Turn the kernel's errors of a lost connection into ConnectionError; a deadline's TimeoutError passes.

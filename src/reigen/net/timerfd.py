@@ -28,11 +28,7 @@ def _libc() -> Any:
 
 
 class TimerFd:
-    """Goes off once, so many seconds after `start`; readable from then on, until `start` or `stop`.
-
-    Args:
-        seconds: how long, less than one.
-    """
+    """Goes off once, ``seconds`` (less than one) after `start`; readable from then on, until `start` or `stop`."""
 
     def __init__(self, seconds: float) -> None:
         self._set = _libc().timerfd_settime

@@ -200,11 +200,6 @@ class TlsSocket:
         """Return whether bytes were read from the socket that have not been received."""
         return self._channel.has_read_ahead
 
-    @property
-    def carrier(self) -> socket.socket:
-        """The socket that the records travel through, for its options."""
-        return self._connection
-
     def fileno(self) -> int:
         """The socket's descriptor."""
         return self._connection.fileno()

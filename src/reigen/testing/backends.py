@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from reigen.backends.base import Backend
@@ -82,11 +82,8 @@ def _in_process(body: Callable[..., Any], make: MakeBackend, *args: object) -> o
     job = detect_job(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
-    client = RendezvousClient(job.rendezvous, job.secret, job.rank, PATIENCE_SECONDS)
-    try:
+    with closing(RendezvousClient(job.rendezvous, job.secret, job.rank, PATIENCE_SECONDS)) as client:
         return body(make, job.rank, job.size, client, *args)
-    finally:
-        client.close()
 
 
 # ---------------------------------------------------------------------------------------------- failures

@@ -58,7 +58,4 @@ class RankError(AssertionError):
 
     def of(self, rank: int) -> RankFailure:
         """Return one rank's failure, or raise KeyError."""
-        for failure in self.failures:
-            if failure.rank == rank:
-                return failure
-        raise KeyError(rank)
+        return {failure.rank: failure for failure in self.failures}[rank]

@@ -18,16 +18,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from reigen.cluster.bootstrap.rank_lock import read_process_stat
 from reigen.launch.base import LauncherFactory, find_launcher
 from reigen.launch.hosts import parse_hosts
 from reigen.launch.options import LaunchOptions
 from reigen.testing.environment import clean_environment
-
-#: Finds the processes that have a mark in their environment: command lines by process id.
-FindProcesses = Callable[[str], Mapping[int, str]]
 
 _MARK = "REIGEN_TEST_MARK"
 _AGENT = "reigen.launch.agent"
@@ -42,18 +40,6 @@ _WAIT = "say('ready'); time.sleep(600)"
 _AWKWARD = ("a b", "$HOME", '"', "'", "*", ";", "--flag", "x=y", "two\nlines", "ü", "\\")
 
 
-def find_marked_processes(mark: str) -> dict[int, str]:
-    """Find the processes of this host that have ``mark`` in their environment; also those of other namespaces."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it has ended meanwhile, or belongs to another user
-                has_mark = mark.encode() in (entry / "environ").read_bytes()
-                if has_mark and (command := (entry / "cmdline").read_bytes()):  # a zombie has none
-                    found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
-    return found
-
-
 def check_launcher(
     make: str | LauncherFactory,
     hosts: str,
@@ -62,7 +48,6 @@ def check_launcher(
     arguments: Sequence[str] = (),
     prefix: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    find_processes: FindProcesses = find_marked_processes,
     timeout: float = 120.0,
 ) -> dict[str, str]:
     """Run the suite on a launcher.
@@ -75,7 +60,6 @@ def check_launcher(
         prefix: command before that of a job: a program that runs the rest elsewhere, in another namespace
             for example. Process ids are those of this process's namespace.
         environ: variables that jobs inherit besides this process's.
-        find_processes: finds left-over processes; by default on this host.
         timeout: seconds for each job.
 
     Returns:
@@ -89,7 +73,7 @@ def check_launcher(
     if unknown := sorted(skipped.keys() - _CASES.keys()):
         raise ValueError(f"there are no cases {', '.join(unknown)}; there are {', '.join(_CASES)}")
     name = make if isinstance(make, str) else f"{make.__module__}:{make.__qualname__}"
-    check = _LauncherCheck(name, hosts, arguments, prefix, dict(environ or {}), find_processes, timeout)
+    check = _LauncherCheck(name, hosts, arguments, prefix, dict(environ or {}), timeout)
     if check.size < 2:
         raise ValueError(f"hosts {hosts!r} have fewer than two slots")
     for case, body in _CASES.items():
@@ -128,12 +112,11 @@ class _LauncherCheck:
     arguments: Sequence[str]
     prefix: Sequence[str]
     environ: dict[str, str]
-    find_processes: FindProcesses
     timeout: float
-    slots: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "slots", [host.slots for host in parse_hosts(self.hosts)])
+    @property
+    def slots(self) -> list[int]:
+        return [host.slots for host in parse_hosts(self.hosts)]
 
     @property
     def size(self) -> int:
@@ -181,9 +164,16 @@ class _Job:
         self._process, self._files, self._mark, self._check = process, files, mark, check
         self._deadline = time.monotonic() + check.timeout
 
-    def processes(self) -> Mapping[int, str]:
-        """Return everything that belongs to it: command lines by process id."""
-        return self._check.find_processes(self._mark)
+    def processes(self) -> dict[int, str]:
+        """Find everything on this host that belongs to it: command lines by process id. Also in other namespaces."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):  # it has ended meanwhile, or belongs to another user
+                    has_mark = self._mark.encode() in (entry / "environ").read_bytes()
+                    if has_mark and (command := (entry / "cmdline").read_bytes()):  # a zombie has none
+                        found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+        return found
 
     def read(self, stream: int = 0) -> bytes:
         """Return its output until now."""
@@ -197,11 +187,11 @@ class _Job:
             assert time.monotonic() < self._deadline, f"not in time: {what}; {self.processes()}\n{self._output()}"
             pause.wait(0.01)
 
-    def wait_until_ready(self, num_lines: int | None = None) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until all ranks have printed that they are ready."""
-        num = self._check.size if num_lines is None else num_lines
         self.wait_until(
-            lambda: self.read().count(b"ready") >= num or self._process.poll() is not None, "ranks are ready"
+            lambda: self.read().count(b"ready") >= self._check.size or self._process.poll() is not None,
+            "ranks are ready",
         )
         assert self._process.returncode is None, f"it ended early: {self._output()}"
 
@@ -209,7 +199,7 @@ class _Job:
         """Return the process that the user has started, and the supervisor, its child."""
         own = f"{sys.executable} -m reigen run "
         pids = [pid for pid, command in self.processes().items() if command.startswith(own)]
-        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+        parents = {pid: int(read_process_stat(pid)[1]) for pid in pids}
         [supervisor] = [pid for pid in pids if parents[pid] in pids]
         return parents[supervisor], supervisor
 

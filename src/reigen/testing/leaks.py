@@ -8,16 +8,19 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_SHM = Path("/dev/shm")
+from reigen.cluster.bootstrap.rank_lock import read_process_stat
+
 #: Things that are just closing are gone long before that, even on a busy host.
 _PATIENCE_SECONDS = 30.0
-_MEMFD_MAPPING = re.compile(r"\S+ \S+ \S+ \S+ (\d+)\s+(/memfd:.*)")  # a line of /proc/PID/maps
+_MEMFD_MAPPING = re.compile(r"^\S+ \S+ \S+ \S+ (\d+)\s+(/memfd:.*)", re.MULTILINE)  # lines of /proc/PID/maps
+#: Threads, descriptors, children and shared memory of this process: kind and identity of each, and its description.
+_Snapshot = dict[tuple[Hashable, ...], str]
 
 
 class LeakError(AssertionError):
@@ -39,40 +42,6 @@ class Resources:
         return Resources(self.descriptors | other.descriptors, self.processes | other.processes)
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """Snapshot of this process's resources: an identity for each thing, and its description."""
-
-    threads: Mapping[Hashable, str] = field(default_factory=dict)
-    descriptors: Mapping[Hashable, str] = field(default_factory=dict)
-    children: Mapping[Hashable, str] = field(default_factory=dict)
-    mappings: Mapping[Hashable, str] = field(default_factory=dict)
-    shm_files: Mapping[Hashable, str] = field(default_factory=dict)
-
-    @classmethod
-    def now(cls) -> _Snapshot:
-        return cls(
-            threads={thread: f"thread {thread.name!r}" for thread in threading.enumerate()},
-            descriptors=_descriptors(),
-            children=_children(),
-            mappings=_memfd_mappings(),
-            shm_files={path.name: str(path) for path in _SHM.glob("*")},
-        )
-
-    def added_since(self, before: _Snapshot, kept: Resources) -> list[str]:
-        """Return a line for each thing that ``before`` did not have and that is not ``kept`` on purpose."""
-        leaks = [text for key, text in self.threads.items() if key not in before.threads]
-        leaks += [
-            text
-            for key, text in self.descriptors.items()
-            if key not in before.descriptors and not (isinstance(key, tuple) and key[0] in kept.descriptors)
-        ]
-        leaks += [t for key, t in self.children.items() if key not in before.children and key not in kept.processes]
-        leaks += [text for key, text in self.mappings.items() if key not in before.mappings]
-        leaks += [text for key, text in self.shm_files.items() if key not in before.shm_files]
-        return leaks
-
-
 class LeakCheck:
     """Context manager that fails when its block leaves something behind.
 
@@ -88,11 +57,11 @@ class LeakCheck:
     def __init__(self, *, deadline_seconds: float | None = None, keep: Callable[[], Resources] = Resources) -> None:
         self._deadline_seconds = deadline_seconds
         self._keep = keep
-        self._before = _Snapshot()
+        self._before: _Snapshot = {}
         self._forgiven = False
 
     def __enter__(self) -> Self:
-        self._before = _Snapshot.now()
+        self._before = _take_snapshot()
         return self
 
     def __exit__(
@@ -107,13 +76,14 @@ class LeakCheck:
 
     def leaks(self) -> list[str]:
         """Return a line for each thing there now that was not there at the beginning."""
-        added = _Snapshot.now().added_since(self._before, self._keep())
-        return [leak for leak in added if not _is_foreign(leak)]
+        added = {key: text for key, text in _take_snapshot().items() if key not in self._before}
+        kept = self._keep()
+        on_purpose = {("descriptor", fd) for fd in kept.descriptors} | {("child", pid) for pid in kept.processes}
+        return [text for key, text in added.items() if key[:2] not in on_purpose and not _is_foreign(text)]
 
     def check(self) -> None:
         """Wait for things that are closing; raise LeakError if something is left at the deadline."""
-        patience = _PATIENCE_SECONDS if self._deadline_seconds is None else self._deadline_seconds
-        until = time.monotonic() + patience
+        until = time.monotonic() + (_PATIENCE_SECONDS if self._deadline_seconds is None else self._deadline_seconds)
         if not self.leaks():
             return
         gc.collect()  # arrays in reference cycles keep their mappings
@@ -124,21 +94,21 @@ class LeakCheck:
             raise LeakError(leaks)
 
 
-def _descriptors() -> dict[Hashable, str]:
-    found: dict[Hashable, str] = {}
+def _take_snapshot() -> _Snapshot:
+    found: _Snapshot = {("thread", thread): f"thread {thread.name!r}" for thread in threading.enumerate()}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  the names are the descriptors
         with contextlib.suppress(FileNotFoundError):  # the one that was listing them
             target = os.readlink(f"/proc/self/fd/{name}")
-            found[int(name), target] = f"descriptor {name} -> {target}"
-    return found
-
-
-def _children() -> dict[Hashable, str]:
-    found: dict[Hashable, str] = {}
+            found["descriptor", int(name), target] = f"descriptor {name} -> {target}"
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for pid in map(int, (task / "children").read_text().split()):
-                found[pid] = f"child process {pid} ({_command(pid)})"
+                found["child", pid] = f"child process {pid} ({_command(pid)})"
+    maps = Path("/proc/self/maps").read_bytes()
+    if b"/memfd:" in maps:  # a thousand lines with a framework, and this is asked before and after each test
+        for inode, name in _MEMFD_MAPPING.findall(maps.decode(errors="replace")):
+            found["mapping", inode] = f"mapping of shared memory {name} (inode {inode})"
+    found.update({("file", path): str(path) for path in Path("/dev/shm").glob("*")})
     return found
 
 
@@ -148,18 +118,6 @@ def _command(pid: int) -> str:
     except OSError:
         return "gone"
     return command[:200] or "zombie: nobody has waited for it"
-
-
-def _memfd_mappings() -> dict[Hashable, str]:
-    found: dict[Hashable, str] = {}
-    maps = Path("/proc/self/maps").read_bytes()
-    if b"/memfd:" not in maps:  # a thousand lines with a framework, and this is asked before and after each test
-        return found
-    for line in maps.decode(errors="replace").splitlines():
-        if match := _MEMFD_MAPPING.match(line):
-            inode, name = match.groups()
-            found[inode] = f"mapping of shared memory {name} (inode {inode})"
-    return found
 
 
 def _is_foreign(leak: str) -> bool:
@@ -185,8 +143,6 @@ def _is_descendant(pid: int) -> bool:
     while pid > 1:
         if pid == os.getpid():
             return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
+        stat = read_process_stat(pid)
+        pid = int(stat[1]) if stat else 0
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import secrets
 import signal
 import sys
@@ -12,14 +13,17 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
+import cloudpickle
+
 from reigen.cluster.membership.control_service import ControlService
 from reigen.launch.local_plan import AvailableCpus, JobServices, plan_ranks, single_host_topologies
 from reigen.launch.supervision.spawn import reserve_port
+from reigen.runner.serialization import unpickle_exception
 from reigen.testing.environment import clean_environment
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources
 from reigen.testing.rank_process import RankProcess
-from reigen.testing.rank_tasks import RankReply, RankTask, dump, load
+from reigen.testing.worker import RankTask
 
 #: Seconds that ranks may still take once one of them has died.
 _LAST_SECONDS = 30.0
@@ -95,7 +99,7 @@ class RankPool:
         """Call ``func(*args)`` in every rank at the same time.
 
         Args:
-            func: a function of a module that can be imported; with cloudpickle installed, any function.
+            func: any function; closures and those of ``__main__`` travel by value.
             args: its arguments, the same everywhere.
             timeout: seconds that all ranks together may take. Once a rank has died, the others get thirty.
             init: call Reigen's init before and shutdown after it. Without, ``func`` does, or does not.
@@ -109,7 +113,7 @@ class RankPool:
             RankError: ranks raised, died or were late; it has the failure of each of them.
         """
         self.start()
-        call = dump((func, args))
+        call = cloudpickle.dumps((func, args))
         with _job(self.size, self._environment) as environments:
             processes = self._processes[: self.size]
             for process, environment in zip(processes, environments, strict=True):
@@ -159,9 +163,12 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + _LAST_SECONDS)
                     continue
                 if reply.result is not None:
-                    results[process.rank] = load(reply.result)
-                else:
-                    failures.append(_raised_failure(process, reply))
+                    results[process.rank] = pickle.loads(reply.result)
+                    continue
+                error = unpickle_exception(reply.error)
+                failures.append(
+                    RankFailure(process.rank, "raised", reply.traceback, error, stderr=process.stderr_tail())
+                )
         return results, failures
 
 
@@ -217,14 +224,6 @@ def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, s
             yield [dict(spec.environ) for spec in specs]
         finally:
             server.close()
-
-
-def _raised_failure(process: RankProcess, reply: RankReply) -> RankFailure:
-    error: BaseException | None = None
-    if reply.error is not None:
-        with contextlib.suppress(Exception):  # an exception that cannot be rebuilt: the traceback is enough
-            error = load(reply.error)
-    return RankFailure(process.rank, "raised", reply.traceback, error=error, stderr=process.stderr_tail())
 
 
 def _died_failure(process: RankProcess) -> RankFailure:

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Mapping
 from multiprocessing import Pipe
-from pathlib import Path
 
+from reigen.cluster.bootstrap.rank_lock import read_process_stat
 from reigen.testing.leaks import Resources
-from reigen.testing.rank_tasks import RankReply, RankTask, dump, load
+from reigen.testing.worker import RankReply, RankTask
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -65,14 +65,14 @@ class RankProcess:
     def begin(self, task: RankTask) -> None:
         """Send a task; return at once. Raises OSError if the process is gone."""
         self._marks = (self._size(0), self._size(1))
-        self.connection.send_bytes(dump(task))
+        self.connection.send(task)
 
     def reply(self) -> RankReply:
         """Return the reply, once the connection is readable; raises EOFError if the process has ended instead."""
         if not self.connection.poll():  # it has ended, and a child that it has forked keeps the connection open
             raise EOFError
         try:
-            reply = load(self.connection.recv_bytes())
+            reply = self.connection.recv()
         except ConnectionResetError as error:  # it ended with a task unread
             raise EOFError from error
         assert isinstance(reply, RankReply)
@@ -94,7 +94,7 @@ class RankProcess:
 
     def stack(self) -> str:
         """Return the stacks of its Python threads, as text; a stopped process (SIGSTOP) is reported as such."""
-        if _state(self.pid) in ("T", "t"):
+        if read_process_stat(self.pid)[:1] in (["T"], ["t"]):
             return "stopped by a signal (SIGSTOP or a debugger)"
         before = self._size(1)
         with contextlib.suppress(ProcessLookupError):
@@ -131,10 +131,3 @@ class RankProcess:
         # pread: the position of the file belongs to the process that writes it
         start = self._marks[stream] if start is None else start
         return os.pread(self._outputs[stream].fileno(), self._size(stream) - start, start).decode(errors="replace")
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"

@@ -1,4 +1,8 @@
-"""Rank of a :class:`reigen.testing.RankPool`: a process that performs one task after another."""
+"""Rank of a :class:`reigen.testing.RankPool`: a process that performs one task after another.
+
+Tasks and replies pass a socket pair that the rank inherits from the test: it has no name and no other process can reach
+it, so functions and results travel pickled.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +10,49 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import ModuleType
 
+import cloudpickle
+
+from reigen import context
+from reigen.runner.serialization import pickle_exception
 from reigen.testing.leaks import LeakCheck
-from reigen.testing.rank_tasks import RankReply, RankTask, dump, load, load_call
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class _Baseline:
-    """State that a task may change and the next one must not see."""
+class RankTask:
+    """Call of one function in one rank.
 
+    Attributes:
+        call: the pickled function and its arguments.
+        environment: variables that are set for this call alone.
+        module_path: the test's sys.path, so that the rank finds the same modules.
+        init: whether the call is wrapped in Reigen's init and shutdown.
+        check_leaks: whether the call fails when it leaves threads, descriptors, children or shared memory.
+    """
+
+    call: bytes
     environment: dict[str, str]
-    directory: str
     module_path: list[str]
+    init: bool
+    check_leaks: bool
 
-    @classmethod
-    def now(cls) -> _Baseline:
-        return cls(dict(os.environ), os.getcwd(), list(sys.path))  # noqa: PTH109  chdir takes the string back
 
-    def restore(self) -> None:
-        os.environ.clear()
-        os.environ.update(self.environment)
-        os.chdir(self.directory)
-        sys.path[:] = self.module_path
+@dataclass(frozen=True)
+class RankReply:
+    """Result of a task, pickled (None: it failed), or its exception, pickled where possible, and as text."""
+
+    result: bytes | None
+    error: bytes | None = None
+    traceback: str = ""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -48,18 +64,21 @@ def main(descriptor: int, parent: int) -> None:
     os.set_inheritable(descriptor, False)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    baseline = _Baseline.now()
+    environment, directory, module_path = dict(os.environ), os.getcwd(), list(sys.path)  # noqa: PTH109  for chdir
     with Connection(descriptor) as connection:
         while True:
             try:
-                task = load(connection.recv_bytes())
+                task = connection.recv()
             except EOFError:
                 return
             reply = _perform(task)
-            baseline.restore()
+            os.environ.clear()  # the next task must not see what this one has changed
+            os.environ.update(environment)
+            os.chdir(directory)
+            sys.path[:] = module_path
             sys.stdout.flush()
             sys.stderr.flush()
-            connection.send_bytes(dump(reply))
+            connection.send(reply)
 
 
 def _die_with(parent: int) -> None:
@@ -72,35 +91,21 @@ def _perform(task: RankTask) -> RankReply:
     sys.path[:] = task.module_path
     os.environ.update(task.environment)
     try:
-        func, args = load_call(task.call)
+        func, args = pickle.loads(task.call)
         with LeakCheck() if task.check_leaks else contextlib.nullcontext(), _job(task.init):
             result = func(*args)
-        return RankReply(dump(result))
+        return RankReply(cloudpickle.dumps(result))
     except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt are for the test to judge, too
-        return RankReply(None, _dump_error(error), traceback.format_exc())
+        return RankReply(None, pickle_exception(error), traceback.format_exc())
 
 
 @contextlib.contextmanager
 def _job(init: bool) -> Iterator[None]:
     """Wraps a call in init and shutdown if asked to; leaves no job behind in either case."""
     if init:
-        _context().init()
+        context.init()
     try:
         yield
     finally:
-        if "reigen.context" in sys.modules and _context().is_initialized():
-            _context().shutdown()
-
-
-def _context() -> ModuleType:
-    """Imported when needed: many tasks test lower rooms, and starting a rank should be cheap."""
-    from reigen import context
-
-    return context
-
-
-def _dump_error(error: BaseException) -> bytes | None:
-    try:
-        return dump(error)
-    except Exception:  # noqa: BLE001  anything can go wrong in somebody's __reduce__; the traceback tells enough
-        return None
+        if context.is_initialized():
+            context.shutdown()

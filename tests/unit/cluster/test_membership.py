@@ -261,7 +261,7 @@ def test_a_service_that_is_closed_says_what_it_held():
 
 def test_lingering_waits_for_who_left_but_not_for_the_dead(server, monkeypatch):
     def attempt(seconds):
-        monkeypatch.setattr("reigen.cluster.membership.client._LINGER_SECONDS", seconds)
+        monkeypatch.setattr("reigen.cluster.membership.client.LINGER_SECONDS", seconds)
         room = f"{seconds:g}"
         with contextlib.ExitStack() as stack:
             zero, one, two = (member(server, rank, 3, room, host_id=str(rank)) for rank in range(3))

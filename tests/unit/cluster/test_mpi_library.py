@@ -25,7 +25,7 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}
 GOOD = {
     "serialized": True,
     "size": 4,
-    "told": "4",
+    "num_launched": "4",
     "variable": "PMI_SIZE",
     "library": "MPICH Version: 4.0.2",
 }

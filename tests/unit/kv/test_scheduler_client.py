@@ -30,7 +30,7 @@ from reigen.kv.membership.environment import read_process_config
 from reigen.kv.membership.scheduler import SCHEDULER_IDENTITY
 from reigen.kv.membership.scheduler_client import SchedulerClient, _flush
 from reigen.net import auth
-from reigen.net.connection import Connection, StreamProtocol
+from reigen.net.connection import Connection, ConnectionOptions, StreamProtocol
 from reigen.net.listener import MessageListener
 from tests.kv.jobs import Port
 
@@ -49,7 +49,10 @@ def member_of(answer: Callable[[MemberMessage], MembershipReply | None]) -> Iter
         port = held.number
         secret = derive_job_secret(SECRET, f"kv {port}")
         reception = MessageListener(
-            secret, ("127.0.0.1", port), SCHEDULER_IDENTITY, MAX_MESSAGE_BYTES, receive, lambda *_: None
+            ("127.0.0.1", port),
+            ConnectionOptions(secret, SCHEDULER_IDENTITY, MAX_MESSAGE_BYTES, peer_timeout_seconds=20.0),
+            receive,
+            lambda *_: None,
         )
     variables = {
         "DMLC_ROLE": "worker",

@@ -19,13 +19,15 @@ from tests.patience import patiently
 SECRET = b"r" * 32
 
 
+OPTIONS = ConnectionOptions(SECRET, Identity(ProcessRole.RANK, 0), 1 << 12, peer_timeout_seconds=20.0)
+
+
 @contextmanager
 def receiving(**facts):
     """A reception that a thread serves, and what it has heard."""
     heard = queue.Queue()
     reception = MessageListener(
-        SECRET, ("127.0.0.1", 0), Identity(ProcessRole.RANK, 0), 1 << 12, lambda _, said: heard.put(said),
-        lambda guest, silent: None, **facts,
+        ("127.0.0.1", 0), OPTIONS, lambda _, said: heard.put(said), lambda guest, silent: None, **facts,
     )  # fmt: skip
     with closing(reception):
         thread = threading.Thread(target=lambda: all(iter(lambda: reception.turn(None), False)))
@@ -258,8 +260,7 @@ def test_a_burst_of_requests_makes_no_heap_of_replies(monkeypatch):
             unsent.append(client.num_unsent_bytes)
 
     listener = MessageListener(
-        SECRET, ("127.0.0.1", 0), Identity(ProcessRole.RANK, 0), 1 << 12, reply,
-        lambda client, silent: gone.append(client),
+        ("127.0.0.1", 0), OPTIONS, reply, lambda client, silent: gone.append(client),
     )  # fmt: skip
     with closing(listener):
         thread = threading.Thread(target=lambda: all(iter(lambda: listener.turn(None), False)))

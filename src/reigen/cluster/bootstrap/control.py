@@ -16,16 +16,15 @@ serve many jobs and none of them takes another for itself.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -59,10 +58,6 @@ _TRY_SECONDS = 2.0
 _MAX_REASON = 200
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class ServiceAccess:
     """Access to the job's control service. On rank 0 it may hold the service itself.
@@ -71,36 +66,13 @@ class ServiceAccess:
         address: ``host:port``.
         secret: the job's 32 bytes. Not shown in ``repr``.
         reason: how they were learnt, in words.
+        close: ends this process's service, behind its last use of the job: `init` may follow `shutdown`. Repeatable.
     """
 
     address: str
     secret: bytes = field(repr=False)
     reason: str
-    _held: tuple[_Closable, ...] = ()
-
-    def close(self) -> None:
-        """End this process's service, behind its last use of the job: `init` may follow `shutdown`. Repeatable."""
-        for each in self._held:
-            each.close()
-
-
-class ServiceAccessCache:
-    """Accesses to the control services of jobs, each found once in a process and kept until its end.
-
-    What rank 0 hosts outlives `shutdown` in this way: `init` may follow.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[JobInfo, ServiceAccess] = {}
-
-    def reach(self, job: JobInfo, environ: Mapping[str, str], manner: ServiceOptions) -> ServiceAccess:
-        """Return as `locate_service` does. atexit closes the service of rank 0, behind all that is registered later."""
-        if job not in self._found:
-            self._found[job] = access = locate_service(job, environ, manner)
-            if job.rank == 0:
-                _log.info("control service at %s: %s", access.address, access.reason)
-            atexit.register(access.close)
-        return self._found[job]
+    close: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
 class DiscoveryMethod(Enum):
@@ -129,16 +101,16 @@ class ServiceOptions:
     tls: TlsContext | None = None
 
 
-def locate_service(job: JobInfo, environ: Mapping[str, str], manner: ServiceOptions) -> ServiceAccess:
+def locate_service(job: JobInfo, environ: Mapping[str, str], options: ServiceOptions) -> ServiceAccess:
     """Locate the control service of a job of several processes; rank 0 starts one where the launcher has none.
 
     Args:
         job: as `reigen.cluster.environ.detect_job` found it.
         environ: where REIGEN_SECRET, REIGEN_SECRET_FILE and REIGEN_RENDEZVOUS_PORT are.
-        manner: how.
+        options: how.
 
     Returns:
-        The access. It must be kept for as long as a rank may want to join; `ServiceAccessCache` does so.
+        The access. It must be kept for as long as a rank may want to join.
 
     Raises:
         ConfigError: the ranks have no way to prove to each other that they belong together, says what to set; or
@@ -150,14 +122,16 @@ def locate_service(job: JobInfo, environ: Mapping[str, str], manner: ServiceOpti
     given = JobCredentials.of(environ)
     here = job.coordinator is not None and is_local_address(job.coordinator)
     mpi = can_use_mpi(environ) if job.by_mpi else (False, "")
-    means, reason = choose_discovery_method(job, has_secret=given.secret is not None, coordinator_is_here=here, mpi=mpi)
+    method, reason = choose_discovery_method(
+        job, has_secret=given.secret is not None, coordinator_is_here=here, mpi=mpi
+    )
     if job.rendezvous is not None and job.secret is not None:
         return ServiceAccess(job.rendezvous, job.secret, reason)
-    if means is DiscoveryMethod.MPI:
-        return _locate_by_mpi(job, environ, reason, manner)
-    if means is DiscoveryMethod.HANDOVER or given.secret is None or job.coordinator is None:
-        return _locate_by_handover(job, given.secret, reason, manner)
-    return _locate_by_secret(job, given.secret, given.port or job.port, job.coordinator, reason, manner)
+    if method is DiscoveryMethod.MPI:
+        return _locate_by_mpi(job, environ, reason, options)
+    if method is DiscoveryMethod.HANDOVER or given.secret is None or job.coordinator is None:
+        return _locate_by_handover(job, given.secret, reason, options)
+    return _locate_by_secret(job, given.secret, given.port or job.port, job.coordinator, reason, options)
 
 
 def choose_discovery_method(
@@ -204,13 +178,15 @@ def _explain_missing_settings(job: JobInfo, has_secret: bool, no_mpi: str) -> st
     return "\n".join(lines)
 
 
-def _start_service(secret: bytes, host: str, port: int, manner: ServiceOptions) -> ControlService:
+def _start_service(secret: bytes, host: str, port: int, options: ServiceOptions) -> ControlService:
     """Start the service and claim rank 0: no other process is rank 0 of this job any more."""
     me = Identity(ProcessRole.RANK, 0)
-    server = ControlService(secret, host, port, me=me, peer_timeout_seconds=manner.peer_timeout_seconds, tls=manner.tls)
+    server = ControlService(
+        secret, host, port, me=me, peer_timeout_seconds=options.peer_timeout_seconds, tls=options.tls
+    )
     server.start()
     try:
-        with closing(RendezvousClient(server.address, secret, 0, manner.timeout_seconds, manner.tls)) as client:
+        with closing(RendezvousClient(server.address, secret, 0, options.timeout_seconds, options.tls)) as client:
             claim_rank(client, 0)
     except BaseException:
         server.close()
@@ -218,33 +194,31 @@ def _start_service(secret: bytes, host: str, port: int, manner: ServiceOptions) 
     return server
 
 
-def _locate_by_handover(job: JobInfo, given: bytes | None, reason: str, manner: ServiceOptions) -> ServiceAccess:
-    until = time.monotonic() + manner.timeout_seconds
+def _locate_by_handover(job: JobInfo, given: bytes | None, reason: str, options: ServiceOptions) -> ServiceAccess:
+    until = time.monotonic() + options.timeout_seconds
     name = bootstrap_socket_name(job.launcher, job.job_id, job.size)
     key = None if given is None else derive_job_secret(given, job.job_id)
     if job.rank != 0:
-        pointer = _find_service(lambda: fetch_endpoints(name, key), job.rank, until, manner, is_certain=True)
-        return ServiceAccess(pointer.address, pointer.secret, reason)
+        endpoint = _find_service(lambda: fetch_endpoints(name, key), job.rank, until, options, is_certain=True)
+        return ServiceAccess(endpoint.address, endpoint.secret, reason)
     secret = secrets.token_bytes(SECRET_BYTES)
-    server = _start_service(secret, "127.0.0.1", 0, manner)
-    try:
-        handover = _serve_local_ranks(name, ServiceEndpoint(server.address, secret), key, until, manner)
-    except BaseException:
-        server.close()
-        raise
-    return ServiceAccess(server.address, secret, reason, (handover, server))
+    server = _start_service(secret, "127.0.0.1", 0, options)
+    with ExitStack() as held:
+        held.callback(server.close)
+        held.callback(_serve_local_ranks(name, ServiceEndpoint(server.address, secret), key, until, options).close)
+        return ServiceAccess(server.address, secret, reason, held.pop_all().close)
 
 
 def _serve_local_ranks(
-    name: bytes, pointer: ServiceEndpoint, given: bytes | None, until: float, manner: ServiceOptions
+    name: bytes, endpoint: ServiceEndpoint, given: bytes | None, until: float, options: ServiceOptions
 ) -> LocalBootstrapServer:
     """Take the name, waited for: its last owner may just be ending."""
     while True:
         try:
-            return LocalBootstrapServer(name, pointer, given)
+            return LocalBootstrapServer(name, endpoint, given)
         except OSError as error:
             for other in fetch_endpoints(name, given):
-                _check_service(other, 0, until, manner.tls)  # says which process is rank 0 already
+                _check_service(other, 0, until, options.tls)  # says which process is rank 0 already
             if time.monotonic() >= until:
                 raise ConfigError(
                     "another process is already rank 0 of a job like this one, on this host (abstract socket "
@@ -255,31 +229,31 @@ def _serve_local_ranks(
 
 
 def _locate_by_secret(
-    job: JobInfo, given: bytes, port: int | None, coordinator: str, reason: str, manner: ServiceOptions
+    job: JobInfo, given: bytes, port: int | None, coordinator: str, reason: str, options: ServiceOptions
 ) -> ServiceAccess:
     secret = derive_job_secret(given, job.job_id)
     ports = derive_ports(secret) if port is None else [port]
     if job.rank == 0:
-        return _start_public_service(secret, coordinator, ports, reason, manner)
-    until = time.monotonic() + manner.timeout_seconds
-    pointers = [ServiceEndpoint(join_address(coordinator, one), secret) for one in ports]
-    pointer = _find_service(lambda: pointers, job.rank, until, manner, is_certain=port is not None)
-    return ServiceAccess(pointer.address, secret, reason)
+        return _start_public_service(secret, coordinator, ports, reason, options)
+    until = time.monotonic() + options.timeout_seconds
+    endpoints = [ServiceEndpoint(join_address(coordinator, one), secret) for one in ports]
+    endpoint = _find_service(lambda: endpoints, job.rank, until, options, is_certain=port is not None)
+    return ServiceAccess(endpoint.address, secret, reason)
 
 
-def _locate_by_mpi(job: JobInfo, environ: Mapping[str, str], reason: str, manner: ServiceOptions) -> ServiceAccess:
+def _locate_by_mpi(job: JobInfo, environ: Mapping[str, str], reason: str, options: ServiceOptions) -> ServiceAccess:
     from reigen.cluster.bootstrap.mpi import broadcast_over_mpi
 
-    until = time.monotonic() + manner.timeout_seconds
+    until = time.monotonic() + options.timeout_seconds
     if job.rank != 0:
-        told = msgspec.msgpack.decode(broadcast_over_mpi(None, until, environ), type=ServiceEndpoint)
-        if not told.secret:  # the address is none, but the reason
-            raise ConfigError(f"{told.address} (told by rank 0)")
-        return ServiceAccess(told.address, told.secret, reason)
+        endpoint = msgspec.msgpack.decode(broadcast_over_mpi(None, until, environ), type=ServiceEndpoint)
+        if not endpoint.secret:  # the address is none, but the reason
+            raise ConfigError(f"{endpoint.address} (told by rank 0)")
+        return ServiceAccess(endpoint.address, endpoint.secret, reason)
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
-        host, why = choose_listen_address(manner.interfaces, job.coordinator)
-        server = _start_service(secret, host, 0, manner)
+        host, why = choose_listen_address(options.interfaces, job.coordinator)
+        server = _start_service(secret, host, 0, options)
     except ConfigError as error:
         broadcast_over_mpi(msgspec.msgpack.encode(ServiceEndpoint(str(error)[:_MAX_REASON], b"")), until, environ)
         raise
@@ -288,35 +262,31 @@ def _locate_by_mpi(job: JobInfo, environ: Mapping[str, str], reason: str, manner
     except BaseException:
         server.close()
         raise
-    return ServiceAccess(server.address, secret, f"{reason}; it listens on {server.address}: {why}", (server,))
+    return ServiceAccess(server.address, secret, f"{reason}; it listens on {server.address}: {why}", server.close)
 
 
 def _start_public_service(
-    secret: bytes, coordinator: str, ports: Sequence[int], reason: str, manner: ServiceOptions
+    secret: bytes, coordinator: str, ports: Sequence[int], reason: str, options: ServiceOptions
 ) -> ServiceAccess:
     if not is_local_address(coordinator):  # behind another address, or it is not here that rank 0 was meant to be
         for port in ports:
-            with suppress(AuthenticationError):
-                _check_service(
-                    ServiceEndpoint(join_address(coordinator, port), secret), 0, _probe_deadline(), manner.tls
-                )
+            _check_taken(coordinator, port, secret, options)
         _log.warning(
             "rank 0 runs on %s, but the others look for it at %s (MASTER_ADDR, or what the launcher says), which is no "
             "address of this host: unless that leads here, they do not find it",
             os.uname().nodename,
             coordinator,
         )
-    host, why = choose_listen_address(manner.interfaces, coordinator)
+    host, why = choose_listen_address(options.interfaces, coordinator)
     problems = []
     for port in ports:
         try:
-            server = _start_service(secret, host, port, manner)
+            server = _start_service(secret, host, port, options)
         except OSError as error:
             problems.append(f"{port}: {os.strerror(error.errno) if error.errno else error}")
-            with suppress(AuthenticationError):  # somebody else's, and so taken
-                _check_service(ServiceEndpoint(join_address(host, port), secret), 0, _probe_deadline(), manner.tls)
+            _check_taken(host, port, secret, options)
             continue
-        return ServiceAccess(server.address, secret, f"{reason}; it listens on {server.address}: {why}", (server,))
+        return ServiceAccess(server.address, secret, f"{reason}; it listens on {server.address}: {why}", server.close)
     raise ConfigError(
         f"rank 0 can host the job's control service on none of its ports at {host} ({'; '.join(problems)}); "
         f"{PORT_VARIABLE}, set for all ranks, names another one"
@@ -327,44 +297,46 @@ def _find_service(
     candidates: Callable[[], list[ServiceEndpoint]],
     rank: int,
     until: float,
-    manner: ServiceOptions,
+    options: ServiceOptions,
     *,
     is_certain: bool,
 ) -> ServiceEndpoint:
     """Find the service of this life of the job, waited for; ``is_certain``: a listener there must be it."""
     outcomes: dict[str, str] = {}  # by address
     while True:
-        for pointer in candidates():
+        for endpoint in candidates():
             try:
-                problem = _check_service(pointer, rank, until, manner.tls)
+                problem = _check_service(endpoint, rank, until, options.tls)
             except AuthenticationError as error:
                 if is_certain:
                     raise
-                outcomes[pointer.address] = problem = str(error)
+                outcomes[endpoint.address] = problem = str(error)
             if not problem:
-                return pointer
-            outcomes.setdefault(pointer.address, problem)  # later it may have gone
+                return endpoint
+            outcomes.setdefault(endpoint.address, problem)  # later it may have gone
         if time.monotonic() >= until:
             break
         time.sleep(_AGAIN_SECONDS)
-    addresses: dict[str, list[str]] = {}
-    for address, outcome in outcomes.items():
-        addresses.setdefault(outcome, []).append(address)
-    lines = [f"  {', '.join(some)}: {outcome}" for outcome, some in addresses.items()]
+    lines = [
+        f"  {', '.join(address for address, each in outcomes.items() if each == outcome)}: {outcome}"
+        for outcome in dict.fromkeys(outcomes.values())
+    ]
     hint = "; is its secret the same, and does a firewall let these ports through?" if lines else ""
     raise DeadlineError(
-        f"rank 0 did not call init() within {manner.timeout_seconds:g} s (REIGEN_START_TIMEOUT sets how long to wait), "
-        "or its control service cannot be reached" + hint + "".join(f"\n{line}" for line in lines),
+        f"rank 0 did not call init() within {options.timeout_seconds:g} s (REIGEN_START_TIMEOUT sets how long to "
+        "wait), or its control service cannot be reached" + hint + "".join(f"\n{line}" for line in lines),
         ranks=(0,),
     )
 
 
-def _probe_deadline() -> float:
-    """Deadline of a listener's handshake; where there is no listener, that is known at once."""
-    return time.monotonic() + _TRY_SECONDS
+def _check_taken(host: str, port: int, secret: bytes, options: ServiceOptions) -> None:
+    """Raise ConfigError if rank 0 of this job serves there already; a stranger's port is just taken."""
+    endpoint, until = ServiceEndpoint(join_address(host, port), secret), time.monotonic() + _TRY_SECONDS
+    with suppress(AuthenticationError):
+        _check_service(endpoint, 0, until, options.tls)
 
 
-def _check_service(pointer: ServiceEndpoint, rank: int, until: float, tls: TlsContext | None) -> str:
+def _check_service(endpoint: ServiceEndpoint, rank: int, until: float, tls: TlsContext | None) -> str:
     """Return why a service is not the one to join; empty if it is.
 
     A rank whose process has ended, and whose next one this is, meets the service of the job's last life as long as rank
@@ -372,7 +344,7 @@ def _check_service(pointer: ServiceEndpoint, rank: int, until: float, tls: TlsCo
     """
     left = max(0.2, min(_TRY_SECONDS, until - time.monotonic()))
     try:
-        with closing(RendezvousClient(pointer.address, pointer.secret, rank, left, tls)) as client:
+        with closing(RendezvousClient(endpoint.address, endpoint.secret, rank, left, tls)) as client:
             return "rank 0 has not ended yet, and this process follows one that has" if claim_rank(client, rank) else ""
     except TimeoutError:
         return "no answer"

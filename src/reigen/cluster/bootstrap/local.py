@@ -37,6 +37,7 @@ from pathlib import Path
 import msgspec
 
 from reigen.cluster.bootstrap.job_credentials import SECRET_FILE_VARIABLE
+from reigen.cluster.bootstrap.rank_lock import read_process_stat
 from reigen.cluster.environ import SECRET_VARIABLE
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import SECRET_BYTES, ClientHandshake, Handshake, Identity, ProcessRole, ServerHandshake
@@ -81,21 +82,13 @@ def identify_launcher_process() -> str:
     """Return the closest process above that was not given this rank, as a word that is unique for it."""
     pid, own = os.getpid(), _rank_variables(os.getpid())
     while True:
-        parent = int(_read_stat(pid)[1])
+        parent = int(read_process_stat(pid)[1])
         if parent < 1:
             return f"process {pid}"
         if _rank_variables(parent) != own:
-            started = _read_stat(parent)[19:20]
+            started = read_process_stat(parent)[19:20]
             return f"process {parent} {started}"
         pid = parent
-
-
-def _read_stat(pid: int) -> list[str]:
-    """Read the fields of /proc/PID/stat behind the process's name; nothing if there are none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def _rank_variables(pid: int) -> frozenset[bytes] | None:

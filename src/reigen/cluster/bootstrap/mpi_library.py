@@ -34,8 +34,6 @@ _ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 _PRTE_VARIABLE = "PRTE_LAUNCHED"
 #: How long MPI_Abort may take.
 _ABORT_SECONDS = 5
-#: MPI_THREAD_SERIALIZED as a word, for the user.
-_THREADS_NEEDED = "MPI_THREAD_SERIALIZED"
 
 
 def can_use_mpi(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -77,7 +75,7 @@ def mpi_comm_world(environ: Mapping[str, str]) -> Intracomm:
     problem = _find_mpi_problem(
         serialized=MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
         size=MPI.COMM_WORLD.size,
-        told=environ[place[1]],
+        num_launched=environ[place[1]],
         variable=place[1],
         library=MPI.Get_library_version().partition(",")[0].partition("\n")[0].rstrip("\0"),
     )
@@ -90,18 +88,18 @@ def _launcher_rank(environ: Mapping[str, str]) -> tuple[str, str] | None:
     return next((names for names in _RANK_VARIABLES if all(environ.get(name, "").isdecimal() for name in names)), None)
 
 
-def _find_mpi_problem(*, serialized: bool, size: int, told: str, variable: str, library: str) -> str | None:
+def _find_mpi_problem(*, serialized: bool, size: int, num_launched: str, variable: str, library: str) -> str | None:
     """Return why an MPI library that is there cannot be used, or None."""
     if not serialized:
         return (
-            f"MPI was initialised without {_THREADS_NEEDED}, which an engine with a thread of its own needs; leave "
+            "MPI was initialised without MPI_THREAD_SERIALIZED, which an engine with a thread of its own needs; leave "
             "mpi4py.rc.threads and mpi4py.rc.thread_level as they are, or set the latter to 'serialized' or 'multiple'"
         )
-    if size != int(told):
+    if size != int(num_launched):
         return (
-            f"{variable}={told}, but {library} in this process sees {size} process(es): mpi4py uses another MPI than "
-            "the mpirun that started it. Start the job with the mpirun of that MPI, or name the other one with "
-            "MPI4PY_MPIABI=openmpi or mpich"
+            f"{variable}={num_launched}, but {library} in this process sees {size} process(es): mpi4py uses another "
+            "MPI than the mpirun that started it. Start the job with the mpirun of that MPI, or name the other one "
+            "with MPI4PY_MPIABI=openmpi or mpich"
         )
     return None
 

@@ -48,8 +48,7 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
     Raises:
         ConfigError: another process is this rank.
     """
-    _, started = _process_state(os.getpid())
-    own = _RankHolder(os.getpid(), started, *host_identity())
+    own = _RankHolder(os.getpid(), int(read_process_stat(os.getpid())[19]), *host_identity())
     for life in itertools.count():
         kept = rendezvous.put_first(f"process/{rank}/{life}", msgspec.msgpack.encode(own))
         holder = msgspec.msgpack.decode(kept, type=_RankHolder)
@@ -63,28 +62,26 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
             )
         if _is_running(holder):
             raise ConfigError(
-                f"rank {rank} of this job is process {holder.pid}{_format_command(holder)}, which still "
-                f"runs. This process, "
-                f"{own.pid}, was given the same rank. If it has inherited the environment of that one, it is no rank: "
-                "what a rank starts does without init(); to give it a job of its own, start it by `reigen run -np 1 "
-                "COMMAND`, or without the variables REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE. If both were started by "
-                "hand, give each its own RANK."
+                f"rank {rank} of this job is process {holder.pid}{_format_command(holder)}, which still runs. This "
+                f"process, {own.pid}, was given the same rank. If it has inherited the environment of that one, it is "
+                "no rank: what a rank starts does without init(); to give it a job of its own, start it by `reigen run "
+                "-np 1 COMMAND`, or without the variables REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE. If both were "
+                "started by hand, give each its own RANK."
             )
     raise AssertionError("lives are counted without end")
 
 
 def _is_running(holder: _RankHolder) -> bool:
+    words = read_process_stat(holder.pid)
+    return bool(words) and int(words[19]) == holder.started and words[0] not in {"Z", "X"}
+
+
+def read_process_stat(pid: int) -> list[str]:
+    """Read the fields of /proc/PID/stat behind the process's name: its state, its parent, ...; none if it is gone."""
     try:
-        state, started = _process_state(holder.pid)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
     except OSError:
-        return False
-    return started == holder.started and state not in {"Z", "X"}
-
-
-def _process_state(pid: int) -> tuple[str, int]:
-    """Return the state of a process, a letter, and when it was started."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
-    return words[0], int(words[19])
+        return []
 
 
 def _format_command(holder: _RankHolder) -> str:

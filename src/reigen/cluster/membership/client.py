@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.local_peers import LINGER_SECONDS, LINGER_SLICE_SECONDS
 from reigen.cluster.membership.abort_message import AbortMessage
 from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
@@ -32,16 +33,13 @@ from reigen.net.connection import Connection, open_connection
 from reigen.net.event_loop import wait_ready
 from reigen.net.fork_safety import close_in_children
 from reigen.net.listener import SILENCE_ERRNOS
+from reigen.net.sockets import wait_until_delivered
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
 #: How long saying a last message may take.
 _GOODBYE_SECONDS = 1.0
-#: How long whoever is let down waits for the end of a rank that has left.
-_LINGER_SECONDS = 0.7
-#: How often it looks whether that is over.
-_LINGER_SLICE_SECONDS = 0.01
 
 
 class MembershipClient:
@@ -130,13 +128,13 @@ class MembershipClient:
 
         That a rank's process has ended is only known here where it died; whoever has left gets all of the time.
         """
-        until = time.monotonic() + _LINGER_SECONDS
+        until = time.monotonic() + LINGER_SECONDS
         while not over() and (left := until - time.monotonic()) > 0:
             with self._lock:
                 self._receive()
                 if all(rank == self.rank or ("rank", rank) in self._view.lost for rank in ranks):
                     return
-            self.wait_for_death(min(left, _LINGER_SLICE_SECONDS))
+            self.wait_for_death(min(left, LINGER_SLICE_SECONDS))
 
     def wait_for_death(self, timeout_seconds: float) -> None:
         """Return when there is news, or after the time given."""
@@ -152,7 +150,7 @@ class MembershipClient:
         """
         with self._lock:
             if self._has_ended:
-                self._connection.wait_until_delivered(self._peer_timeout_seconds)
+                wait_until_delivered(self._connection.socket, self._peer_timeout_seconds)
             self._connection.close()
 
     def close_descriptors(self) -> None:

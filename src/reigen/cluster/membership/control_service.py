@@ -42,7 +42,7 @@ from reigen.cluster.membership.table import GroupTable, MembershipTable
 from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
-from reigen.net.connection import Connection
+from reigen.net.connection import Connection, ConnectionOptions
 from reigen.net.listener import HANDSHAKE_SECONDS, MessageListener
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
@@ -112,10 +112,10 @@ class RendezvousStore:
     def handle(self, owner: Any, message: StoreRequest) -> list[tuple[Any, StoreReply]]:
         """Serve one message; returns who is to be sent what."""
         if isinstance(message, CancelGet):
-            self._forget(lambda who, request: (who, request) == (owner, message.request))
+            self._forget(lambda waiter, request: (waiter, request) == (owner, message.request))
             return []
         try:
-            check_entry(message.key, message.value if isinstance(message, PutValue) else b"")
+            check_entry(message)
         except ArgumentError as error:
             return [(owner, StoreReply(message.request, problem=str(error)))]
         if isinstance(message, PutValue):
@@ -131,7 +131,7 @@ class RendezvousStore:
 
     def forget_all(self, owner: Any) -> None:
         """Forget the requests of an owner that has gone."""
-        self._forget(lambda who, _: who is owner)
+        self._forget(lambda waiter, _: waiter is owner)
 
     def _put(self, owner: Any, message: PutValue) -> list[tuple[Any, StoreReply]]:
         old = self._values.get(message.key)
@@ -143,12 +143,14 @@ class RendezvousStore:
             return [(owner, StoreReply(message.request, problem=problem))]
         self._values[message.key], self._num_bytes = message.value, num_bytes
         served: list[tuple[Any, StoreReply]] = [(owner, StoreReply(message.request))]
-        served += [(who, StoreReply(request, message.value)) for who, request in self._waiting.pop(message.key, [])]
+        served += [
+            (waiter, StoreReply(request, message.value)) for waiter, request in self._waiting.pop(message.key, [])
+        ]
         return served
 
     def _forget(self, gone: Callable[[Any, int], bool]) -> None:
         for key, waiters in list(self._waiting.items()):
-            left = [(who, request) for who, request in waiters if not gone(who, request)]
+            left = [each for each in waiters if not gone(*each)]
             if left:
                 self._waiting[key] = left
             else:
@@ -164,18 +166,9 @@ class ControlService:
         port: where; 0: the kernel chooses.
         me: who hosts it: the launcher, or a rank.
         table: the members of one job; None: of jobs of ranks, as they come.
-        handshake_seconds: how long a connection may be unauthenticated.
-        peer_timeout_seconds: after how long a host that is not heard of any more counts as lost.
-        must_speak: a connection counts as unauthenticated until it has said something.
-        port_is_held: the launcher holds the port by SO_REUSEPORT.
-        tls: encrypt everything; whoever connects must do so, too.
 
-    Attributes:
-        address: ``host:port``; connections queue there from now on.
-
-    Raises:
-        ConfigError: ``host`` is not the address of an interface.
-        OSError: the port is taken, or the address is not this host's.
+    The others, the attribute ``address``, and what is raised, are those of `reigen.net.listener.MessageListener`; see
+    `reigen.net.connection.ConnectionOptions` for ``tls`` and ``peer_timeout_seconds``.
     """
 
     def __init__(
@@ -194,17 +187,13 @@ class ControlService:
     ) -> None:
         self._store, self._members = RendezvousStore(), table or GroupTable()
         self._listener = MessageListener(
-            secret,
             (host, port),
-            me,
-            MAX_MESSAGE_BYTES,
+            ConnectionOptions(secret, me, MAX_MESSAGE_BYTES, tls, peer_timeout_seconds),
             self._receive,
             self._gone,
             handshake_seconds=handshake_seconds,
-            peer_timeout_seconds=peer_timeout_seconds,
             must_speak=must_speak,
             port_is_held=port_is_held,
-            tls=tls,
         )
         self.address = self._listener.address
         #: When each agent was heard last.
@@ -291,9 +280,12 @@ class ControlService:
                 self._gone(client, silent=False)
 
 
-def check_entry(key: str, value: bytes) -> None:
+def check_entry(message: PutValue | GetValue) -> None:
     """Raise ArgumentError if a key or a value is too large."""
-    if not 0 < len(key.encode()) <= MAX_KEY_BYTES:
-        raise ArgumentError(f"a rendezvous key must have 1 to {MAX_KEY_BYTES} bytes, not {len(key.encode())}")
-    if len(value) > MAX_VALUE_BYTES:
-        raise ArgumentError(f"rendezvous key {key!r}: a value may have {MAX_VALUE_BYTES} bytes, not {len(value)}")
+    num_key_bytes = len(message.key.encode())
+    if not 0 < num_key_bytes <= MAX_KEY_BYTES:
+        raise ArgumentError(f"a rendezvous key must have 1 to {MAX_KEY_BYTES} bytes, not {num_key_bytes}")
+    if isinstance(message, PutValue) and len(message.value) > MAX_VALUE_BYTES:
+        raise ArgumentError(
+            f"rendezvous key {message.key!r}: a value may have {MAX_VALUE_BYTES} bytes, not {len(message.value)}"
+        )

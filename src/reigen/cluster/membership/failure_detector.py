@@ -19,13 +19,15 @@ class FailureDetector:
 
     Args:
         membership: this rank's connection to the control service.
-        neighbours: the ranks of this host; None if there is no other.
+        local_peers: the ranks of this host; None if there is no other.
         lost: ranks whose connection for control messages has ended, and how; somebody else writes it.
     """
 
-    def __init__(self, membership: MembershipClient, neighbours: LocalPeers | None, lost: Mapping[int, str]) -> None:
+    def __init__(self, membership: MembershipClient, local_peers: LocalPeers | None, lost: Mapping[int, str]) -> None:
         self._membership = membership
-        self._local_peers = neighbours
+        self._local_peers = local_peers
+        self._monitors: list[LocalPeers | MembershipClient]
+        self._monitors = [membership] if local_peers is None else [local_peers, membership]
         self._lost = lost
         #: when the first connection was seen to have ended
         self._lost_at: float | None = None
@@ -47,7 +49,10 @@ class FailureDetector:
 
     def exit_error(self, needed: Sequence[int]) -> CollectiveError | None:
         """Return the same for callers that see by themselves whether more comes: ranks that have left count, too."""
-        here = self._seen_here(needed)
+        here: CollectiveError | None = None
+        if self._local_peers is not None:
+            local = self._local_peers.ranks
+            here = self._local_peers.failure([local.index(rank) for rank in needed if rank in local])
         if here is not None and not has_left(here):
             return here
         there = self._membership.failure(needed) or self._unexplained(needed)
@@ -57,36 +62,27 @@ class FailureDetector:
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, unless it is ``over``."""
-        here = () if self._local_peers is None else self._local_peers.ranks
+        elsewhere = list(ranks)
         if self._local_peers is not None:
             self._local_peers.linger(ranks, over)
-        elsewhere = [rank for rank in ranks if rank not in here]
+            elsewhere = [rank for rank in ranks if rank not in self._local_peers.ranks]
         if elsewhere:
             self._membership.linger(elsewhere, over)
 
     def abort(self, error: CollectiveError) -> None:
         """Tell the others that this rank cannot go on, and why; the first call counts."""
-        if self._local_peers is not None:
-            self._local_peers.abort(error)
-        self._membership.abort(error)
+        for each in self._monitors:
+            each.abort(error)
 
     def leave(self) -> None:
         """Tell the others that this rank is going in good order."""
-        if self._local_peers is not None:
-            self._local_peers.leave()
-        self._membership.leave()
+        for each in self._monitors:
+            each.leave()
 
     def close(self) -> None:
         """Close both watches."""
-        self._membership.close()
-        if self._local_peers is not None:
-            self._local_peers.close()
-
-    def _seen_here(self, needed: Sequence[int]) -> CollectiveError | None:
-        if self._local_peers is None:
-            return None
-        here = self._local_peers.ranks
-        return self._local_peers.failure([here.index(rank) for rank in needed if rank in here])
+        for each in reversed(self._monitors):
+            each.close()
 
     def _unexplained(self, needed: Sequence[int]) -> CollectiveError | None:
         ended = sorted(rank for rank in self._lost if rank in needed)

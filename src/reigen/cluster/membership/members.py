@@ -14,7 +14,6 @@ from reigen.cluster.membership.messages import (
     MemberReturned,
     MemberRole,
     RegisterMember,
-    ServerInfo,
 )
 
 NEVER = math.inf
@@ -168,11 +167,6 @@ class Member:
     def name(self) -> str:
         """For people."""
         return f"{self.role} {self.number}"
-
-    @property
-    def server_info(self) -> ServerInfo:
-        """Describe a server for workers."""
-        return ServerInfo(self.number, self.address, self.incarnation, self.host)
 
     @property
     def left_event(self) -> MemberLeft:

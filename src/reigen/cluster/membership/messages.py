@@ -42,7 +42,11 @@ MAX_SAVED_JOBS = 4
 # -- what happens to members ------------------------------------------------------------------------------------------
 
 
-class ServerInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Base of messages and their parts."""
+
+
+class ServerInfo(_Message, frozen=True):
     """Server, as workers need to know it.
 
     Attributes:
@@ -58,7 +62,15 @@ class ServerInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     host: str
 
 
-class MemberLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbid_unknown_fields=True):
+class _MemberEvent(_Message, frozen=True):
+    """Base of events of one member: its role, its number, its host."""
+
+    role: MemberRole
+    number: int
+    host: str
+
+
+class MemberLost(_MemberEvent, tag="lost", frozen=True):
     """Loss of a member: it has ended or is silent, without Leave or Abort.
 
     Attributes:
@@ -70,9 +82,6 @@ class MemberLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbi
         is_silent: the host was not heard of for so long that it counts as lost.
     """
 
-    role: MemberRole
-    number: int
-    host: str
     reason: str
     will_return: bool = False
     incarnation: int = 0
@@ -89,27 +98,20 @@ class MemberLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbi
         return f"{self.role} {self.number} on host {self.host} is lost: {self.reason}"
 
 
-class MemberLeft(msgspec.Struct, tag="left", array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemberLeft(_MemberEvent, tag="left", frozen=True):
     """Departure of a member in good order. It is not waited for any more."""
-
-    role: MemberRole
-    number: int
-    host: str
 
     def __str__(self) -> str:
         return f"{self.role} {self.number} on host {self.host} has left in good order"
 
 
-class MemberAborted(msgspec.Struct, tag="aborted", array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemberAborted(_MemberEvent, tag="aborted", frozen=True):
     """Abort of a member that cannot go on."""
 
-    role: MemberRole
-    number: int
-    host: str
     abort: AbortMessage
 
 
-class MemberReturned(msgspec.Struct, tag="returned", array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemberReturned(_MemberEvent, tag="returned", frozen=True):
     """Return of a lost member, or another process in its place.
 
     Attributes:
@@ -117,9 +119,6 @@ class MemberReturned(msgspec.Struct, tag="returned", array_like=True, frozen=Tru
         address: where a server is to be found from now on.
     """
 
-    role: MemberRole
-    number: int
-    host: str
     incarnation: int
     address: str = ""
 
@@ -133,7 +132,7 @@ class MemberReturned(msgspec.Struct, tag="returned", array_like=True, frozen=Tru
         return ServerInfo(self.number, self.address, self.incarnation, self.host)
 
 
-class JobEnded(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unknown_fields=True):
+class JobEnded(_Message, tag="stop", frozen=True):
     """End of the job; no more news will come.
 
     Attributes:
@@ -151,7 +150,7 @@ class JobEnded(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_
     def error(self) -> CollectiveError:
         """Make the error of a process of the job that wants to go on."""
         kind = DeadlineError if self.is_late else PeerLostError
-        return kind(f"the job is over: {self.reason}", ranks=self.workers)
+        return kind(str(self), ranks=self.workers)
 
     def __str__(self) -> str:
         return f"the job is over: {self.reason}"
@@ -163,7 +162,7 @@ MembershipEvent = MemberLost | MemberLeft | MemberAborted | MemberReturned | Job
 # -- of members -------------------------------------------------------------------------------------------------------
 
 
-class EnterBarrier(msgspec.Struct, tag=21, array_like=True, frozen=True, forbid_unknown_fields=True):
+class EnterBarrier(_Message, tag=21, frozen=True):
     """Arrival of a worker at a barrier, for the ``sequence``-th time at one of this name.
 
     Attributes:
@@ -177,7 +176,7 @@ class EnterBarrier(msgspec.Struct, tag=21, array_like=True, frozen=True, forbid_
     is_over: bool = False
 
 
-class SavedJob(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class SavedJob(_Message, frozen=True):
     """Job of which a server has found snapshots on its disk: all its servers had come once.
 
     Attributes:
@@ -189,7 +188,7 @@ class SavedJob(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     left: tuple[int, ...] = ()
 
 
-class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbid_unknown_fields=True):
+class RegisterMember(_Message, tag=20, frozen=True):
     """Registration of a process that wants to be a member, or is one and has a new connection.
 
     Attributes:
@@ -236,15 +235,15 @@ class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbi
         return self.job != 0
 
 
-class MemberHeartbeat(msgspec.Struct, tag=23, array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemberHeartbeat(_Message, tag=23, frozen=True):
     """Sign of life of a process."""
 
 
-class LeaveJob(msgspec.Struct, tag=24, array_like=True, frozen=True, forbid_unknown_fields=True):
+class LeaveJob(_Message, tag=24, frozen=True):
     """Departure of the sender in good order."""
 
 
-class StatusQuery(msgspec.Struct, tag=25, array_like=True, frozen=True, forbid_unknown_fields=True):
+class StatusQuery(_Message, tag=25, frozen=True):
     """Query of members that have not come, and the number of those silent for so many seconds."""
 
     seconds: float = 0.0
@@ -253,7 +252,7 @@ class StatusQuery(msgspec.Struct, tag=25, array_like=True, frozen=True, forbid_u
 # -- of the service ---------------------------------------------------------------------------------------------------
 
 
-class MemberAssigned(msgspec.Struct, tag=30, array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemberAssigned(_Message, tag=30, frozen=True):
     """Place of the member.
 
     Attributes:
@@ -271,26 +270,26 @@ class MemberAssigned(msgspec.Struct, tag=30, array_like=True, frozen=True, forbi
     barriers: tuple[tuple[str, int], ...] = ()
 
 
-class MemberRefused(msgspec.Struct, tag=31, array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemberRefused(_Message, tag=31, frozen=True):
     """Refusal: the process cannot be in this job."""
 
     reason: str
 
 
-class ServerList(msgspec.Struct, tag=32, array_like=True, frozen=True, forbid_unknown_fields=True):
+class ServerList(_Message, tag=32, frozen=True):
     """Addresses of all servers, by number."""
 
     servers: tuple[ServerInfo, ...]
 
 
-class MembershipNews(msgspec.Struct, tag=33, array_like=True, frozen=True, forbid_unknown_fields=True):
+class MembershipNews(_Message, tag=33, frozen=True):
     """Events up to an epoch, in the order in which to believe them."""
 
     events: tuple[MembershipEvent, ...]
     epoch: int = 0
 
 
-class BarrierOver(msgspec.Struct, tag=34, array_like=True, frozen=True, forbid_unknown_fields=True):
+class BarrierOver(_Message, tag=34, frozen=True):
     """End of a barrier: all workers have come, or it is broken for all of them, since one has given it up.
 
     Attributes:
@@ -309,7 +308,7 @@ class BarrierOver(msgspec.Struct, tag=34, array_like=True, frozen=True, forbid_u
         return self.worker >= 0
 
 
-class StatusReply(msgspec.Struct, tag=36, array_like=True, frozen=True, forbid_unknown_fields=True):
+class StatusReply(_Message, tag=36, frozen=True):
     """Members that have not come, and the number of those that are lost, or silent for so long."""
 
     workers: tuple[int, ...]

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from reigen.cluster.membership.control_service import (
     REQUEST_CODEC,
@@ -17,7 +20,6 @@ from reigen.cluster.membership.control_service import (
     GetValue,
     PutValue,
     StoreReply,
-    StoreRequest,
     check_entry,
 )
 from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES
@@ -31,14 +33,17 @@ if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
 __all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClient", "split_address"]
 
 
-class Rendezvous(Protocol):
-    """Interface of a rendezvous to a rank."""
+class Rendezvous(ABC):
+    """Interface of a rendezvous to a rank; `RendezvousClient` names the errors of one over a network."""
 
     def put(self, key: str, value: bytes) -> None:
         """Make ``value`` known under ``key``; a later value replaces it."""
+        self.request(PutValue(0, key, value))
 
     def put_first(self, key: str, value: bytes) -> bytes:
         """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then."""
+        kept = self.request(PutValue(0, key, value, only_first=True))
+        return value if kept is None else kept
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key``, waited for.
@@ -46,55 +51,49 @@ class Rendezvous(Protocol):
         Raises:
             TimeoutError: nobody put it in time; the message names the key.
         """
+        value = self.request(GetValue(0, key), timeout_seconds)
+        if value is None:
+            raise WireError("the rendezvous answered a Get without a value")
+        return value
 
     def peek(self, key: str) -> bytes | None:
         """The value of ``key`` if there is one now."""
+        return self.request(GetValue(0, key, wait=False))
 
+    @abstractmethod
+    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+        """Have a request served; returns the answer's value, if any. ``timeout_seconds``: for a Get that waits."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Leave; all values stay."""
+        """Leave; all values stay. May be called twice."""
 
 
-class LocalRendezvous:
+class LocalRendezvous(Rendezvous):
     """Rendezvous in memory, for ranks that are threads of one process. All of them share one object."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
-    def put(self, key: str, value: bytes) -> None:
-        """Make ``value`` known under ``key``; a later value replaces it."""
-        check_entry(key, value)
+    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+        """Serve a request; raises TimeoutError."""
+        key, values = message.key, self._values
+        check_entry(message)
         with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def put_first(self, key: str, value: bytes) -> bytes:
-        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then."""
-        check_entry(key, value)
-        with self._changed:
-            kept = self._values.setdefault(key, value)
-            self._changed.notify_all()
-            return kept
-
-    def get(self, key: str, timeout_seconds: float) -> bytes:
-        """The value of ``key``, waited for; raises TimeoutError."""
-        check_entry(key, b"")
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
+            if isinstance(message, PutValue) and not (message.only_first and key in values):
+                values[key] = message.value
+                self._changed.notify_all()
+            is_wait = isinstance(message, GetValue) and message.wait
+            if is_wait and not self._changed.wait_for(lambda: key in values, timeout_seconds):
                 raise _key_timeout_error(key, timeout_seconds)
-            return self._values[key]
-
-    def peek(self, key: str) -> bytes | None:
-        """The value of ``key`` if there is one now."""
-        check_entry(key, b"")
-        with self._changed:
-            return self._values.get(key)
+            return values.get(key)
 
     def close(self) -> None:
         """Do nothing: the others may still need it."""
 
 
-class PrefixRendezvous:
+class PrefixRendezvous(Rendezvous):
     """Part of a rendezvous with keys of its own, for ranks that meet apart from the others.
 
     Args:
@@ -103,31 +102,19 @@ class PrefixRendezvous:
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str) -> None:
-        self._rendezvous = rendezvous
-        self._name = name
+        self._rendezvous, self._name = rendezvous, name
 
-    def put(self, key: str, value: bytes) -> None:
-        """Make ``value`` known under ``key`` in this room."""
-        self._rendezvous.put(f"{self._name}/{key}", value)
-
-    def put_first(self, key: str, value: bytes) -> bytes:
-        """Make ``value`` known under ``key`` in this room unless there is one; returns the one that there is then."""
-        return self._rendezvous.put_first(f"{self._name}/{key}", value)
-
-    def get(self, key: str, timeout_seconds: float) -> bytes:
-        """The value of ``key`` in this room, waited for; raises TimeoutError."""
-        return self._rendezvous.get(f"{self._name}/{key}", timeout_seconds)
-
-    def peek(self, key: str) -> bytes | None:
-        """The value of ``key`` in this room if there is one now."""
-        return self._rendezvous.peek(f"{self._name}/{key}")
+    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+        """Have a request served under the key in this room."""
+        message = msgspec.structs.replace(message, key=f"{self._name}/{message.key}")
+        return self._rendezvous.request(message, timeout_seconds)
 
     def close(self) -> None:
         """Leave the whole rendezvous."""
         self._rendezvous.close()
 
 
-class RendezvousClient:
+class RendezvousClient(Rendezvous):
     """Authenticated connection of a rank to the launcher's service. Threads that share one take turns.
 
     Args:
@@ -162,82 +149,40 @@ class RendezvousClient:
             raise self._lost(error) from None
         self._host = self._stream.peer
 
-    def put(self, key: str, value: bytes) -> None:
-        """Make ``value`` known under ``key``; a later value replaces it.
+    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+        """Have a request served; one that does not wait, within the constructor's ``timeout_seconds``.
 
         Raises:
             ArgumentError: key or value are too large, or the service is full.
             PeerLostError: the launcher has gone.
-            TimeoutError: it did not answer in time.
+            TimeoutError: it did not answer in time, or nobody put the value.
         """
-        check_entry(key, value)
+        check_entry(message)
+        seconds = timeout_seconds if isinstance(message, GetValue) and message.wait else self._timeout_seconds
         with self._lock:
-            request = self._next_request()
-            self._call(PutValue(request, key, value), request, key, self._timeout_seconds)
-
-    def put_first(self, key: str, value: bytes) -> bytes:
-        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then.
-
-        Raises:
-            As `put` does.
-        """
-        check_entry(key, value)
-        with self._lock:
-            request = self._next_request()
-            reply = self._call(PutValue(request, key, value, only_first=True), request, key, self._timeout_seconds)
-        return value if reply.value is None else reply.value
-
-    def get(self, key: str, timeout_seconds: float) -> bytes:
-        """The value of ``key``, waited for.
-
-        Raises:
-            TimeoutError: nobody put it within ``timeout_seconds``.
-            PeerLostError: the launcher has gone.
-        """
-        check_entry(key, b"")
-        with self._lock:
-            request = self._next_request()
-            reply = self._call(GetValue(request, key), request, key, timeout_seconds)
-        if reply.value is None:
-            raise WireError("the rendezvous answered a Get without a value")
-        return reply.value
-
-    def peek(self, key: str) -> bytes | None:
-        """The value of ``key`` if there is one now.
-
-        Raises:
-            As `put` does.
-        """
-        check_entry(key, b"")
-        with self._lock:
-            request = self._next_request()
-            reply = self._call(GetValue(request, key, wait=False), request, key, self._timeout_seconds)
+            self._num_requests += 1
+            reply = self._call(msgspec.structs.replace(message, request=self._num_requests), seconds)
+        if reply.problem:
+            raise ArgumentError(f"rendezvous key {message.key!r}: {reply.problem}")
         return reply.value
 
     def close(self) -> None:
         """Leave; all values stay. May be called twice."""
         self._stream.close()
 
-    def _next_request(self) -> int:
-        self._num_requests += 1
-        return self._num_requests
-
-    def _call(self, message: StoreRequest, request: int, key: str, timeout_seconds: float) -> StoreReply:
+    def _call(self, message: PutValue | GetValue, timeout_seconds: float) -> StoreReply:
         deadline = time.monotonic() + timeout_seconds
         try:
             self._stream.send(REQUEST_CODEC.encode(message), deadline)
             while True:
                 reply = STORE_REPLY_CODEC.decode(self._stream.receive(deadline))
-                if reply.request == request:
-                    break
+                if reply.request == message.request:
+                    return reply
         except TimeoutError:
-            self._give_up(request)
-            raise _key_timeout_error(key, timeout_seconds) from None
+            self._give_up(message.request)
+            raise _key_timeout_error(message.key, timeout_seconds) from None
         except OSError as error:
             raise self._lost(error) from None
-        if reply.problem:
-            raise ArgumentError(f"rendezvous key {key!r}: {reply.problem}")
-        return reply
 
     def _give_up(self, request: int) -> None:
         try:

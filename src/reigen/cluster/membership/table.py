@@ -279,10 +279,8 @@ class MembershipTable:
         role, counts = message.role, self.spec.counts
         if self.stop is not None:
             return f"the job is over: {self.stop.reason}"
-        if (
-            max(len(name.encode(errors="replace")) for name in (message.host, message.machine, message.address))
-            > MAX_NAME_BYTES
-        ):
+        names = (message.host, message.machine, message.address)
+        if any(len(name.encode(errors="replace")) > MAX_NAME_BYTES for name in names):
             return f"a name is longer than {MAX_NAME_BYTES} bytes"
         if message.is_known and message.job != self.job:
             return "the scheduler that it has found serves another job, on the same port and with the same secret"
@@ -415,7 +413,7 @@ class MembershipTable:
         if not self._is_open and all(server.incarnation for server in servers):
             self._is_open, receivers = True, list(self._member_of)
         for owner in receivers if servers else ():
-            self._reply(owner, ServerList(tuple(server.server_info for server in servers)))
+            self._reply(owner, ServerList(tuple(server.return_event.server for server in servers)))
         together: dict[MemberLost | None, list[Member]] = {}
         for member in self._lost():
             together.setdefault(member.loss, []).append(member)
@@ -722,10 +720,8 @@ class GroupTable:
             return f"there is no {message.role} {message.number} among {size}"
         if message.is_known or message.left or message.lost or message.saved or message.barriers:
             return "ranks do not come back"
-        if message.group not in self._tables and len(self._tables) >= MAX_GROUPS:
-            full = not any(table.is_empty for table in self._tables.values())
-            return f"there are {MAX_GROUPS} jobs already" if full else ""
-        return ""
+        is_full = len(self._tables) >= MAX_GROUPS and not any(table.is_empty for table in self._tables.values())
+        return f"there are {MAX_GROUPS} jobs already" if is_full and message.group not in self._tables else ""
 
 
 def _drop_connections(connections: dict[ConnectionId, Member], member: Member) -> None:
