@@ -76,7 +76,7 @@ class UpdateOperands:
 
 
 def run_update(update: BlockUpdate | LayerwiseUpdate, operands: UpdateOperands) -> None:
-    """Update a piece block by block, in place. A layer-wise rule needs the whole weight: it measures all blocks first."""
+    """Update a piece in place, block by block; with a layer-wise rule a whole weight, once all blocks are measured."""
     with ignore_float_errors():
         blocks = _BlockLoader(operands)
         if isinstance(update, LayerwiseUpdate):
