@@ -33,10 +33,11 @@ class ChunkBuilder:
 
     def __init__(self) -> None:
         self._done: list[ChunkContent] = []
-        self._turn()
+        self._start_chunk()
 
-    def _turn(self) -> None:
+    def _start_chunk(self) -> None:
         self._page = ChunkContent()
+        self._done.append(self._page)
         self._labels: dict[tuple[str, str], int] = {}
         self._arguments: dict[bytes, int] = {}
         self._nbytes = 0
@@ -57,14 +58,11 @@ class ChunkBuilder:
             place = self._labels[label] = len(page.labels)
             page.labels.append(label)
             self._nbytes += len(label[0]) + len(label[1]) + _ENTRY_BYTES
-        detail = -1
-        if arguments:
-            found = self._arguments.get(arguments)
-            if found is None:
-                found = self._arguments[arguments] = len(page.arguments)
-                page.arguments.append(arguments)
-                self._nbytes += len(arguments) + _ENTRY_BYTES
-            detail = found
+        detail = self._arguments.get(arguments) if arguments else -1
+        if detail is None:
+            detail = self._arguments[arguments] = len(page.arguments)
+            page.arguments.append(arguments)
+            self._nbytes += len(arguments) + _ENTRY_BYTES
         page.slices.append((form, place, row, begin, nanoseconds, detail))
         self._nbytes += _SLICE_BYTES
         if self._nbytes > CHUNK_BYTES:
@@ -72,16 +70,10 @@ class ChunkBuilder:
 
     def take(self) -> list[ChunkContent]:
         """Return the chunks so far; the next slice begins a new one."""
-        done = self._done
-        if self._page.slices or self._page.rows:
-            done.append(self._page)
+        done = [page for page in self._done if page.slices or page.rows]
         self._done = []
-        self._turn()
+        self._start_chunk()
         return done
-
-    def _start_chunk(self) -> None:
-        self._done.append(self._page)
-        self._turn()
 
 
 def encode_arguments(arguments: Arguments) -> bytes:

@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
+from reigen.engine.engine import Engine
 from reigen.engine.messages import Topic
 from reigen.observe.chrome_format import TraceMerger
 from reigen.observe.messages import TraceChunk, TraceClosed, TraceEnd, TraceStop, encode
-from reigen.observe.note_channel import NoteChannel
 from reigen.observe.sender import PERIOD_SECONDS, TraceRecording
 from reigen.observe.trace_writer import TraceFile
 
@@ -37,7 +37,7 @@ class TraceCollector:
     """
 
     def __init__(
-        self, channel: NoteChannel, recording: TraceRecording, path: Path, size: int, end_recording: Callable[[], None]
+        self, channel: Engine, recording: TraceRecording, path: Path, size: int, end_recording: Callable[[], None]
     ) -> None:
         self.path = path
         self._end_recording = end_recording
