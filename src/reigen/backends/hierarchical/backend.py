@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,7 @@ CHUNK_BYTES = 1 << 25
 
 _NO_RANK = np.iinfo(np.int64).max
 _LINE = 64
+_Made = TypeVar("_Made")
 
 
 def compose_backend(
@@ -107,13 +109,7 @@ def compose_backend(
 class HierarchicalBackend:
     """`reigen.backends.base.Backend` of several hosts, some of which have several ranks. Made by `compose_backend`.
 
-    Args:
-        cross: the ranks by host and cross group.
-        rank: this rank.
-        local: the backend of this host's ranks.
-        network: between hosts.
-        ranks: for each rank of the backend its number in the job.
-        chunk_bytes: about how much scratch this rank may use.
+    ``cross`` holds the ranks by host and cross group; the other arguments are those of `compose_backend`.
     """
 
     name = "hierarchical"
@@ -164,7 +160,7 @@ class HierarchicalBackend:
             if buffers and buffers[0].offset >= 0:
                 each = [self._copies(buffer, reduction.dtype.storage) for buffer in buffers]
                 copies = [BufferList([own[rank] for own in each]) for rank in range(self._local.size)]
-                self._inter_host.allreduce_registered(copies, stages, deadline)
+                self._inter_host.reduce_registered(copies, None, stages, deadline)
             else:
                 source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
                 self._inter_host.allreduce(source, target, stages, deadline)
@@ -175,7 +171,7 @@ class HierarchicalBackend:
         """Implement `Backend.reduce_to_owners`: the slice of a cross group stays with its rank."""
         with self._reporting_failures():
             copies = [BufferList([copy]) for copy in self._copies(buffer, reduction.dtype.storage)]
-            self._inter_host.reduce_to_owners(copies, counts, two_stage_reduction(reduction), deadline)
+            self._inter_host.reduce_registered(copies, counts, two_stage_reduction(reduction), deadline)
 
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
@@ -218,8 +214,11 @@ class HierarchicalBackend:
                     (self._flat, remote, remote_ranks, deadline + GRACE_SECONDS),
                 ):
                     if backend is not None and numbers.any():
-                        outgoing, incoming = _select_arrays(sources, ranks), _select_arrays(targets, ranks)
-                        _alltoall_pieces(backend, outgoing, numbers, incoming, limit)
+                        outgoing = BufferList([sources[rank] for rank in ranks]).joined()
+                        pieces = BufferList([targets[rank] for rank in ranks])
+                        incoming = np.empty(pieces.size, outgoing.dtype)
+                        backend.alltoall(outgoing, numbers.tolist(), incoming, limit)
+                        pieces.write(0, incoming)
 
     # -- registered memory --------------------------------------------------------------------------------------------
 
@@ -230,18 +229,8 @@ class HierarchicalBackend:
         return self._allocated(self._local.backend.allocate_shared, nbytes, deadline)
 
     def _allocated(self, allocate: Callable[[int, float], MemoryRegion], nbytes: int, deadline: float) -> MemoryRegion:
-        region, failure = None, None
         with self._reporting_failures():
-            try:
-                region = allocate(nbytes, deadline)
-            except SharedMemoryError as error:
-                failure = error
-            lost = self._lowest_that_failed(failure, deadline)
-            if lost is not None:
-                if region is not None:
-                    self._local.backend.undo(region)
-                raise failure or _shared_memory_error(lost)
-        assert region is not None
+            region = self._on_all(lambda: allocate(nbytes, deadline), self._local.backend.undo, deadline)
         offset = self._next_offset
         self._next_offset += -(-max(1, nbytes) // _LINE) * _LINE
         self._regions[offset] = region
@@ -257,27 +246,34 @@ class HierarchicalBackend:
                 return self._local.copies(region, buffer.offset - start, nbytes, storage)
         raise AssertionError(f"no registered memory at offset {buffer.offset}, {nbytes} bytes")
 
-    def _lowest_that_failed(self, failure: SharedMemoryError | None, deadline: float) -> int | None:
-        """Return the lowest rank of the job, if any, that has a failure."""
-        number = np.array([_NO_RANK if failure is None else self._ranks[self.rank]], np.int64)
+    def _on_all(self, make: Callable[[], _Made], undo: Callable[[_Made], None], deadline: float) -> _Made:
+        """Make something of shared memory on all ranks, or on none: then all raise SharedMemoryError."""
+        number = np.array([_NO_RANK], np.int64)
+        made: list[_Made] = []
+        failure = None
+        try:
+            made.append(make())
+        except SharedMemoryError as error:
+            failure, number[0] = error, self._ranks[self.rank]
         self.allreduce([ReduceBuffer(number, number)], Reduction(DTYPES["int64"], ReduceOp.MIN, self.size), deadline)
-        return None if number[0] == _NO_RANK else int(number[0])
+        if (lowest := int(number[0])) == _NO_RANK:
+            return made[0]
+        for one in made:
+            undo(one)
+        raise failure or SharedMemoryError(
+            f"not enough shared memory on the host of rank {lowest}, which says how much", ranks=(lowest,)
+        )
 
     # -- some of the ranks --------------------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
-        local_members = [index for index, rank in enumerate(self._own) if rank in ranks]
-        part, failure = None, None
+        local, local_members = self._local.backend, [index for index, rank in enumerate(self._own) if rank in ranks]
         with self._reporting_failures():
-            try:
-                part = self._local.backend.split(local_members, deadline) if local_members else None
-            except SharedMemoryError as error:
-                failure = error
-            lost = self._lowest_that_failed(failure, deadline)
-            if lost is not None:
-                if part is not None:
-                    part.close()
-                raise failure or _shared_memory_error(lost)
+            part = self._on_all(
+                lambda: local.split(local_members, deadline) if local_members else None,
+                lambda part: None if part is None else part.close(),
+                deadline,
+            )
             if part is None:
                 return None
             numbers = [self._ranks[rank] for rank in ranks]
@@ -353,21 +349,3 @@ class HierarchicalBackend:
 
 def _split_array(array: Array, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[Array]:
     return [array[start : start + count] for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
-
-
-def _select_arrays(arrays: Sequence[Array], indices: Sequence[int]) -> BufferList:
-    return BufferList([arrays[index] for index in indices])
-
-
-def _alltoall_pieces(
-    backend: Backend, sent: BufferList, counts: NDArray[np.int64], received: BufferList, deadline: float
-) -> None:
-    """Do alltoall of arrays that lie in pieces."""
-    outgoing = sent.joined()
-    incoming = np.empty(received.size, outgoing.dtype)
-    backend.alltoall(outgoing, counts.tolist(), incoming, deadline)
-    received.write(0, incoming)
-
-
-def _shared_memory_error(rank: int) -> SharedMemoryError:
-    return SharedMemoryError(f"not enough shared memory on the host of rank {rank}, which says how much", ranks=(rank,))

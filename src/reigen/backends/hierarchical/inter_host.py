@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from reigen.backends.base import Array, Backend, ReduceBuffer
-from reigen.backends.buffer_list import BufferList, rank_slice, zip_pieces
+from reigen.backends.buffer_list import BufferList, rank_slice, split_array, zip_pieces
 from reigen.backends.hierarchical.cross_groups import SMALL_BYTES, CrossGroups, TwoStageReduction
 from reigen.backends.hierarchical.intra_host import EMPTY_BUFFERS, Combine, IntraHost, ReadRequest
 from reigen.kernels.reduce import BlockReducer
@@ -56,23 +55,17 @@ class InterHost:
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
-    def allreduce_registered(self, copies: Sequence[BufferList], stages: TwoStageReduction, deadline: float) -> None:
-        """Reduce where it lies. ``copies``: of each rank of this host."""
-        bounds = self._slice(copies[0].size, stages.full.dtype.itemsize)
-        self._reduce_registered(copies, bounds, stages, deadline, keep=False)
-
-    def _reduce_registered(
-        self,
-        copies: Sequence[BufferList],
-        bounds: tuple[int, int],
-        stages: TwoStageReduction,
-        deadline: float,
-        *,
-        keep: bool,
+    def reduce_registered(
+        self, copies: Sequence[BufferList], counts: Sequence[int] | None, stages: TwoStageReduction, deadline: float
     ) -> None:
-        """Reduce this rank's slice of all copies, inside and between hosts; ``keep``: into its own copy alone."""
+        """Reduce where it lies. ``copies``: of each rank of this host; ``counts``: of `Backend.reduce_to_owners`."""
         storage, combine = stages.full.dtype.storage, _combine_function(stages)
-        low, high = bounds
+        low = high = 0
+        if self.index is not None and counts is not None:
+            low = sum(counts[: self.index])
+            high = low + counts[self.index]
+        elif self.index is not None:
+            low, high = self._cross.slices(copies[0].size, storage.itemsize)[self.index]
         step = self._chunk_bytes // storage.itemsize if stages.wide else high - low
         for begin in range(low, high, max(1, step)):
             pieces = [copy.cut(begin, min(high, begin + step)) for copy in copies]
@@ -81,19 +74,11 @@ class InterHost:
             self._local.reduce_copies(pieces, partial, combine, storage)
             self._local.ended("SHM_REDUCE")
             result = self._between(partial, stages, deadline + GRACE_SECONDS)
-            for copy in [own] if keep else pieces:
+            for copy in pieces if counts is None else [own]:
                 if copy is not result:
                     _copy(result, copy)
             self._local.ended("MEMCPY_OUT_FUSION_BUFFER")
         self._local.backend.barrier(deadline + 2 * GRACE_SECONDS)
-
-    def reduce_to_owners(
-        self, copies: Sequence[BufferList], counts: Sequence[int], stages: TwoStageReduction, deadline: float
-    ) -> None:
-        """Implement `Backend.reduce_to_owners`: `allreduce_registered` but its last step. ``counts``: by group."""
-        low = 0 if self.index is None else sum(counts[: self.index])
-        high = low if self.index is None else low + counts[self.index]
-        self._reduce_registered(copies, (low, high), stages, deadline, keep=True)
 
     def allreduce(self, source: BufferList, target: BufferList, stages: TwoStageReduction, deadline: float) -> None:
         """Implement `Backend.allreduce`. A cross group's local sums go to its results' place, its rank's target."""
@@ -193,9 +178,8 @@ class InterHost:
         """Implement `Backend.allgather`. Every cross group carries a part of each host's data."""
         blocks = self._blocks(target, counts)
         sizes = [counts[rank] for rank in self._own]
-        ends = itertools.accumulate(sizes)
-        own = blocks[self._host]
-        requests = [ReadRequest(0, own.cut(end - count, end)) for count, end in zip(sizes, ends, strict=True)]
+        parts = split_array(target, counts)
+        requests = [ReadRequest(0, BufferList([parts[rank]])) for rank in self._own]
         step = max(1, self._chunk_bytes // target.itemsize // len(blocks))
         self._local.share(BufferList([source]), sizes, requests, target.dtype, deadline)
         for begin in range(0, max(block.size for block in blocks), step):
@@ -260,14 +244,9 @@ class InterHost:
         assert self.group is not None, "only ranks of a cross group have a slice"
         return self.group
 
-    def _slice(self, count: int, itemsize: int) -> tuple[int, int]:
-        """Return this rank's range of ``count`` elements."""
-        return (0, 0) if self.index is None else self._cross.slices(count, itemsize)[self.index]
-
     def _blocks(self, array: Array, counts: Sequence[int]) -> list[BufferList]:
         """Return the parts of an array, one for each rank, by host."""
-        ends = list(itertools.accumulate(counts))
-        parts = [array[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        parts = split_array(array, counts)
         return [BufferList([parts[rank] for rank in host]) for host in self._cross.hosts]
 
     def _gather(

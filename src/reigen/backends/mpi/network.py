@@ -43,7 +43,7 @@ class MpiNetwork:
         rendezvous: of ranks before they make a backend; keys begin with ``mpi/``.
         failure: see `FailureCheck`.
         looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
-        native: whether MPI's own reductions are used where there are any; None leaves it to `mpi.order`.
+        native: whether MPI's own reductions are used where there are any; None: see `sums_in_rank_order`.
         chunk_bytes: limit of a chunk.
 
     Attributes:

@@ -122,14 +122,18 @@ class _ChunkedAllreduce:
     def _own_contribution(self, index: int, begin: int, end: int) -> Array:
         """Return the same; copied, if it must be, to this rank's slot for the chunk ``index``."""
         piece = self._source.whole(begin, end)
-        return (
-            self._contribution(begin, end, self._slot(index, self._team.rank, end - begin)) if piece is None else piece
-        )
+        if piece is None:
+            piece = self._contribution(begin, end, self._slot(index, self._team.rank, end - begin))
+        return piece
 
-    def _inputs(self, index: int, count: int, own: Array) -> list[Array]:
-        """Return all contributions to the chunk ``index``, in rank order."""
+    def _reduce(self, index: int, own: Array, place: int) -> tuple[Array, ChunkBlock | None]:
+        """Reduce all contributions to the chunk ``index``, in rank order, to the target's element ``place`` on."""
         size, rank = len(self._team.ranks), self._team.rank
-        return [own if member == rank else self._slot(index, member, count) for member in range(size)]
+        inputs = [own if member == rank else self._slot(index, member, own.size) for member in range(size)]
+        result, block = self._result(place, place + own.size)
+        self._reducer.reduce(inputs, result)
+        self._release(index)
+        return result, block
 
     def _send_contribution(self, member: int, begin: int, end: int) -> None:
         """Post it to a member. If it must be copied, it is when it is its turn."""
@@ -177,10 +181,8 @@ class DirectAllreduce(_ChunkedAllreduce):
     of this rank's contribution among others.
 
     Args:
-    team: the ranks.
-        source: this rank's contributions.
+        team, source, reducer: the ranks, this rank's contributions, the reduction.
         target: array for the result; its first element is element ``origin`` of all.
-        reducer: of the reduction.
         rows: for each row the chunk of every rank.
         origin: 0 where the target has room for everything.
         is_shared: every rank gets all sums, not only those that it makes.
@@ -270,10 +272,7 @@ class DirectAllreduce(_ChunkedAllreduce):
 
     def _complete(self, row: int) -> None:
         begin, end = self._rows[row][self._team.rank]
-        inputs = self._inputs(row, end - begin, self._own_contribution(row, begin, end))
-        total, block = self._result(begin - self._origin, end - self._origin)
-        self._reducer.reduce(inputs, total)
-        self._release(row)
+        total, block = self._reduce(row, self._own_contribution(row, begin, end), begin - self._origin)
         if self._is_shared:
             self._hand_out(begin, total, block)
         else:
@@ -346,12 +345,8 @@ class LatencyAllreduce(_ChunkedAllreduce):
             self._current += 1
 
     def _complete(self, index: int) -> None:
-        begin, end = self._chunks[index]
-        inputs = self._inputs(index, end - begin, self._own.pop(index))
-        result, block = self._result(begin, end)
-        self._reducer.reduce(inputs, result)
-        self._release(index)
-        self._conclude(begin, result, block)
+        begin, _ = self._chunks[index]
+        self._conclude(begin, *self._reduce(index, self._own.pop(index), begin))
 
 
 class RingAllreduce(_ChunkedAllreduce):
