@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from reigen.errors import ArgumentError
 
@@ -10,8 +10,6 @@ from reigen.errors import ArgumentError
 #: equally long; ``pad`` the parts with samples of others, so that all are equally long and none is left out; ``keep``
 #: them, so that parts differ by one sample.
 Remainder = Literal["drop", "pad", "keep"]
-
-_REMAINDERS = ("drop", "pad", "keep")
 
 
 def share(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Remainder = "drop") -> range:
@@ -36,7 +34,14 @@ def share(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Re
         >>> [share(10, 3, i) for i in range(3)]
         [range(0, 3), range(3, 6), range(6, 9)]
     """
-    _check(length, num_parts, part_index, remainder)
+    if length < 0:
+        raise ArgumentError(f"the number of samples cannot be negative, got {length}")
+    if num_parts < 1:
+        raise ArgumentError(f"num_parts must be at least 1, got {num_parts}")
+    if not 0 <= part_index < num_parts:
+        raise ArgumentError(f"part_index must be from 0 to {num_parts - 1}, got {part_index}")
+    if remainder not in get_args(Remainder):
+        raise ArgumentError(f"remainder must be one of {', '.join(get_args(Remainder))}, got {remainder!r}")
     if remainder == "keep":
         return range(length * part_index // num_parts, length * (part_index + 1) // num_parts)
     each = -(-length // num_parts) if remainder == "pad" else length // num_parts
@@ -51,14 +56,3 @@ def share(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Re
 def share_length(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Remainder = "drop") -> int:
     """Return the number of samples in :func:`share`; raises ArgumentError as that does."""
     return len(share(length, num_parts, part_index, remainder=remainder))
-
-
-def _check(length: int, num_parts: int, part_index: int, remainder: str) -> None:
-    if length < 0:
-        raise ArgumentError(f"the number of samples cannot be negative, got {length}")
-    if num_parts < 1:
-        raise ArgumentError(f"num_parts must be at least 1, got {num_parts}")
-    if not 0 <= part_index < num_parts:
-        raise ArgumentError(f"part_index must be from 0 to {num_parts - 1}, got {part_index}")
-    if remainder not in _REMAINDERS:
-        raise ArgumentError(f"remainder must be one of {', '.join(_REMAINDERS)}, got {remainder!r}")

@@ -17,16 +17,9 @@ class SplitSampler:
     Iterating uses the order of the current epoch and goes on to the next one.
 
     Args:
-        length: number of samples of the whole data set.
-        num_parts: number of workers (``kv.num_workers``).
-        part_index: number of the worker (``kv.rank``).
+        length, num_parts, part_index, remainder: those of :func:`reigen.data.share`, and so are the errors.
         shuffle: False: ascending order.
         seed: chooses the orders.
-        remainder: treatment of samples that cannot be divided equally (:func:`reigen.data.share`).
-
-    Raises:
-        ArgumentError: the numbers make no sense, or every part would be empty.
-
     """
 
     def __init__(
@@ -39,9 +32,9 @@ class SplitSampler:
         seed: int = 0,
         remainder: Remainder = "drop",
     ) -> None:
-        self._length, self._shuffle, self._seed = length, shuffle, seed
-        self._share = share(length, num_parts, part_index, remainder=remainder)
-        self._part_index = part_index
+        self._length, self._part_index, self._shuffle, self._seed = length, part_index, shuffle, seed
+        own = share(length, num_parts, part_index, remainder=remainder)
+        self._share: NDArray[np.int64] = np.arange(own.start, own.stop) % max(length, 1)
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -58,11 +51,10 @@ class SplitSampler:
         self._epoch = epoch
 
     def _positions(self, epoch: int) -> NDArray[np.int64]:
-        positions = np.arange(self._share.start, self._share.stop) % max(self._length, 1)
-        if self._shuffle:
-            # Parts that wrap around share samples: they are not to come at the same moment, so parts differ in order.
-            positions = positions[_permutation(len(positions), self._seed, epoch, self._part_index + 1)]
-        return positions
+        if not self._shuffle:
+            return self._share
+        # Parts that wrap around share samples: they are not to come at the same moment, so parts differ in order.
+        return self._share[_permutation(len(self._share), self._seed, epoch, self._part_index + 1)]
 
 
 class ShuffleSplitSampler(SplitSampler):
@@ -78,8 +70,7 @@ class ShuffleSplitSampler(SplitSampler):
     """
 
     def _positions(self, epoch: int) -> NDArray[np.int64]:
-        positions = np.arange(self._share.start, self._share.stop) % max(self._length, 1)
-        return _permutation(self._length, self._seed, epoch)[positions] if self._shuffle else positions
+        return _permutation(self._length, self._seed, epoch)[self._share] if self._shuffle else self._share
 
 
 def _permutation(length: int, *seeds: int) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,6 @@ from reigen.observe.messages import TraceSlice
 CHUNK_BYTES = 24 << 10
 _SLICE_BYTES = 34
 _ENTRY_BYTES = 12
-_JSON = msgspec.json.Encoder()
 
 Arguments = dict[str, Any]
 
@@ -76,6 +76,5 @@ class ChunkBuilder:
         return done
 
 
-def encode_arguments(arguments: Arguments) -> bytes:
-    """Encode arguments of a slice."""
-    return _JSON.encode(arguments)
+#: Encode arguments of a slice.
+encode_arguments: Callable[[Arguments], bytes] = msgspec.json.Encoder().encode

@@ -197,7 +197,9 @@ class TraceEventBuilder:
         self._negotiating[name] = _OpenSlice(label, row, now, known[1])
 
     def _began(self, now: int, batch: Batch) -> None:
-        self._abandon()
+        for one in self._executing:  # the batch before, whose end was dropped
+            self._rows.give_back(one.row)
+        self._executing = []
         for operation, _ in batch:
             name = operation.name
             negotiation = self._negotiating.pop(name, None)
@@ -253,12 +255,6 @@ class TraceEventBuilder:
             self._pages.add(OVER, one.label, one.row, now, 0, b"")
         else:
             self._pages.add(COMPLETE, one.label, one.row, one.begin, now - one.begin, one.arguments)
-
-    def _abandon(self) -> None:
-        """Close the batch before, whose end was dropped."""
-        for one in self._executing:
-            self._rows.give_back(one.row)
-        self._executing = []
 
     def _arguments_of(self, operation: Operation, batch_size: int) -> bytes:
         known = self._descriptions.get(operation.name)

@@ -180,12 +180,7 @@ class AdamW(_WithMoments, _WithLazyUpdate):
     """Adam with decay of its own (Loshchilov, Hutter): ``w -= lr * (m' / (sqrt(v') + epsilon) + wd * w)``.
 
     ``m' = m / (1 - beta1**t)`` and ``v' = v / (1 - beta2**t)``: torch's formula. MXNet 1.9.1 has an operator for it,
-    but no optimizer. The default of ``wd`` is 0, as everywhere here; torch's is 0.01.
-
-    Args:
-        beta1, beta2: decay rates of the averages ``m`` and ``v``.
-        epsilon: keeps the quotient finite.
-        lazy_update: a sparse gradient updates only its rows.
+    but no optimizer. The default of ``wd`` is 0, as everywhere here; torch's is 0.01. Parameters are those of `Adam`.
     """
 
     name: ClassVar[str] = "adamw"
