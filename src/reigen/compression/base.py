@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, UnsupportedTypeError, WireError
 from reigen.kernels import half_precision
-from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
+from reigen.kernels.quantize import Bytes, Floats
+from reigen.kernels.reduce import ScratchArrays
 from reigen.types import DType
 
 #: Residual of an array between calls of `Codec.encode`: the part that has not been sent; None where there is none.
@@ -52,7 +53,7 @@ class Codec(ABC):
         """Return the size of the codes of so many elements: exactly, for any elements."""
 
     @abstractmethod
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         """Write the codes of ``values``, (n,), which do not change, into ``out``, (max_bytes(n),)."""
 
     @abstractmethod
@@ -74,7 +75,7 @@ class Codec(ABC):
         """
         return self
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
         """Compute ``target = how(target, decoded data)``; ``how`` leaves alone elements that it combines with zero."""
         values = scratch.take("unpacked", len(target), np.float32)
         self.unpack(data, values)
@@ -108,7 +109,7 @@ class Codec(ABC):
         check_array(array)
         self._check_residual(array, state)
         target = writable_bytes(out, self.max_bytes(len(array)))
-        scratch = QuantizeScratch()
+        scratch = ScratchArrays()
         with np.errstate(all="ignore"):
             for begin, end in block_ranges(len(array), self.block_multiple):
                 part = target[self.max_bytes(begin) : self.max_bytes(end)]
@@ -142,12 +143,12 @@ class Codec(ABC):
         check_array(out)
         codes = np.frombuffer(data, np.uint8) if self.max_bytes(len(out)) else np.empty(0, np.uint8)
         Codec.check(self, codes, len(out))  # its content is checked once, where it is read
-        scratch = QuantizeScratch()
+        scratch = ScratchArrays()
         with np.errstate(all="ignore"):
             for begin, end in block_ranges(len(out), self.block_multiple):
                 self._decode(codes[self.max_bytes(begin) : self.max_bytes(end)], out[begin:end], accumulate, scratch)
 
-    def _decode(self, data: Bytes, out: NDArray[Any], accumulate: bool, scratch: QuantizeScratch) -> None:
+    def _decode(self, data: Bytes, out: NDArray[Any], accumulate: bool, scratch: ScratchArrays) -> None:
         if out.dtype == np.float32:
             self.combine(data, out, np.add, scratch) if accumulate else self.unpack(data, out)
             return
@@ -168,7 +169,7 @@ def block_ranges(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, length)
 
 
-def as_float32(array: NDArray[Any], scratch: QuantizeScratch) -> Floats:
+def as_float32(array: NDArray[Any], scratch: ScratchArrays) -> Floats:
     """Return the array (n,) itself, if it is float32; else its numbers (n,), in ``scratch``."""
     if array.dtype == np.float32:
         return array
@@ -224,11 +225,8 @@ def add_up(codec: Codec, codes: Sequence[Bytes], out: NDArray[Any], factor: floa
 
     float64 is added up in float64, all else in float32 and rounded once.
 
-    Args:
-        codec: of all codes.
-        codes: one array for each rank, in rank order, at least one; (max_bytes(n),).
-        out: (n,), flat and contiguous, floating-point; bfloat16 as uint16.
-        factor: of the sum.
+    ``codes`` are one array for each rank, in rank order, at least one; (max_bytes(n),). ``out``, (n,), is flat and
+    contiguous, floating-point; bfloat16 as uint16.
 
     Raises:
         WireError: some cannot be the codes of so many elements; ``out`` may have been changed in part.
@@ -237,7 +235,7 @@ def add_up(codec: Codec, codes: Sequence[Bytes], out: NDArray[Any], factor: floa
     check_array(out)
     for part in codes:
         Codec.check(codec, part, len(out))
-    scratch = QuantizeScratch()
+    scratch = ScratchArrays()
     with np.errstate(all="ignore"):
         for begin, end in block_ranges(len(out), codec.block_multiple):
             block = out[begin:end]

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from reigen.compression.base import Codec, Params
 from reigen.errors import ArgumentError, WireError
 from reigen.kernels import half_precision, quantize
-from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
+from reigen.kernels.quantize import Bytes, Floats
+from reigen.kernels.reduce import ScratchArrays
 
 _STORAGES = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2"}
 _LARGEST = float(np.finfo(np.float32).max)
@@ -41,7 +42,7 @@ class Cast(Codec):
     def max_bytes(self, num_elements: int) -> int:
         return num_elements * np.dtype(_STORAGES[self.to]).itemsize
 
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         target = out.view(_STORAGES[self.to])
         if self.to == "bf16":
             copy = scratch.take("to narrow", len(values), np.float32)  # narrowing uses it up
@@ -77,7 +78,7 @@ class Int8(Codec):
     def max_bytes(self, num_elements: int) -> int:
         return quantize.int8_bytes(num_elements)
 
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         quantize.pack_int8(values, out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
@@ -110,7 +111,7 @@ class Ternary(Codec):
     def max_bytes(self, num_elements: int) -> int:
         return 4 * -(-num_elements // 16)
 
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         quantize.pack_ternary(values, np.float32(self.threshold), out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
@@ -145,7 +146,7 @@ class Signs(Codec):
     def max_bytes(self, num_elements: int) -> int:
         return 4 * -(-num_elements // 32)
 
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         quantize.pack_signs(values, np.float32(self.threshold), out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
@@ -205,7 +206,7 @@ class TopK(Codec):
         super().check(data, num_elements)
         self._positions(data, num_elements)
 
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         if len(values) >= 1 << 32:
             raise ArgumentError(f"topk compression is for arrays of less than 2**32 elements, got {len(values)}")
         chosen = quantize.top_k_indices(values, self.count(len(values)))
@@ -217,7 +218,7 @@ class TopK(Codec):
         out[:] = 0.0
         out[positions] = values
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
         """Touch only the elements that were sent."""
         positions, values = self._read(data, len(target))
         target[positions] = how(target[positions], values)

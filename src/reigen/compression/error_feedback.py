@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from reigen.compression.base import Codec, Params, Residual, check_floating
 from reigen.errors import ArgumentError
-from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
+from reigen.kernels.quantize import Bytes, Floats
+from reigen.kernels.reduce import ScratchArrays
 from reigen.types import DType
 
 
@@ -47,7 +48,7 @@ class ErrorFeedback(Codec):
     def max_bytes(self, num_elements: int) -> int:
         return self.codec.max_bytes(num_elements)
 
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         self.codec.pack(values, out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
@@ -60,7 +61,7 @@ class ErrorFeedback(Codec):
         """Return error feedback around that of ``codec``."""
         return ErrorFeedback(self.codec.for_sums(num_arrays))
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
         self.codec.combine(data, target, how, scratch)
 
     def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:

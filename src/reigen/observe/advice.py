@@ -36,13 +36,8 @@ _FEW_TOGETHER = 4
 class TraceSummary:
     """Content of `reigen trace`.
 
-    Attributes:
-        trace: the timeline.
-        collectives: their times.
-        steps: their parts, and how much of the communication was hidden.
-        occurrences: collectives, put together from all ranks; of the marked steps, if any are.
-        late: ranks that the others waited for.
-        advice: sentences, the most important first.
+    ``occurrences`` are the collectives, put together from all ranks, of the marked steps, if any are; ``late`` the
+    ranks that the others waited for; ``advice`` has the most important sentence first.
     """
 
     trace: Trace

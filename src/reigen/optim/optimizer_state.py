@@ -32,8 +32,7 @@ class Slot:
         dtype: element type of the weight.
 
     Attributes:
-        dtype: element type of the weight.
-        length: its number of elements.
+        length: number of elements of the weight.
         arrays: name -> states of the piece's length, in the optimizer's order; the float32 copy, if any, is "master".
         count: updates so far, from the optimizer's ``begin_num_update`` on.
         rate: learning rate of the latest update, or None before the first.

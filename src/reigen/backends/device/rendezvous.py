@@ -103,16 +103,9 @@ class _Attempt:
 
 
 def connect_devices(host: Backend, ranks: Sequence[int], device: Device, deadline: float) -> DeviceGroup:
-    """Connect the devices of a group of ranks. Collective.
+    """Connect the devices of a group of ranks, and return the group on all of them. Collective.
 
-    Args:
-        host: the backend of the same ranks.
-        ranks: their numbers in the job.
-        device: this rank's.
-        deadline: until when that may take.
-
-    Returns:
-        The group, on all ranks.
+    ``host`` is the backend of the same ranks, ``ranks`` are their numbers in the job, ``device`` is this rank's.
 
     Raises:
         DeviceError: on every rank, if the devices do not go together, or one of them cannot be connected.

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reigen.backends.base import (
     Array,
@@ -31,7 +30,7 @@ from reigen.backends.mpi.progress import MpiProgress
 from reigen.backends.null import NullBackend
 from reigen.backends.shm.cross_memory import BLOCK_BYTES
 from reigen.errors import CollectiveError
-from reigen.kernels.reduce import BlockReducer, Reduction
+from reigen.kernels.reduce import BlockReducer, Reduction, ScratchArrays
 from reigen.types import DType, ReduceOp
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class MpiBackend(FlatBackend):
         self.rank, self.size = progress.rank, progress.size
         self._ordered, self.reason = sums_in_rank_order(progress.size, native)
         self.capabilities = BackendCapabilities(registered_memory=False, ordered_sums=self._ordered, abortable=True)
-        self._staging: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self._staging = ScratchArrays()
         self._num_splits = 0
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -321,11 +320,7 @@ class MpiBackend(FlatBackend):
     def _take(self, use: str, index: int, count: int, dtype: DType | np.dtype[Any]) -> Array:
         """Return staging memory of ``count`` elements for the ``index``-th chunk; the same again for the same chunk."""
         storage = dtype.storage if isinstance(dtype, DType) else dtype
-        key, nbytes = (use, index % _NUM_SLOTS), count * storage.itemsize
-        array = self._staging.get(key)
-        if array is None or array.size < nbytes:
-            array = self._staging[key] = np.empty(nbytes, np.uint8)
-        return array[:nbytes].view(storage)
+        return self._staging.take(f"{use} {index % _NUM_SLOTS}", count * storage.itemsize, np.uint8).view(storage)
 
     def _ended(self, phase: str) -> None:
         if self.phase_ended is not None:
@@ -346,7 +341,7 @@ class MpiBackend(FlatBackend):
 
     def close(self) -> None:
         self._progress.close()
-        self._staging.clear()
+        self._staging = ScratchArrays()
 
 
 def sums_in_rank_order(size: int, native: bool | None) -> tuple[bool, str]:

@@ -60,10 +60,7 @@ class _StatusMessage(msgspec.Struct, array_like=True, frozen=True):
 class MpiSharedState:
     """State that all MPI backends of a process share.
 
-    Args:
-        failure: see `FailureCheck`.
-        farewell: handles operations that are given up.
-        looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
+    ``farewell`` handles operations that are given up; ``failure`` and ``looks`` are those of `MpiNetwork`.
     """
 
     def __init__(self, failure: FailureCheck, farewell: MpiExitHandler, looks: int) -> None:

@@ -11,6 +11,7 @@ has left for all ranks that need it: see each class.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -205,7 +206,9 @@ class DirectAllreduce(_ChunkedAllreduce):
         #: how many contributions to this rank's chunk are missing, by row; the first row that is not complete
         self._missing = [0 if begin == end else len(team.others) for begin, end in (row[team.rank] for row in rows)]
         self._current = 0
-        self._incoming = {member: _IncomingMessages(self._script(member)) for member in team.others}
+        #: by member: messages for which no place is posted, and the number of places that are posted and empty
+        self._incoming = {member: deque(self._script(member)) for member in team.others}
+        self._num_posted = dict.fromkeys(team.others, 0)
 
     def start(self) -> None:
         """Post the first messages."""
@@ -213,7 +216,7 @@ class DirectAllreduce(_ChunkedAllreduce):
         self._advance()
 
     def _script(self, member: int) -> Iterator[tuple[int, bool]]:
-        """Yield a member's messages: the row, and whether it is a sum."""
+        """Yield a member's messages in their order: the row, and whether it is a sum."""
         for row, (begin, end) in enumerate(itertools.pairwise((0, *self._leads)), start=-1):
             if self._is_shared and row >= 0 and _is_nonempty(self._rows[row][member]):
                 yield row, True
@@ -231,8 +234,8 @@ class DirectAllreduce(_ChunkedAllreduce):
     def _expect(self, member: int) -> None:
         """Post the places of a member's next messages, as far as there is room."""
         incoming = self._incoming[member]
-        while incoming.num_posted < WINDOW and incoming.next is not None:
-            row, is_sum = incoming.next
+        while incoming and self._num_posted[member] < WINDOW:
+            row, is_sum = incoming[0]
             if is_sum:
                 begin, end = self._rows[row][member]
                 place, block = self._result(begin, end)
@@ -244,16 +247,16 @@ class DirectAllreduce(_ChunkedAllreduce):
             else:
                 return
             self._team.receive(member, place, then)
-            incoming.next = next(incoming.script, None)
-            incoming.num_posted += 1
+            incoming.popleft()
+            self._num_posted[member] += 1
 
     def _sum_arrived(self, member: int, begin: int, place: Array, block: ChunkBlock | None) -> None:
         self._conclude(begin, place, block)
-        self._incoming[member].num_posted -= 1
+        self._num_posted[member] -= 1
         self._expect(member)
 
     def _contribution_arrived(self, member: int, row: int) -> None:
-        self._incoming[member].num_posted -= 1
+        self._num_posted[member] -= 1
         self._missing[row] -= 1
         if row == self._current and not self._missing[row]:
             self._advance()
@@ -289,21 +292,6 @@ class DirectAllreduce(_ChunkedAllreduce):
 
         for member in self._team.others:
             self._team.send(member, total, None if block is None else sent)
-
-
-class _IncomingMessages:
-    """Messages that are expected from a member.
-
-    Attributes:
-        script: the messages behind ``next``: their rows, and whether they are sums.
-        next: the first for which no place is posted.
-        num_posted: the number of places that are posted, and are empty.
-    """
-
-    def __init__(self, script: Iterator[tuple[int, bool]]) -> None:
-        self.script = script
-        self.next = next(script, None)
-        self.num_posted = 0
 
 
 def _is_nonempty(span: ElementRange) -> bool:
