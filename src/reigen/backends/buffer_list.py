@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -21,6 +20,11 @@ def rank_slice(count: int, rank: int, size: int, itemsize: int) -> tuple[int, in
     line = max(1, _LINE // itemsize)
     step = -(-step // line) * line
     return min(count, rank * step), min(count, (rank + 1) * step)
+
+
+def split_array(array: Array, counts: Sequence[int]) -> list[Array]:
+    """Split an array into views of ``counts`` elements, one behind the other."""
+    return [array[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 class BufferList:
@@ -93,5 +97,5 @@ class BufferList:
 def zip_pieces(lists: Sequence[BufferList], begin: int, end: int) -> Iterator[tuple[int, list[Array]]]:
     """Yield ``(position in [0, end-begin), the same elements of each)`` for elements ``begin`` to ``end``."""
     cuts = {place for one in lists for place, _ in one.pieces(begin, end)}
-    for low, high in itertools.pairwise(sorted({begin, end, *cuts})):
+    for low, high in pairwise(sorted({begin, end, *cuts})):
         yield low, [one.pieces(low, high)[0][1] for one in lists]

@@ -1,12 +1,9 @@
 """Gradient compression: numbers to fewer bytes and back, alike for servers and rings. Pure: NumPy and no I/O."""
 
-from reigen.compression.base import Codec, Params, Residual
-from reigen.compression.casts import Cast, Int8
-from reigen.compression.decode_sum import add_up
+from reigen.compression.base import Codec, Params, Residual, add_up
+from reigen.compression.codecs import Cast, Int8, Signs, Ternary, TopK
 from reigen.compression.error_feedback import ErrorFeedback
-from reigen.compression.low_bit import Signs, Ternary
 from reigen.compression.params import chain, from_params, means_none
-from reigen.compression.topk import TopK
 
 __all__ = [
     "Cast",

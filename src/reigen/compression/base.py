@@ -11,7 +11,7 @@ array itself. float16, bfloat16 (in uint16), float32 and float64 arrays go in an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, UnsupportedTypeError, WireError
 from reigen.kernels import half_precision
-from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
+from reigen.kernels.quantize import Bytes, Floats
+from reigen.kernels.reduce import ScratchArrays
 from reigen.types import DType
 
 #: Residual of an array between calls of `Codec.encode`: the part that has not been sent; None where there is none.
@@ -32,7 +33,7 @@ BLOCK = 1 << 16
 
 
 class Codec(ABC):
-    """Codec of arrays. Subclasses define `pack`, `unpack`, `max_bytes`, `params`; the rest is done here."""
+    """Codec of arrays. Subclasses define `name`, `pack`, `unpack` and `max_bytes`; the rest is done here."""
 
     #: Codes of parts whose borders are multiples of this, put together, are the codes of the array; None: only the
     #: whole array has codes.
@@ -43,16 +44,16 @@ class Codec(ABC):
     def name(self) -> str:
         """Type in `params`."""
 
-    @abstractmethod
     def params(self) -> Params:
         """Return the parameters with which :func:`~reigen.compression.from_params` makes the same codec."""
+        return {"type": self.name, "ef": False}
 
     @abstractmethod
     def max_bytes(self, num_elements: int) -> int:
         """Return the size of the codes of so many elements: exactly, for any elements."""
 
     @abstractmethod
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         """Write the codes of ``values``, (n,), which do not change, into ``out``, (max_bytes(n),)."""
 
     @abstractmethod
@@ -74,7 +75,7 @@ class Codec(ABC):
         """
         return self
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
         """Compute ``target = how(target, decoded data)``; ``how`` leaves alone elements that it combines with zero."""
         values = scratch.take("unpacked", len(target), np.float32)
         self.unpack(data, values)
@@ -106,15 +107,26 @@ class Codec(ABC):
             ArgumentError: ``out`` is too small, or ``array`` or ``state`` is no array that this could have been for.
         """
         check_array(array)
-        if state is not None:
-            raise ArgumentError(f"{self.name} compression without error feedback has no residual")
+        self._check_residual(array, state)
         target = writable_bytes(out, self.max_bytes(len(array)))
-        scratch = QuantizeScratch()
+        scratch = ScratchArrays()
         with np.errstate(all="ignore"):
             for begin, end in block_ranges(len(array), self.block_multiple):
+                part = target[self.max_bytes(begin) : self.max_bytes(end)]
                 values = as_float32(array[begin:end], scratch)
-                self.pack(values, target[self.max_bytes(begin) : self.max_bytes(end)], scratch)
+                if state is None:
+                    self.pack(values, part, scratch)
+                else:
+                    residual = state[begin:end]
+                    np.add(residual, values, out=residual)
+                    self.pack(residual, part, scratch)
+                    self.combine(part, residual, np.subtract, scratch)
+                    _zero_non_finite(residual)
         return len(target)
+
+    def _check_residual(self, array: NDArray[Any], state: Residual) -> None:
+        if state is not None:
+            raise ArgumentError(f"{self.name} compression without error feedback has no residual")
 
     def decode(self, data: bytes | bytearray | memoryview | Bytes, out: NDArray[Any], accumulate: bool = False) -> None:
         """Decode exactly ``max_bytes(len(out))`` bytes into ``out``, or add them to it.
@@ -131,30 +143,23 @@ class Codec(ABC):
         check_array(out)
         codes = np.frombuffer(data, np.uint8) if self.max_bytes(len(out)) else np.empty(0, np.uint8)
         Codec.check(self, codes, len(out))  # its content is checked once, where it is read
-        scratch = QuantizeScratch()
+        scratch = ScratchArrays()
         with np.errstate(all="ignore"):
             for begin, end in block_ranges(len(out), self.block_multiple):
                 self._decode(codes[self.max_bytes(begin) : self.max_bytes(end)], out[begin:end], accumulate, scratch)
 
-    def _decode(self, data: Bytes, out: NDArray[Any], accumulate: bool, scratch: QuantizeScratch) -> None:
+    def _decode(self, data: Bytes, out: NDArray[Any], accumulate: bool, scratch: ScratchArrays) -> None:
         if out.dtype == np.float32:
             self.combine(data, out, np.add, scratch) if accumulate else self.unpack(data, out)
             return
         values = scratch.take("wide", len(out), np.float32)
-        if accumulate and out.dtype == np.float64:
-            self.unpack(data, values)
-            np.add(out, values, out=out)
+        self.unpack(data, values)
+        if out.dtype == np.float64:
+            np.add(out, values, out=out) if accumulate else np.copyto(out, values)
             return
         if accumulate:
-            np.copyto(values, as_float32(out, scratch))
-            self.combine(data, values, np.add, scratch)
-        else:
-            self.unpack(data, values)
-        if out.dtype == np.float64:
-            np.copyto(out, values)
-        else:
-            _, narrow = half_precision.converters("bfloat16" if out.dtype == np.uint16 else "float16")
-            narrow(values, out)
+            np.add(as_float32(out, scratch), values, out=values)
+        _narrow(values, out)
 
 
 def block_ranges(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
@@ -164,7 +169,7 @@ def block_ranges(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, length)
 
 
-def as_float32(array: NDArray[Any], scratch: QuantizeScratch) -> Floats:
+def as_float32(array: NDArray[Any], scratch: ScratchArrays) -> Floats:
     """Return the array (n,) itself, if it is float32; else its numbers (n,), in ``scratch``."""
     if array.dtype == np.float32:
         return array
@@ -174,6 +179,17 @@ def as_float32(array: NDArray[Any], scratch: QuantizeScratch) -> Floats:
     else:
         np.copyto(values, array, casting="same_kind")
     return values
+
+
+def _narrow(values: Floats, out: NDArray[Any]) -> None:
+    """Round ``values``, which are used up, to float16, or to bfloat16 where ``out`` is uint16."""
+    half_precision.converters("bfloat16" if out.dtype == np.uint16 else "float16")[1](values, out)
+
+
+def _zero_non_finite(residual: Floats) -> None:
+    # NaN in any element is the maximum. Two passes in cache; looking at each element would make an array, too.
+    if not (np.isfinite(residual.max()) and np.isfinite(residual.min())):
+        residual[~np.isfinite(residual)] = 0.0
 
 
 def writable_bytes(out: memoryview | bytearray | Bytes, nbytes: int) -> Bytes:
@@ -202,3 +218,31 @@ def check_array(array: NDArray[Any]) -> None:
 
 
 _STORAGES = frozenset(np.dtype(name) for name in ("float16", "float32", "float64", "uint16"))
+
+
+def add_up(codec: Codec, codes: Sequence[Bytes], out: NDArray[Any], factor: float = 1.0) -> None:
+    """Compute ``factor`` times the sum of several ranks' decoded ``codes``, in their order for every element.
+
+    float64 is added up in float64, all else in float32 and rounded once.
+
+    ``codes`` are one array for each rank, in rank order, at least one; (max_bytes(n),). ``out``, (n,), is flat and
+    contiguous, floating-point; bfloat16 as uint16.
+
+    Raises:
+        WireError: some cannot be the codes of so many elements; ``out`` may have been changed in part.
+        ArgumentError: ``out`` is no such array.
+    """
+    check_array(out)
+    for part in codes:
+        Codec.check(codec, part, len(out))
+    scratch = ScratchArrays()
+    with np.errstate(all="ignore"):
+        for begin, end in block_ranges(len(out), codec.block_multiple):
+            block = out[begin:end]
+            total = block if out.itemsize > 2 else scratch.take("total", len(block), np.float32)
+            for number, part in enumerate(codes):
+                codec._decode(part[codec.max_bytes(begin) : codec.max_bytes(end)], total, number > 0, scratch)
+            if factor != 1.0:
+                np.multiply(total, factor, out=total)
+            if total is not block:
+                _narrow(total, block)

@@ -11,18 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.compression.base import (
-    Codec,
-    Params,
-    Residual,
-    as_float32,
-    block_ranges,
-    check_array,
-    check_floating,
-    writable_bytes,
-)
+from reigen.compression.base import Codec, Params, Residual, check_floating
 from reigen.errors import ArgumentError
-from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
+from reigen.kernels.quantize import Bytes, Floats
+from reigen.kernels.reduce import ScratchArrays
 from reigen.types import DType
 
 
@@ -56,7 +48,7 @@ class ErrorFeedback(Codec):
     def max_bytes(self, num_elements: int) -> int:
         return self.codec.max_bytes(num_elements)
 
-    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
         self.codec.pack(values, out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
@@ -69,7 +61,7 @@ class ErrorFeedback(Codec):
         """Return error feedback around that of ``codec``."""
         return ErrorFeedback(self.codec.for_sums(num_arrays))
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
         self.codec.combine(data, target, how, scratch)
 
     def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:
@@ -83,25 +75,7 @@ class ErrorFeedback(Codec):
             )
         return saved.copy()
 
-    def encode(self, array: NDArray[Any], state: Residual, out: memoryview | bytearray | Bytes) -> int:
-        """Add ``array`` to the residual, send that, and keep the error."""
-        check_array(array)
+    def _check_residual(self, array: NDArray[Any], state: Residual) -> None:
         if state is None or state.shape != array.shape:
             have = "none" if state is None else f"one of {len(state)}"
             raise ArgumentError(f"an array of {len(array)} elements needs a residual of as many, there is {have}")
-        target = writable_bytes(out, self.max_bytes(len(array)))
-        scratch = QuantizeScratch()
-        with np.errstate(all="ignore"):
-            for begin, end in block_ranges(len(array), self.block_multiple):
-                residual, part = state[begin:end], target[self.max_bytes(begin) : self.max_bytes(end)]
-                np.add(residual, as_float32(array[begin:end], scratch), out=residual)
-                self.codec.pack(residual, part, scratch)
-                self.codec.combine(part, residual, np.subtract, scratch)
-                _zero_non_finite(residual)
-        return len(target)
-
-
-def _zero_non_finite(residual: Floats) -> None:
-    # NaN in any element is the maximum. Two passes in cache; looking at each element would make an array, too.
-    if not (np.isfinite(residual.max()) and np.isfinite(residual.min())):
-        residual[~np.isfinite(residual)] = 0.0

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reigen.compression.base import Codec
-from reigen.compression.casts import Cast, Int8
+from reigen.compression.codecs import UNCHANGED, Cast, Int8, Signs, Ternary, TopK
 from reigen.compression.error_feedback import ErrorFeedback
-from reigen.compression.low_bit import Signs, Ternary
-from reigen.compression.topk import UNCHANGED, TopK
 from reigen.errors import ArgumentError
 
 

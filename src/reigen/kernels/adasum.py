@@ -56,17 +56,11 @@ def pair_products(vectors: Vectors) -> Vectors:
 
 
 def pair_factors(summed: Vectors) -> Vectors:
-    """Return the factors of a and b of each pair.
+    """Return the factors of a and b of each pair, (..., 2).
 
     A vector without length, or with so little that its square is lost in float64, counts as orthogonal to all others:
     a rank without data is neutral. Infinity and NaN in a tensor make all of it NaN, and so do float64 elements beyond
-    1e154, whose squares are infinite.
-
-    Args:
-        summed: (..., 3), the `pair_products` over all of the tensor.
-
-    Returns:
-        (..., 2).
+    1e154, whose squares are infinite. ``summed``, (..., 3), are the `pair_products` over all of the tensor.
     """
     dots, norms = summed[..., :1], summed[..., 1:]
     has_length = ~(norms < _TINY)  # true for NaN
@@ -76,14 +70,9 @@ def pair_factors(summed: Vectors) -> Vectors:
 
 
 def combine_pairs(vectors: Vectors, levels: Sequence[Vectors]) -> Vectors:
-    """Combine the vectors by the levels whose factors are known. An element's bits depend on its own column alone.
+    """Combine vectors (n, k), used up, by the levels whose `pair_factors` are known: (n/2, 2), (n/4, 2), ...
 
-    Args:
-        vectors: (n, k); used up.
-        levels: for each level the `pair_factors` of its pairs: (n/2, 2), (n/4, 2), ...
-
-    Returns:
-        (n / 2^len(levels), k), a view of ``vectors``.
+    Returns (n / 2^len(levels), k), a view of ``vectors``. An element's bits depend on its own column alone.
     """
     for level in levels:
         a, b = vectors[0::2], vectors[1::2]

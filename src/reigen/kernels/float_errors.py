@@ -42,12 +42,6 @@ class ignore_float_errors:  # noqa: N801  a context manager, used like those of 
             self._errstate.__exit__(kind, error, traceback)
 
 
-def _make_quiet_context() -> contextvars.Context:
-    context = contextvars.Context()
-    context.run(np.seterr, all="ignore")
-    return context
-
-
 def _run_quietly(function: Callable[..., object], *arguments: Any, **keywords: Any) -> object:
     with ignore_float_errors():
         return function(*arguments, **keywords)
@@ -60,7 +54,8 @@ if int(np.__version__.partition(".")[0]) < 2:  # the setting belongs to a thread
         return _run_quietly
 
 else:
-    _QUIET = _make_quiet_context()
+    _QUIET = contextvars.Context()
+    _QUIET.run(np.seterr, all="ignore")
 
     def make_quiet_runner() -> Callable[..., object]:
         """Return ``run(function, ...)``, a call without such warnings; not for two threads at once.

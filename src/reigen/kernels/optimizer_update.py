@@ -1,12 +1,12 @@
 """Optimizer updates of one piece of a weight, block by block, so that each number is fetched from memory once.
 
-A kernel is one update with its numbers filled in. It computes on a block: flat arrays of `BLOCK` elements that stay
-in the cache while NumPy passes over them once per operation. `run_kernel` cuts a piece into blocks, takes float16 and
-bfloat16 through float32, and keeps nothing: any number of threads may run disjoint pieces at once.
+`BlockUpdate` is one update with its numbers filled in. It computes on a block: flat arrays of `BLOCK` elements that
+stay in the cache while NumPy passes over them once per operation. `run_update` cuts a piece into blocks, takes float16
+and bfloat16 through float32, and keeps nothing: any number of threads may run disjoint pieces at once.
 
 Every element is computed by itself with IEEE operations in a fixed order, so its bits do not depend on how a weight is
-cut. The layer-wise kernels (LAMB, LARS) need norms of the whole weight: `run_layerwise_kernel` gets it and passes over
-it twice. Sums of squares are pairwise within a block, and float64 over the blocks.
+cut. The layer-wise rules (LAMB, LARS) need norms of the whole weight, and two passes over it. Sums of squares are
+pairwise within a block, and float64 over the blocks.
 
 Weight decay (``decay``) is added to the gradient as a product of its own and never folded into a factor of the weight:
 ``1 - lr * decay`` in float32 has steps of 6e-8, and a decay of 1e-7 a step would be 1.2e-7.
@@ -14,10 +14,9 @@ Weight decay (``decay``) is added to the gradient as a product of its own and ne
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,41 +26,33 @@ from reigen.kernels.float_errors import ignore_float_errors
 from reigen.types import DType
 
 Array = NDArray[Any]
+Arrays = Sequence[Array]
 
 #: Elements of a block: 256 KiB of float32. Beginning an operation costs NumPy about 1 us, a third of what 16 Ki
 #: elements take; much larger blocks leave the cache.
 BLOCK = 1 << 16
 
 
-class UpdateKernel(ABC):
-    """Update of one block, in place."""
+#: Number of arrays in ``scratch``.
+_NUM_SCRATCH = 3
 
-    __slots__ = ()
-
-    #: Number of arrays in ``scratch``.
-    num_scratch: ClassVar[int]
-
-    @abstractmethod
-    def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Update ``weight`` and ``states``; flat, of one length, float32 or float64. ``scratch`` is overwritten."""
+#: ``(weight, grad, states, scratch)``: updates a block, ``weight`` and ``states``, in place. All are flat, of one
+#: length, float32 or float64; ``scratch``, three of them, is overwritten.
+BlockUpdate = Callable[[Array, Array, Arrays, Arrays], None]
 
 
-class LayerwiseKernel(ABC):
-    """Update that needs two norms of the whole weight first."""
+@dataclass(frozen=True, slots=True)
+class LayerwiseUpdate:
+    """Update that needs two norms of the whole weight first.
 
-    __slots__ = ()
+    Attributes:
+        measure: arguments of a `BlockUpdate` -> the block's share of two sums of squares. May update states, not the
+            weight.
+        finish: the sums of all blocks -> the update of the second pass.
+    """
 
-    num_scratch: ClassVar[int]
-
-    @abstractmethod
-    def measure(
-        self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]
-    ) -> tuple[float, float]:
-        """Return the block's share of two sums of squares. May update ``states``, not ``weight``."""
-
-    @abstractmethod
-    def finish(self, first: float, second: float) -> UpdateKernel:
-        """Return the kernel of the second pass, given the sums of all blocks."""
+    measure: Callable[[Array, Array, Arrays, Arrays], tuple[float, float]]
+    finish: Callable[[float, float], BlockUpdate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,40 +75,35 @@ class UpdateOperands:
     master: Array | None = None
 
 
-def run_kernel(kernel: UpdateKernel, operands: UpdateOperands) -> None:
-    """Update a piece block by block, in place."""
+def run_update(update: BlockUpdate | LayerwiseUpdate, operands: UpdateOperands) -> None:
+    """Update a piece in place, block by block; with a layer-wise rule a whole weight, once all blocks are measured."""
     with ignore_float_errors():
-        blocks = _BlockLoader(operands, kernel.num_scratch)
+        blocks = _BlockLoader(operands)
+        if isinstance(update, LayerwiseUpdate):
+            first = second = 0.0
+            for begin in range(0, len(operands.weight), BLOCK):
+                shares = update.measure(*blocks.load(begin))
+                first, second = first + shares[0], second + shares[1]
+            update = update.finish(first, second)
         for begin in range(0, len(operands.weight), BLOCK):
             loaded = blocks.load(begin)
-            kernel(*loaded)
+            update(*loaded)
             blocks.store(begin, loaded[0])
-
-
-def run_layerwise_kernel(kernel: LayerwiseKernel, operands: UpdateOperands) -> None:
-    """Update a whole weight, in place: measure all blocks, then update them."""
-    first = second = 0.0
-    with ignore_float_errors():
-        blocks = _BlockLoader(operands, kernel.num_scratch)
-        for begin in range(0, len(operands.weight), BLOCK):
-            shares = kernel.measure(*blocks.load(begin))
-            first, second = first + shares[0], second + shares[1]
-    run_kernel(kernel.finish(first, second), operands)
 
 
 class _BlockLoader:
     """Loader of blocks of `UpdateOperands` into the working type, and of weights back."""
 
-    def __init__(self, operands: UpdateOperands, num_scratch: int) -> None:
+    def __init__(self, operands: UpdateOperands) -> None:
         self._operands = operands
         double = operands.weight_type.name == "float64"
         working = np.dtype(np.float64 if double else np.float32)
         length = min(len(operands.weight), BLOCK)
         widens_weight = operands.weight_type.itemsize == 2
         converts_grad = operands.grad_type.storage != working
-        rows = np.empty((num_scratch + widens_weight + converts_grad, length), working)
-        self._scratch = list(rows[:num_scratch])
-        self._wide_weight = rows[num_scratch] if widens_weight else None
+        rows = np.empty((_NUM_SCRATCH + widens_weight + converts_grad, length), working)
+        self._scratch = list(rows[:_NUM_SCRATCH])
+        self._wide_weight = rows[_NUM_SCRATCH] if widens_weight else None
         self._wide_grad = rows[-1] if converts_grad else None
 
     def load(self, begin: int) -> tuple[Array, Array, list[Array], list[Array]]:
@@ -156,37 +142,38 @@ class _BlockLoader:
         narrow(weight, operands.weight[begin : begin + len(weight)])
 
 
-def run_kernel_on_rows(
-    kernel: UpdateKernel, operands: UpdateOperands, rows: NDArray[np.int64], row_length: int
-) -> None:
+def run_update_on_rows(update: BlockUpdate, operands: UpdateOperands, rows: NDArray[np.int64], row_length: int) -> None:
     """Update only some rows of a weight, and only the states of these rows.
 
     Args:
-        kernel: of the update; not a layer-wise one.
-        operands: as for `run_kernel`, but ``grad`` holds the gradients of ``rows`` alone, one row after the other.
+        update: of a block.
+        operands: as for `run_update`, but ``grad`` holds the gradients of ``rows`` alone, one row after the other.
         rows: indices of rows of the weight, each at most once.
         row_length: elements of a row.
     """
     if not row_length:
         return
     count = max(1, BLOCK // row_length)
-    shaped = [array.reshape(-1, row_length) for array in (operands.weight, *operands.states)]
-    master = None if operands.master is None else operands.master.reshape(-1, row_length)
+    master = [] if operands.master is None else [operands.master]
+    arrays = [array.reshape(-1, row_length) for array in (operands.weight, *operands.states, *master)]
     grads = operands.grad.reshape(-1, row_length)
     for begin in range(0, len(rows), count):
         chosen = rows[begin : begin + count]
-        weight, *states = (array[chosen] for array in shaped)
-        top = None if master is None else master[chosen]
-        part = UpdateOperands(
-            weight.reshape(-1),
-            grads[begin : begin + count].reshape(-1),
-            [state.reshape(-1) for state in states],
-            operands.weight_type,
-            operands.grad_type,
-            None if top is None else top.reshape(-1),
+        copies = [array[chosen] for array in arrays]
+        weight, *states = (copy.reshape(-1) for copy in copies)
+        part = replace(
+            operands,
+            weight=weight,
+            grad=grads[begin : begin + count].reshape(-1),
+            states=states[: len(operands.states)],
+            master=states[-1] if master else None,
         )
-        run_kernel(kernel, part)
-        for array, updated in zip(shaped, (weight, *states), strict=True):
+        run_update(update, part)
+        for array, updated in zip(arrays, copies, strict=True):
             array[chosen] = updated
-        if master is not None:
-            master[chosen] = top
+
+
+def clip_to(array: Array, bound: float) -> None:
+    """Limit ``array`` to ``[-bound, bound]`` in place. NaN stays NaN."""
+    np.minimum(array, bound, out=array)
+    np.maximum(array, -bound, out=array)

@@ -6,10 +6,10 @@ in the highest bits of the first byte, whole 32-bit words, zeros at the end.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
+
+from reigen.kernels.reduce import ScratchArrays
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -28,21 +28,7 @@ _ROW = np.dtype([("scale", "<f4"), ("codes", np.int8, (INT8_GROUP,))])
 _SMALLEST_PEAK = np.float32(1e-36)
 
 
-class QuantizeScratch:
-    """Arrays that one call uses for block after block. Not for two threads at once."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, NDArray[Any]] = {}
-
-    def take(self, name: str, length: int, dtype: Any) -> NDArray[Any]:
-        """Return the scratch array called ``name``, with undefined content."""
-        array = self._arrays.get(name)
-        if array is None or len(array) < length:
-            array = self._arrays[name] = np.empty(length, dtype)
-        return array[:length]
-
-
-def pack_ternary(values: Floats, threshold: np.float32, out: Bytes, scratch: QuantizeScratch) -> None:
+def pack_ternary(values: Floats, threshold: np.float32, out: Bytes, scratch: ScratchArrays) -> None:
     """Encode (n,) as (4 * ceil(n / 16),): 11 where >= threshold, 10 where <= -threshold, else 00 (so is NaN)."""
     length, padded = len(values), 4 * len(out)
     high, low = scratch.take("high", padded, np.uint8), scratch.take("low", padded, np.uint8)
@@ -65,7 +51,7 @@ def ternary_table(threshold: np.float32) -> Floats:
     return np.ascontiguousarray(meaning[every >> np.array([6, 4, 2, 0]) & 3])
 
 
-def pack_signs(values: Floats, threshold: np.float32, out: Bytes, scratch: QuantizeScratch) -> None:
+def pack_signs(values: Floats, threshold: np.float32, out: Bytes, scratch: ScratchArrays) -> None:
     """Encode (n,) as (4 * ceil(n / 32),): one bit, 1 where it is > threshold, else 0 (so is NaN)."""
     bits = np.greater(values, threshold, out=scratch.take("bits", len(values), np.bool_))
     packed = np.packbits(bits)
@@ -95,7 +81,7 @@ def int8_bytes(length: int) -> int:
     return length + 4 * -(-length // INT8_GROUP)
 
 
-def pack_int8(values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+def pack_int8(values: Floats, out: Bytes, scratch: ScratchArrays) -> None:
     """Round (n,) to eight bits, -127 to 127, to nearest even: one float32 scale for each `INT8_GROUP` elements.
 
     The scale is a 127th of the group's largest magnitude. A group with NaN or infinity in it becomes NaN as a whole;
@@ -126,7 +112,7 @@ def unpack_int8(codes: Bytes, out: Floats) -> None:
         np.multiply(tail[4:].view(np.int8), tail[:4].view("<f4"), out=rest, dtype=np.float32)
 
 
-def _quantize(values: Floats, scales: Floats, codes: NDArray[np.int8], scratch: QuantizeScratch) -> None:
+def _quantize(values: Floats, scales: Floats, codes: NDArray[np.int8], scratch: ScratchArrays) -> None:
     """Quantize rows of ``values`` to int8. ``scales``: one a row."""
     scaled = scratch.take("scaled", values.size, np.float32).reshape(values.shape)
     peaks = np.abs(values, out=scaled).max(axis=1)

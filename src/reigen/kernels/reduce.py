@@ -98,9 +98,23 @@ def neutral_element(dtype: DType, op: ReduceOp) -> Any:
     return value
 
 
-#: Conversion of an input to the working type, or back. The reducer is an argument: a bound method would be a cycle,
+#: Conversion of an input to the working type. The reducer is an argument: a bound method would be a cycle,
 #: and a reducer's scratch would live on until the garbage collector comes.
 _Step = Callable[["BlockReducer", NDArray[Any], NDArray[Any]], None]
+
+
+class ScratchArrays:
+    """Arrays that are used for block after block. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def take(self, name: str, length: int, dtype: Any) -> NDArray[Any]:
+        """Return the array called ``name``, its content undefined. Each is always asked for in one dtype."""
+        array = self._arrays.get(name)
+        if array is None or len(array) < length:
+            array = self._arrays[name] = np.empty(length, dtype)
+        return array[:length]
 
 
 class BlockReducer:
@@ -109,16 +123,16 @@ class BlockReducer:
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
         self._ufunc = _UFUNCS[reduction.op]
-        self._scratch: dict[str, NDArray[Any]] = {}
+        self._take = ScratchArrays().take
         is_half = reduction.dtype.is_floating and reduction.dtype.itemsize == 2
         #: Working type: float32 for the half types, else the storage type.
         self.working: np.dtype[Any] = np.dtype(np.float32) if is_half else reduction.dtype.storage
         #: Conversion of an input to the working type, where that is another.
         self._load: _Step | None = None
         #: Conversion of the combined elements to the result's type, where that is another.
-        self._store: _Step | None = None
+        self._narrow: half_precision.Convert | None = None
         if is_half:
-            self._load, self._store = BlockReducer._load_half, BlockReducer._store_half
+            self._load = BlockReducer._load_half
             self._widen, self._narrow = half_precision.converters(reduction.dtype.name)
         elif reduction.dtype.is_floating:
             self._load = BlockReducer._scale_float if reduction.prescale != 1.0 else None
@@ -138,7 +152,7 @@ class BlockReducer:
         if not self.reduction.dtype.is_floating and self._load is None and self._finish is None:
             self._combine(inputs, out)  # NumPy's integers wrap around silently
             return
-        if self._store is None:
+        if self._narrow is None:
             if self._load is None and len(inputs) == 2:
                 self._run_quietly(self._ufunc, *inputs, out=out)
             else:
@@ -164,8 +178,8 @@ class BlockReducer:
     def _finish_and_store(self, total: NDArray[Any], out: NDArray[Any]) -> None:
         if self._finish is not None:
             self._finish(self, total)
-        if self._store is not None:
-            self._store(self, total, out)
+        if self._narrow is not None:
+            self._narrow(total, out)
         elif out is not total:
             np.copyto(out, total)
 
@@ -207,33 +221,23 @@ class BlockReducer:
             return self._take("accumulator", len(out), self.working)
         return out
 
-    def _take(self, slot: str, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return scratch of ``length`` elements, its content undefined. Each slot is always asked for in one dtype."""
-        array = self._scratch.get(slot)
-        if array is None or len(array) < length:
-            array = self._scratch[slot] = np.empty(length, dtype)
-        return array[:length]
-
     # Loading.
 
     def _scale_float(self, source: NDArray[Any], target: NDArray[Any]) -> None:
         np.multiply(source, self.working.type(self.reduction.prescale), out=target)
 
     def _scale_integer(self, source: NDArray[Any], target: NDArray[Any]) -> None:
-        values = self._take("float64", len(source), np.dtype(np.float64))
+        values = self._take("float64", len(source), np.float64)
         np.multiply(source, self.reduction.prescale, out=values, dtype=np.float64)
         _truncate(values, target)
 
     def _load_half(self, source: NDArray[Any], target: NDArray[Any]) -> None:
         self._widen(source, target)
-        if self.reduction.prescale != 1.0:
+        if self._narrow is not None and self.reduction.prescale != 1.0:
             np.multiply(target, np.float32(self.reduction.prescale), out=target)
             rounded = self._take("half", len(source), self.reduction.dtype.storage)
             self._narrow(target, rounded)
             self._widen(rounded, target)
-
-    def _store_half(self, source: NDArray[Any], target: NDArray[Any]) -> None:
-        self._narrow(source, target)
 
     # After the last combination, in place.
 
@@ -267,7 +271,7 @@ class BlockReducer:
             np.subtract(total, np.fmod(total, divisor), out=total)
             np.floor_divide(total, divisor, out=total)
             return
-        values = self._take("float64", len(total), np.dtype(np.float64))
+        values = self._take("float64", len(total), np.float64)
         np.divide(total, float(divisor), out=values, dtype=np.float64)
         np.multiply(values, self.reduction.postscale, out=values)
         _truncate(values, total)

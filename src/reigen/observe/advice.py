@@ -36,13 +36,8 @@ _FEW_TOGETHER = 4
 class TraceSummary:
     """Content of `reigen trace`.
 
-    Attributes:
-        trace: the timeline.
-        collectives: their times.
-        steps: their parts, and how much of the communication was hidden.
-        occurrences: collectives, put together from all ranks; of the marked steps, if any are.
-        late: ranks that the others waited for.
-        advice: sentences, the most important first.
+    ``occurrences`` are the collectives, put together from all ranks, of the marked steps, if any are; ``late`` the
+    ranks that the others waited for; ``advice`` has the most important sentence first.
     """
 
     trace: Trace
@@ -69,11 +64,9 @@ def summarize(trace: Trace) -> TraceSummary:
 
 def format_time(micros: float) -> str:
     """Format a time with three digits and a unit: ``12.3 us``, ``4.57 ms``, ``2.50 s``."""
-    for unit, scale in (("s", 1e6), ("ms", 1e3), ("us", 1.0)):
-        if micros >= scale or unit == "us":
-            value = micros / scale
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    raise AssertionError("the last unit takes everything")
+    unit, scale = ("s", 1e6) if micros >= 1e6 else ("ms", 1e3) if micros >= 1e3 else ("us", 1.0)
+    value = micros / scale
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
 def format_bytes(nbytes: float) -> str:
@@ -102,12 +95,10 @@ def _advise_unfinished(trace: Trace) -> list[str]:
 
 def _advise_stragglers(trace: Trace, marked: list[StepRow], late: list[StragglerRow]) -> list[str]:
     num_steps = max((row.count for row in marked), default=0)
-    total = trace.end
-    if num_steps:
-        total = num_steps * percentile([row.step for row in marked], 0.5)
-    advice = []
+    total = num_steps * percentile([row.step for row in marked], 0.5) if num_steps else trace.end
     if total < _SHORT_MICROS:
         return []
+    advice = []
     fair = sum(row.cost for row in late) / max(2, len(late))
     for row in late:
         if row.cost < _WORTHWHILE * total or row.cost < _TOO_MUCH * fair:
@@ -122,32 +113,22 @@ def _advise_stragglers(trace: Trace, marked: list[StepRow], late: list[Straggler
 
 
 def _advise_exposed(marked: list[StepRow]) -> list[str]:
-    advice = []
-    for row in marked:
-        if row.hidden is None or row.hidden >= _HIDDEN:
-            continue
-        exposed = row.communication * (1 - row.hidden)
-        if exposed >= _EXPOSED * row.step:
-            advice.append((exposed, row))
-    if not advice:
+    known = [(row.communication * (1 - row.hidden), row.hidden, row) for row in marked if row.hidden is not None]
+    found = [one for one in known if one[1] < _HIDDEN and one[0] >= _EXPOSED * one[2].step]
+    if not found:
         return []
-    exposed, row = max(advice, key=lambda item: item[0])
-    assert row.hidden is not None
+    exposed, hidden, row = max(found, key=lambda one: one[0])
     text = (
-        f"on rank {row.rank}, {format_time(exposed)} of a step of {format_time(row.step)} is communication "
-        f"that nothing "
-        f"hides ({row.hidden:.0%} is hidden): more computing for each step (a larger batch, backward_passes_per_step), "
-        "fewer bytes (Compression.fp16 or bf16) or other buckets (REIGEN_BUCKET_BYTES) help"
+        f"on rank {row.rank}, {format_time(exposed)} of a step of {format_time(row.step)} is communication that "
+        f"nothing hides ({hidden:.0%} is hidden): more computing for each step (a larger batch, "
+        "backward_passes_per_step), fewer bytes (Compression.fp16 or bf16) or other buckets (REIGEN_BUCKET_BYTES) help"
     )
     return [text]
 
 
 def _advise_small(trace: Trace, marked: list[StepRow]) -> list[str]:
     reductions = [one for one in trace.executions if one.kind == "ALLREDUCE" and one.nbytes <= _SMALL_BYTES]
-    num_steps = sum(row.count for row in marked)
-    if not num_steps:
-        return []
-    a_step = len(reductions) / num_steps
+    a_step = len(reductions) / max(1, sum(row.count for row in marked)) if marked else 0.0
     together = percentile([one.batch for one in reductions], 0.5)
     if a_step < _MANY_A_STEP or together >= _FEW_TOGETHER:
         return []

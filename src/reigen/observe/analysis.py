@@ -6,13 +6,14 @@ Times are microseconds. Pure: a `Trace` in, figures out.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from reigen.engine.messages import UNNAMED
-from reigen.observe.intervals import Interval, intersect_intervals, merge_intervals, total_length
-from reigen.observe.trace_reader import CollectiveExecution, Trace
+from reigen.observe.trace_reader import CollectiveExecution, Interval, Trace
 
 #: More names than this are shown with their numbers replaced by ``*``.
 MAX_NAMES = 24
@@ -109,27 +110,52 @@ class StragglerRow:
     cost: float
 
 
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals: the same times, in order, with gaps between them."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if begin >= end:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersect_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """Intersect two lists of merged intervals: the times in both."""
+    found: list[Interval] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[i][1] <= second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def total_length(intervals: Iterable[Interval]) -> float:
+    """Return their length together."""
+    return sum(end - begin for begin, end in intervals)
+
+
 def percentile(values: Iterable[float], part: float) -> float:
     """Return the value below which ``part`` of the values lie, interpolated; 0 if there are none."""
-    ordered = sorted(values)
-    if not ordered:
-        return 0.0
-    place = part * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    found = [*values]
+    return float(np.quantile(found, part)) if found else 0.0
 
 
 def collective_rows(trace: Trace) -> list[CollectiveRow]:
     """Return rows of collectives, the longest first."""
     names = _short_names(trace.executions)
-    weights: defaultdict[tuple[int, float], int] = defaultdict(int)
-    members: defaultdict[tuple[int, float], int] = defaultdict(int)
-    for one in trace.executions:
-        weights[one.rank, one.begun] += one.nbytes
-        members[one.rank, one.begun] += 1
+    weights: Counter[tuple[int, float]] = Counter()  # bytes of a batch
     groups: defaultdict[tuple[str, str], list[CollectiveExecution]] = defaultdict(list)
     for one in trace.executions:
+        weights[one.rank, one.begun] += one.nbytes
         groups[one.kind, names[one.tensor]].append(one)
     rows = []
     for (kind, name), found in groups.items():
@@ -137,8 +163,7 @@ def collective_rows(trace: Trace) -> list[CollectiveRow]:
         busy = 0.0
         for one in found:
             weight = weights[one.rank, one.begun]
-            share = one.nbytes / weight if weight else 1 / members[one.rank, one.begun]
-            busy += (one.ended - one.begun) * share
+            busy += (one.ended - one.begun) * (one.nbytes / weight if weight else 1 / one.batch)
         durations = [one.ended - one.begun for one in found]
         waits = [one.begun - one.submitted for one in found if one.submitted is not None]
         rows.append(
@@ -215,7 +240,7 @@ def match_collectives(trace: Trace) -> list[MatchedCollective]:
                 _add(found, kind, tensor, group, trace)
                 group = {}
             if not group:
-                first_begun = one.begun + trace.clock_errors.get(one.rank, 0.0)
+                first_begun = one.begun + slack
             group[one.rank] = one
         _add(found, kind, tensor, group, trace)
     return sorted(found, key=lambda occurrence: occurrence.alone[1])

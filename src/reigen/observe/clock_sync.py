@@ -68,16 +68,12 @@ class ClockOffsetEstimate:
 
     def __init__(self, is_same: bool) -> None:
         self._is_same = is_same
-        self._best: ClockOffsetSample | None = None
-
-    @property
-    def best(self) -> ClockOffsetSample | None:
-        """Best sample; None while there is none."""
-        return self._best
+        #: Best sample; None while there is none.
+        self.best: ClockOffsetSample | None = None
 
     def learn(self, new: ClockOffsetSample) -> None:
         """Take a measurement."""
         if self._is_same and abs(new.nanoseconds) <= new.error:
-            self._best = ZERO_OFFSET
-        elif self._best is None or new.error <= self._best.error_at(new.taken):
-            self._best = new
+            self.best = ZERO_OFFSET
+        elif self.best is None or new.error <= self.best.error_at(new.taken):
+            self.best = new

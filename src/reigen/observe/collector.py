@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
+from reigen.engine.engine import Engine
 from reigen.engine.messages import Topic
 from reigen.observe.chrome_format import TraceMerger
 from reigen.observe.messages import TraceChunk, TraceClosed, TraceEnd, TraceStop, encode
-from reigen.observe.note_channel import NoteChannel
 from reigen.observe.sender import PERIOD_SECONDS, TraceRecording
 from reigen.observe.trace_writer import TraceFile
 
@@ -37,7 +37,7 @@ class TraceCollector:
     """
 
     def __init__(
-        self, channel: NoteChannel, recording: TraceRecording, path: Path, size: int, end_recording: Callable[[], None]
+        self, channel: Engine, recording: TraceRecording, path: Path, size: int, end_recording: Callable[[], None]
     ) -> None:
         self.path = path
         self._end_recording = end_recording
@@ -71,8 +71,7 @@ class TraceCollector:
     def receive(self, rank: int, message: TraceChunk | TraceEnd) -> None:
         """Take another rank's message. Quick."""
         if isinstance(message, TraceEnd):
-            if not self._ending.is_set():  # it leaves, or has lost touch: no collective can follow
-                self._ending.set()
+            self._ending.set()  # it leaves, or has lost touch: no collective can follow
             self._expected.discard(rank)
         elif len(self._pages) < _MAX_CHUNKS:
             self._pages.append((rank, message))
@@ -83,7 +82,7 @@ class TraceCollector:
         try:
             while self._channel.is_operational and not self._ending.wait(PERIOD_SECONDS):
                 self._write()
-            self._channel.post(Topic.TIMELINE, encode(TraceStop(self.session)))
+            self._post(TraceStop(self.session))
             until = time.monotonic() + _FINAL_SECONDS
             while self._channel.is_operational and self._expected and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -93,11 +92,14 @@ class TraceCollector:
             self._file.append([self._merger.lost(rank, count) for rank, count in sorted(self._lost.items())])
         except OSError as error:
             _log.warning("the timeline %s ends here, it cannot be written: %s", self.path, error.strerror)
-            self._channel.post(Topic.TIMELINE, encode(TraceStop(self.session)))
+            self._post(TraceStop(self.session))
         finally:
             self._end_recording()
             self._file.close()
-            self._channel.post(Topic.TIMELINE, encode(TraceClosed(self.session)))
+            self._post(TraceClosed(self.session))
+
+    def _post(self, message: TraceStop | TraceClosed) -> None:
+        self._channel.post(Topic.TIMELINE, encode(message))
 
     def _write(self) -> None:
         """Write this rank's recording, and the chunks of the others."""

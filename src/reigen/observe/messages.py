@@ -13,6 +13,8 @@ Every wait is bounded, and ends when a rank is lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 #: ``(form, label, row, begin, nanoseconds, arguments)``: label and arguments are indices, -1 for none.
@@ -98,23 +100,7 @@ class TraceEnd(msgspec.Struct, frozen=True, array_like=True, tag=13):
 ToRankZero = ClockPing | TraceChunk | TraceEnd
 FromRankZero = TraceStart | TraceStop | TraceClosed | ClockPong
 
-_ENCODER = msgspec.msgpack.Encoder()
-_TO = msgspec.msgpack.Decoder(ToRankZero)
-_FROM = msgspec.msgpack.Decoder(FromRankZero)
-
-
-def encode(message: ToRankZero | FromRankZero) -> bytes:
-    """Encode one message as a note's data."""
-    return _ENCODER.encode(message)
-
-
-def decode_at_rank_zero(data: bytes) -> ToRankZero:
-    """Decode a message; raises msgspec.DecodeError."""
-    message: ToRankZero = _TO.decode(data)
-    return message
-
-
-def decode_from_rank_zero(data: bytes) -> FromRankZero:
-    """Decode a message; raises msgspec.DecodeError."""
-    message: FromRankZero = _FROM.decode(data)
-    return message
+#: Encode one message as a note's data, and decode it; msgspec.DecodeError.
+encode: Callable[[ToRankZero | FromRankZero], bytes] = msgspec.msgpack.Encoder().encode
+decode_at_rank_zero: Callable[[bytes], ToRankZero] = msgspec.msgpack.Decoder(ToRankZero).decode
+decode_from_rank_zero: Callable[[bytes], FromRankZero] = msgspec.msgpack.Decoder(FromRankZero).decode

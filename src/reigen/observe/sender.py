@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
+from reigen.engine.engine import Engine
 from reigen.engine.messages import Topic
 from reigen.observe.clock_sync import ClockOffsetEstimate, TimelineClock, estimate_offset
 from reigen.observe.messages import ClockPing, ClockPong, TraceChunk, TraceEnd, encode
-from reigen.observe.note_channel import NoteChannel
 from reigen.observe.recorder import EventRecorder
 from reigen.observe.trace_events import TraceEventBuilder
 
@@ -63,7 +63,7 @@ class TraceRecording:
 class TraceSender:
     """Sender of the recording of a rank other than 0, on a thread of its own; ``clock`` is the identity of rank 0's."""
 
-    def __init__(self, channel: NoteChannel, recording: TraceRecording, rank: int, clock: str) -> None:
+    def __init__(self, channel: Engine, recording: TraceRecording, rank: int, clock: str) -> None:
         self._channel, self._recording, self._rank = channel, recording, rank
         self.session = recording.session
         own = recording.clock.identity

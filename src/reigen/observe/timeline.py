@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from reigen.engine.engine import Engine
 from reigen.engine.messages import Topic
 from reigen.errors import ArgumentError
 from reigen.observe import messages
 from reigen.observe.clock_sync import TimelineClock, monotonic_clock
 from reigen.observe.collector import TraceCollector
-from reigen.observe.note_channel import NoteChannel
 from reigen.observe.recorder import EventRecorder
 from reigen.observe.sender import TraceRecording, TraceSender
 
@@ -34,9 +34,7 @@ class Timeline:
     The ``channel`` must not have received anything yet: notes without a listener are dropped.
     """
 
-    def __init__(
-        self, channel: NoteChannel, rank: int, size: int, host: str, clock: TimelineClock | None = None
-    ) -> None:
+    def __init__(self, channel: Engine, rank: int, size: int, host: str, clock: TimelineClock | None = None) -> None:
         self._channel = channel
         self._rank, self._size, self._host = rank, size, host
         self._clock = clock or monotonic_clock()
@@ -75,9 +73,7 @@ class Timeline:
                 raise ArgumentError(f"the timeline cannot be written to {path}: {error.strerror}") from error
             self._session += 1
             self._collector = collector
-            self._channel.post(
-                Topic.TIMELINE, messages.encode(messages.TraceStart(self._session, mark_cycles, self._clock.identity))
-            )
+            self._post(messages.TraceStart(self._session, mark_cycles, self._clock.identity))
             collector.start()
 
     def prepare(self) -> None:
@@ -97,7 +93,7 @@ class Timeline:
             self.start(path, mark_cycles)
         except ArgumentError as error:
             _log.warning("%s; the job goes on without it", error)
-            self._channel.post(Topic.TIMELINE, messages.encode(messages.TraceStop(self._session + 1)))
+            self._post(messages.TraceStop(self._session + 1))
 
     def stop(self) -> None:
         """Complete the file on rank 0; return when that is done. Nothing on other ranks, or without a timeline."""
@@ -113,10 +109,9 @@ class Timeline:
         if sender is not None:
             sender.finish()
             until = time.monotonic() + _LEAVE_SECONDS
-            while (
-                self._channel.is_operational and not sender.is_closed.wait(_POLL_SECONDS) and time.monotonic() < until
-            ):
-                pass
+            while self._channel.is_operational and time.monotonic() < until:
+                if sender.is_closed.wait(_POLL_SECONDS):
+                    break
         with self._lock:
             self._end_recording()
 
@@ -140,6 +135,9 @@ class Timeline:
         self._channel.observe(None)
         self._recorder = None
 
+    def _post(self, message: messages.FromRankZero) -> None:
+        self._channel.post(Topic.TIMELINE, messages.encode(message))
+
     # -- notes, on the thread that drives the engine ------------------------------------------------------------------
 
     def _on_rank_note(self, sender: int, data: bytes) -> None:
@@ -151,13 +149,10 @@ class Timeline:
         collector = self._collector
         if collector is None or message.session != collector.session:
             return
-        match message:
-            case messages.ClockPing(session, sent):
-                self._channel.post(
-                    Topic.TIMELINE, messages.encode(messages.ClockPong(session, sender, sent, self._clock.read()))
-                )
-            case messages.TraceChunk() | messages.TraceEnd():
-                collector.receive(sender, message)
+        if isinstance(message, messages.ClockPing):
+            self._post(messages.ClockPong(message.session, sender, message.sent, self._clock.read()))
+        else:
+            collector.receive(sender, message)
 
     def _on_coordinator_note(self, sender: int, data: bytes) -> None:
         try:

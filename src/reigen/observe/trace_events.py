@@ -14,15 +14,17 @@ that the file of a job that hangs, or was killed, has the collectives that it wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from reigen.engine.messages import UNNAMED, Operation, OperationKind, Response
 from reigen.observe import recorder
-from reigen.observe.chunks import Arguments, ChunkBuilder, ChunkContent, encode_arguments
-from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER
+from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER, TraceSlice
 from reigen.observe.recorder import Event
-from reigen.observe.tracks import CYCLES, TrackAllocator
 
 #: A slice that has not ended after this time is shown as begun.
 LONG_NANOSECONDS = 1_000_000_000
@@ -30,11 +32,143 @@ LONG_NANOSECONDS = 1_000_000_000
 _SHORT_NANOSECONDS = 1_000
 _MAX_REMEMBERED = 4096
 
+#: Numbers of rows, a trace's "threads". They begin at 1000, because Perfetto takes thread 0 for none, and the thread
+#: that has its process's number for the main one.
+CYCLES, _FIRST_THREAD, FIRST_TENSOR = 1000, 1001, 1100
+#: Rows that are named after a tensor.
+MAX_NAMED = 200
+FIRST_SHARED = FIRST_TENSOR + MAX_NAMED
+
 #: Categories of slices.
 NEGOTIATION, COLLECTIVE, PHASE, QUEUE = "negotiation", "collective", "phase", "queue"
 THREAD, CYCLE, ERROR = "thread", "cycle", "error"
 
+#: Limit of a chunk's content, estimated from above, in bytes; one addition more fits into a note.
+CHUNK_BYTES = 24 << 10
+_SLICE_BYTES = 34
+_ENTRY_BYTES = 12
+
+Arguments = dict[str, Any]
+#: Encode arguments of a slice.
+encode_arguments: Callable[[Arguments], bytes] = msgspec.json.Encoder().encode
 Batch = Sequence[tuple[Operation, Response]]
+
+
+@dataclass(slots=True)
+class ChunkContent:
+    """Content of a chunk; see `reigen.observe.messages.TraceChunk`."""
+
+    rows: list[tuple[int, str]] = field(default_factory=list)
+    labels: list[tuple[str, str]] = field(default_factory=list)
+    arguments: list[bytes] = field(default_factory=list)
+    slices: list[TraceSlice] = field(default_factory=list)
+
+
+class ChunkBuilder:
+    """Builder of chunks; names and arguments stand once in each."""
+
+    def __init__(self) -> None:
+        self._done: list[ChunkContent] = []
+        self._start_chunk()
+
+    def _start_chunk(self) -> None:
+        self._page = ChunkContent()
+        self._done.append(self._page)
+        self._labels: dict[tuple[str, str], int] = {}
+        self._arguments: dict[bytes, int] = {}
+        self._nbytes = 0
+
+    def add_rows(self, rows: list[tuple[int, str]]) -> None:
+        """Add new rows, before the slices in them."""
+        for row in rows:
+            self._page.rows.append(row)
+            self._nbytes += len(row[1].encode()) + _ENTRY_BYTES
+            if self._nbytes > CHUNK_BYTES:
+                self._start_chunk()
+
+    def add(self, form: int, label: tuple[str, str], row: int, begin: int, nanoseconds: int, arguments: bytes) -> None:
+        """Add a slice; ``arguments`` is a JSON object, or empty."""
+        page = self._page
+        place = self._labels.get(label)
+        if place is None:
+            place = self._labels[label] = len(page.labels)
+            page.labels.append(label)
+            self._nbytes += len(label[0]) + len(label[1]) + _ENTRY_BYTES
+        detail = self._arguments.get(arguments) if arguments else -1
+        if detail is None:
+            detail = self._arguments[arguments] = len(page.arguments)
+            page.arguments.append(arguments)
+            self._nbytes += len(arguments) + _ENTRY_BYTES
+        page.slices.append((form, place, row, begin, nanoseconds, detail))
+        self._nbytes += _SLICE_BYTES
+        if self._nbytes > CHUNK_BYTES:
+            self._start_chunk()
+
+    def take(self) -> list[ChunkContent]:
+        """Return the chunks so far; the next slice begins a new one."""
+        done = [page for page in self._done if page.slices or page.rows]
+        self._done = []
+        self._start_chunk()
+        return done
+
+
+class TrackAllocator:
+    """Rows of one rank's part of the trace, allocated so that nothing overlaps in a row.
+
+    A tensor that comes again has a row of its own from then on, which carries its name, as long as there are not too
+    many. The others share rows that are free. A thread that waits or marks steps has one, too.
+    """
+
+    def __init__(self) -> None:
+        #: rows that have not been announced: number and title
+        self.new: list[tuple[int, str]] = []
+        self._threads: dict[int, int] = {}
+        self._named: dict[str, int] = {}
+        #: tensors that have come once
+        self._seen: set[str] = set()
+        self._busy: set[int] = set()
+        #: shared rows that are free, and how many there are in all
+        self._free: list[int] = []
+        self._num_shared = 0
+
+    def thread_track(self, thread: int) -> int:
+        """Return the row of a thread."""
+        row = self._threads.get(thread)
+        if row is None:
+            row = self._threads[thread] = min(_FIRST_THREAD + len(self._threads), FIRST_TENSOR - 1)
+            number = len(self._threads)
+            self.new.append((row, "steps and waits" if number == 1 else f"steps and waits, thread {number}"))
+        return row
+
+    def take(self, name: str) -> int:
+        """Take a free row for a tensor, until it is given back."""
+        row = self._named.get(name)
+        if row is None and name in self._seen and len(self._named) < MAX_NAMED:
+            row = self._named[name] = FIRST_TENSOR + len(self._named)
+            self._seen.discard(name)
+            self.new.append((row, name))
+        elif row is None:
+            if len(self._seen) >= _MAX_REMEMBERED:
+                self._seen.clear()
+            self._seen.add(name)
+        if row is None or row in self._busy:
+            row = self._shared()
+        self._busy.add(row)
+        return row
+
+    def give_back(self, row: int) -> None:
+        """Free the row."""
+        self._busy.discard(row)
+        if row >= FIRST_SHARED:
+            heapq.heappush(self._free, row)
+
+    def _shared(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        row = FIRST_SHARED + self._num_shared
+        self._num_shared += 1
+        self.new.append((row, f"other tensors {self._num_shared}"))
+        return row
 
 
 @dataclass(slots=True)
@@ -131,7 +265,9 @@ class TraceEventBuilder:
         self._negotiating[name] = _OpenSlice(label, row, now, known[1])
 
     def _began(self, now: int, batch: Batch) -> None:
-        self._abandon()
+        for one in self._executing:  # the batch before, whose end was dropped
+            self._rows.give_back(one.row)
+        self._executing = []
         for operation, _ in batch:
             name = operation.name
             negotiation = self._negotiating.pop(name, None)
@@ -187,12 +323,6 @@ class TraceEventBuilder:
             self._pages.add(OVER, one.label, one.row, now, 0, b"")
         else:
             self._pages.add(COMPLETE, one.label, one.row, one.begin, now - one.begin, one.arguments)
-
-    def _abandon(self) -> None:
-        """Close the batch before, whose end was dropped."""
-        for one in self._executing:
-            self._rows.give_back(one.row)
-        self._executing = []
 
     def _arguments_of(self, operation: Operation, batch_size: int) -> bytes:
         known = self._descriptions.get(operation.name)

@@ -9,8 +9,10 @@ import msgspec
 
 from reigen.errors import ReigenError
 from reigen.observe.chrome_format import START_EVENT, UNTIL_EVENT
-from reigen.observe.intervals import Interval
 from reigen.observe.trace_events import COLLECTIVE, ERROR, NEGOTIATION, THREAD, parse_title
+
+#: Begin and end.
+Interval = tuple[float, float]
 
 
 class TraceError(ReigenError):

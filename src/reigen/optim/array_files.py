@@ -43,14 +43,8 @@ STORAGES = {dtype.storage.name: dtype.storage for dtype in DTYPES.values()}
 _Facts = TypeVar("_Facts")
 
 
-class _ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _FileHeader(msgspec.Struct, array_like=True, frozen=True):
-    facts: msgspec.Raw
-    arrays: dict[str, _ArrayHeader]
+#: Facts, and element type and shape of each array.
+_Header = tuple[msgspec.Raw, dict[str, tuple[str, tuple[int, ...]]]]
 
 
 def packed(facts: Any, arrays: Mapping[str, NDArray[Any]]) -> list[Buffer]:
@@ -63,8 +57,8 @@ def packed(facts: Any, arrays: Mapping[str, NDArray[Any]]) -> list[Buffer]:
     Raises:
         ConfigError: there is too much beside the arrays.
     """
-    shapes = {name: _ArrayHeader(array.dtype.name, array.shape) for name, array in arrays.items()}
-    header = msgspec.msgpack.encode(_FileHeader(msgspec.Raw(msgspec.msgpack.encode(facts)), shapes))
+    shapes = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+    header = msgspec.msgpack.encode((facts, shapes))
     if len(header) > _MAX_HEADER_BYTES:
         raise ConfigError("too many pieces for one file of optimizer states")
     result: list[Buffer] = [_FIXED.pack(_MAGIC, _VERSION, len(header)), header, _filling(_FIXED.size + len(header))]
@@ -86,13 +80,13 @@ def unpacked(data: Buffer, kind: type[_Facts]) -> tuple[_Facts, dict[str, NDArra
     view = memoryview(data).cast("B")
     length = _checked_length(view)
     try:
-        header = msgspec.msgpack.decode(view[_FIXED.size : _FIXED.size + length], type=_FileHeader)
-        facts = msgspec.msgpack.decode(header.facts, type=kind)
+        raw, shapes = msgspec.msgpack.decode(view[_FIXED.size : _FIXED.size + length], type=_Header)
+        facts = msgspec.msgpack.decode(raw, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"the header of the states makes no sense: {error}") from None
     arrays, position = {}, _padded(_FIXED.size + length)
-    for name, entry in header.arrays.items():
-        arrays[name] = _array(view, position, name, entry)
+    for name, (dtype, shape) in shapes.items():
+        arrays[name] = _array(view, position, name, dtype, shape)
         position += _padded(arrays[name].nbytes)
     if position != len(view) - _DIGEST_BYTES:
         raise ConfigError("the states have more bytes than they should, or fewer")
@@ -115,16 +109,16 @@ def _checked_length(view: memoryview) -> int:
     return int(length)
 
 
-def _array(view: memoryview, begin: int, name: str, entry: _ArrayHeader) -> NDArray[Any]:
-    storage = STORAGES.get(entry.dtype)
+def _array(view: memoryview, begin: int, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    storage = STORAGES.get(dtype)
     if storage is None:
-        raise ConfigError(f"array {name!r:.80} of the states: elements of {entry.dtype!r:.40} are not supported")
-    count = math.prod(entry.shape)
-    if len(entry.shape) > _MOST_DIMENSIONS or any(size < 0 for size in entry.shape):
-        raise ConfigError(f"array {name!r:.80} of the states cannot have the shape {entry.shape[:9]}")
+        raise ConfigError(f"array {name!r:.80} of the states: elements of {dtype!r:.40} are not supported")
+    count = math.prod(shape)
+    if len(shape) > _MOST_DIMENSIONS or any(size < 0 for size in shape):
+        raise ConfigError(f"array {name!r:.80} of the states cannot have the shape {shape[:9]}")
     if begin + count * storage.itemsize > len(view) - _DIGEST_BYTES:
         raise ConfigError(f"array {name!r:.80} lies outside the states")
-    return np.frombuffer(view, storage, count, begin).reshape(entry.shape)
+    return np.frombuffer(view, storage, count, begin).reshape(shape)
 
 
 def _padded(size: int) -> int:

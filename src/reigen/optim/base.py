@@ -11,6 +11,7 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -18,14 +19,15 @@ from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ConfigError, UnsupportedTypeError
 from reigen.kernels.optimizer_update import (
-    LayerwiseKernel,
-    UpdateKernel,
+    Array,
+    Arrays,
+    BlockUpdate,
+    LayerwiseUpdate,
     UpdateOperands,
-    run_kernel,
-    run_kernel_on_rows,
-    run_layerwise_kernel,
+    clip_to,
+    run_update,
+    run_update_on_rows,
 )
-from reigen.kernels.sgd import GradientTransform
 from reigen.optim.checks import check_fields
 from reigen.optim.schedules import Schedule
 from reigen.types import DType, dtype_named
@@ -78,6 +80,8 @@ class Optimizer(ABC):
     default_rate: ClassVar[float] = 0.01
     #: Whether each element is updated by itself. Where not (LAMB, LARS), an update needs the whole weight.
     is_elementwise: ClassVar[bool] = True
+    _always_lazy: ClassVar[bool] = False
+    _states: ClassVar[tuple[str, ...]] = ()
 
     learning_rate: float = cast(float, None)  # never None once made
     wd: float = field(default=0.0, metadata={"least": 0.0})
@@ -113,16 +117,53 @@ class Optimizer(ABC):
     @property
     def is_lazy(self) -> bool:
         """True if a sparse gradient updates only its rows. Otherwise the other rows get a gradient of 0."""
-        return False
+        return self._always_lazy
 
     @property
-    @abstractmethod
     def state_names(self) -> tuple[str, ...]:
         """Name of each array that is kept for a weight."""
+        return self._states
 
     @abstractmethod
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel | LayerwiseKernel:
-        """Return the kernel of one update with its numbers filled in."""
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        """Update one block: see `BlockUpdate`."""
+
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> BlockUpdate | LayerwiseUpdate:
+        """Return one update with its numbers filled in."""
+        return partial(self._update, rates)
+
+    def _prepare(
+        self,
+        grad: Array,
+        weight: Array,
+        scratch: Arrays,
+        decay: float = 0.0,
+        *,
+        clips_decay: bool = False,
+        factor: float = 1.0,
+    ) -> Array:
+        """Return ``factor`` times ``clip(rescale_grad * grad) + decay * weight``; ``clips_decay``: all of it clipped.
+
+        It lies in ``scratch[0]``, or is ``grad`` itself where that does not change; ``scratch[1]`` is overwritten.
+        """
+        out, spare, *_ = scratch
+        clip = self.clip_gradient
+        folded = factor if clip is None else 1.0
+        scale = self.rescale_grad * folded
+        if scale == 1.0 and clip is None and not decay:
+            return grad
+        np.multiply(grad, scale, out=out)
+        if clip is not None and not clips_decay:
+            clip_to(out, clip)
+        if decay:
+            np.multiply(weight, decay * folded, out=spare)
+            np.add(out, spare, out=out)
+        if clip is not None:
+            if clips_decay:
+                clip_to(out, clip)
+            if factor != 1.0:
+                np.multiply(out, factor, out=out)
+        return out
 
     # ---- numbers
 
@@ -245,40 +286,32 @@ class Step:
     """Update with its numbers filled in.
 
     Attributes:
-        kernel: of a block.
+        kernel: computes it.
         rate: the learning rate without multipliers, the ``last_rate`` of the next `Optimizer.step`.
     """
 
-    kernel: UpdateKernel | LayerwiseKernel
+    kernel: BlockUpdate | LayerwiseUpdate
     rate: float
 
     @property
     def needs_whole(self) -> bool:
         """True if it can run only on a whole weight, not on its pieces."""
-        return isinstance(self.kernel, LayerwiseKernel)
+        return isinstance(self.kernel, LayerwiseUpdate)
 
     def run(self, operands: UpdateOperands) -> None:
         """Update one piece, of any length; where `needs_whole`, the whole weight."""
-        if isinstance(self.kernel, LayerwiseKernel):
-            run_layerwise_kernel(self.kernel, operands)
-        else:
-            run_kernel(self.kernel, operands)
+        run_update(self.kernel, operands)
 
     def run_rows(self, operands: UpdateOperands, rows: NDArray[np.int64], row_length: int) -> None:
-        """Update some rows and their states, as `run_kernel_on_rows`; ArgumentError with a layer-wise rule."""
-        if isinstance(self.kernel, LayerwiseKernel):
+        """Update some rows and their states, as `run_update_on_rows`; ArgumentError with a layer-wise rule."""
+        if isinstance(self.kernel, LayerwiseUpdate):
             raise ArgumentError("a layer-wise optimizer cannot update single rows")
-        run_kernel_on_rows(self.kernel, operands, rows, row_length)
+        run_update_on_rows(self.kernel, operands, rows, row_length)
 
 
 def states_type(weight_type: DType) -> DType:
     """Return the type of states, and of the float32 copy of a half weight: float64 for float64, else float32."""
     return weight_type if weight_type.name == "float64" else dtype_named("float32")
-
-
-def make_gradient_transform(optimizer: Optimizer, decay: float = 0.0, clips_decay: bool = False) -> GradientTransform:
-    """Return the preparation of gradients for ``optimizer``."""
-    return GradientTransform(optimizer.rescale_grad, optimizer.clip_gradient, decay, clips_decay)
 
 
 def _key(name: str, key: Any) -> Key:

@@ -29,11 +29,12 @@ def check_fields(instance: Any) -> None:
 def _check_value(owner: str, field: Field[Any], kind: str, given: object) -> Any:
     name = f"{owner}: {field.name}={given!r}"
     value: Any = given
-    if not isinstance(given, _KINDS[kind]) or (isinstance(given, bool) and kind != "bool"):
-        raise ConfigError(f"{name} must be {_KIND_NAMES[kind]}")
+    accepted, plain, description = _KINDS[kind]
+    if not isinstance(given, accepted) or (isinstance(given, bool) and kind != "bool"):
+        raise ConfigError(f"{name} must be {description}")
     if kind in {"int", "float"} and abs(value) > _LARGEST:
         raise ConfigError(f"{name} is too large")
-    value = _PLAIN[kind](value)  # a NumPy number is none that a message could carry
+    value = plain(value)  # a NumPy number is none that a message could carry
     if kind == "float" and not math.isfinite(value):
         raise ConfigError(f"{name} must be finite")
     limits = field.metadata
@@ -48,6 +49,10 @@ def _check_value(owner: str, field: Field[Any], kind: str, given: object) -> Any
 
 #: Limit of integers in a message. Beyond, Python's integers would overflow in a product with a float.
 _LARGEST = 2**63 - 1
-_KINDS: Mapping[str, type] = {"float": numbers.Real, "int": numbers.Integral, "bool": bool, "str": str}
-_PLAIN: Mapping[str, Callable[[Any], Any]] = {"float": float, "int": int, "bool": bool, "str": str}
-_KIND_NAMES = {"float": "a number", "int": "a whole number", "bool": "True or False", "str": "text"}
+#: By annotation: the types that are accepted, the plain type, and its description.
+_KINDS: Mapping[str, tuple[type, Callable[[Any], Any], str]] = {
+    "float": (numbers.Real, float, "a number"),
+    "int": (numbers.Integral, int, "a whole number"),
+    "bool": (bool, bool, "True or False"),
+    "str": (str, str, "text"),
+}

@@ -32,8 +32,7 @@ class Slot:
         dtype: element type of the weight.
 
     Attributes:
-        dtype: element type of the weight.
-        length: its number of elements.
+        length: number of elements of the weight.
         arrays: name -> states of the piece's length, in the optimizer's order; the float32 copy, if any, is "master".
         count: updates so far, from the optimizer's ``begin_num_update`` on.
         rate: learning rate of the latest update, or None before the first.
@@ -62,7 +61,8 @@ class Slot:
         kept = states_type(dtype).storage
         self.arrays: dict[str, NDArray[Any]] = {name: np.zeros(len(weight), kept) for name in optimizer.state_names}
         if optimizer.multi_precision and dtype.itemsize == 2:
-            self.arrays[MASTER] = to_float32(weight, dtype)
+            self.arrays[MASTER] = master = np.empty(len(weight), np.float32)
+            half_precision.converters(dtype.name)[0](weight, master)
 
     def begin(self, optimizer: Optimizer, *, key: Key | None = None, num_update: int | None = None) -> Step:
         """Count one update of the whole piece and fix its numbers.
@@ -92,7 +92,7 @@ class Slot:
         """
         if len(weight) != self.length and step.needs_whole:
             raise ArgumentError(f"a layer-wise optimizer needs all {self.length} elements, not {len(weight)} of them")
-        step.run(self._operands(weight, grad, begin, begin + len(weight), grad_type))
+        step.run(self._operands(weight, grad, begin, grad_type))
 
     def update(
         self,
@@ -132,8 +132,7 @@ class Slot:
         step = self.begin(optimizer, key=key, num_update=num_update)
         flat = weight.reshape(-1)
         if optimizer.is_lazy:
-            operands = self._operands(flat, grad.reshape(-1), 0, len(flat), grad_type)
-            step.run_rows(operands, rows, row_length)
+            step.run_rows(self._operands(flat, grad.reshape(-1), 0, grad_type), rows, row_length)
         elif not optimizer.is_elementwise:
             dense = np.zeros(weight.shape, grad.dtype)
             dense[rows] = grad
@@ -158,13 +157,11 @@ class Slot:
             self.apply(step, block, dense[: last - first].reshape(-1), first * row_length, grad_type)
 
     def _operands(
-        self, weight: NDArray[Any], grad: NDArray[Any], begin: int, end: int, grad_type: DType | None
+        self, weight: NDArray[Any], grad: NDArray[Any], begin: int, grad_type: DType | None
     ) -> UpdateOperands:
-        states = [array[begin:end] for name, array in self.arrays.items() if name != MASTER]
-        master = self.arrays.get(MASTER)
-        if master is not None:
-            master = master[begin:end]
-        return UpdateOperands(weight, grad, states, self.dtype, grad_type or self.dtype, master)
+        arrays = {name: array[begin : begin + len(weight)] for name, array in self.arrays.items()}
+        master = arrays.pop(MASTER, None)
+        return UpdateOperands(weight, grad, [*arrays.values()], self.dtype, grad_type or self.dtype, master)
 
     def check_fits(self, optimizer: Optimizer) -> None:
         """Raise ConfigError unless ``optimizer`` can go on with these states."""
@@ -176,14 +173,6 @@ class Slot:
                 f"the states are {_format_names(self.arrays)}; {optimizer.name} with these numbers keeps "
                 f"{_format_names(needed)}"
             )
-
-
-def to_float32(values: NDArray[Any], dtype: DType) -> NDArray[np.float32]:
-    """Copy flat float16 or bfloat16 numbers as float32 of the same length."""
-    wide = np.empty(len(values), np.float32)
-    widen, _ = half_precision.converters(dtype.name)
-    widen(values, wide)
-    return wide
 
 
 def _check_rows(weight: NDArray[Any], rows: NDArray[np.int64], grad: NDArray[Any]) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
+import numpy as np
+
 from reigen.errors import ConfigError
-from reigen.kernels import adam, sgd
-from reigen.kernels.optimizer_update import LayerwiseKernel, UpdateKernel
-from reigen.optim.base import Key, Optimizer, UpdateRates, make_gradient_transform
+from reigen.kernels.optimizer_update import Array, Arrays, BlockUpdate, LayerwiseUpdate, clip_to
+from reigen.optim.base import Key, Optimizer, UpdateRates
 
 _NOT_NEGATIVE = {"least": 0.0}
 _FRACTION = {"least": 0.0, "below": 1.0}
@@ -28,22 +30,45 @@ class _WithMomentum(Optimizer):
         """``m``, or nothing without momentum."""
         return ("momentum",) if self.momentum else ()
 
+    def _momentum(self, rates: UpdateRates) -> float:
+        return self.momentum
+
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        """Compute ``m = momentum * m + lr * (g + wd * w); w -= m``, without a state ``w -= lr * (g + wd * w)``."""
+        step = self._prepare(grad, weight, scratch, rates.decay, factor=rates.rate)
+        for state in states:
+            np.multiply(state, self._momentum(rates), out=state)
+            step = np.add(state, step, out=state)
+        np.subtract(weight, step, out=weight)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _WithMoments(Optimizer):
+    """Adam and its kin: ``m`` and ``v``, the moving averages of the gradient and of its square."""
+
     default_rate: ClassVar[float] = 0.001
+    _states: ClassVar[tuple[str, ...]] = ("mean", "variance")
     beta1: float = field(default=0.9, metadata=_FRACTION)
     beta2: float = field(default=0.999, metadata=_FRACTION)
     epsilon: float = field(default=1e-8, metadata=_NOT_NEGATIVE)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """``m`` and ``v``."""
-        return ("mean", "variance")
+    def _absorb(self, gradient: Array, states: Arrays, spare: Array) -> None:
+        """Take a prepared gradient into both averages. ``spare`` is overwritten."""
+        mean, variance = states
+        _average_into(mean, gradient, self.beta1, spare)
+        np.multiply(gradient, gradient, out=spare)
+        _average_into(variance, spare, self.beta2, spare)
 
-    def _corrected_moments(self, t: int) -> adam.AdamMoments:
-        scales = 1.0 / (1.0 - self.beta1**t), 1.0 / (1.0 - self.beta2**t)
-        return adam.AdamMoments(self.beta1, self.beta2, self.epsilon, *scales)
+    def _direction(self, states: Arrays, out: Array, factor: float, corrected_at: int | None = None) -> None:
+        """Compute ``factor * m' / (sqrt(v') + epsilon)``; bias is corrected at update ``corrected_at``, if at any."""
+        mean, variance = states
+        np.sqrt(variance, out=out)
+        if corrected_at is not None:
+            np.multiply(out, math.sqrt(1.0 / (1.0 - self.beta2**corrected_at)), out=out)
+            factor *= 1.0 / (1.0 - self.beta1**corrected_at)
+        np.add(out, self.epsilon, out=out)
+        np.divide(mean, out, out=out)
+        np.multiply(out, factor, out=out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +93,6 @@ class SGD(_WithMomentum, _WithLazyUpdate):
 
     name: ClassVar[str] = "sgd"
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        return sgd.SGDKernel(make_gradient_transform(self, rates.decay), rates.rate, self.momentum)
-
 
 @dataclass(frozen=True, kw_only=True)
 class NAG(_WithMomentum):
@@ -85,11 +107,14 @@ class NAG(_WithMomentum):
 
     name: ClassVar[str] = "nag"
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        gradient = make_gradient_transform(self, rates.decay)
-        if not self.momentum:
-            return sgd.SGDKernel(gradient, rates.rate)
-        return sgd.NesterovKernel(gradient, rates.rate, self.momentum)
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        step = self._prepare(grad, weight, scratch, rates.decay, factor=rates.rate)
+        for state in states:
+            np.multiply(state, self.momentum, out=state)
+            np.add(state, step, out=state)
+            ahead = np.multiply(state, self.momentum, out=scratch[1])
+            step = np.add(ahead, step, out=ahead)
+        np.subtract(weight, step, out=weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +129,15 @@ class Signum(_WithMomentum):
     momentum: float = field(default=0.9, metadata=_FRACTION)
     wd_lh: float = field(default=0.0, metadata=_NOT_NEGATIVE)
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        if self.momentum:
-            return sgd.SignumKernel(make_gradient_transform(self, rates.decay), rates.rate, self.momentum, self.wd_lh)
-        return sgd.SignumKernel(make_gradient_transform(self), rates.rate, 0.0, rates.decay)
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        signs, spare, *_ = scratch
+        direction = self._prepare(grad, weight, scratch, rates.decay if self.momentum else 0.0)
+        for state in states:
+            _average_into(state, direction, self.momentum, spare)
+            direction = state
+        np.sign(direction, out=signs)
+        np.multiply(signs, rates.rate, out=signs)
+        _apply_step(weight, signs, rates.rate, self.wd_lh if self.momentum else rates.decay, spare)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,19 +146,10 @@ class Test(Optimizer):
 
     __test__: ClassVar[bool] = False  # no test for pytest
     name: ClassVar[str] = "test"
+    _always_lazy: ClassVar[bool] = True
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Empty: it keeps no states."""
-        return ()
-
-    @property
-    def is_lazy(self) -> bool:
-        """True."""
-        return True
-
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        return sgd.AccumulateKernel(self.rescale_grad)
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        np.add(weight, np.multiply(grad, self.rescale_grad, out=scratch[0]), out=weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +167,12 @@ class Adam(_WithMoments, _WithLazyUpdate):
 
     name: ClassVar[str] = "adam"
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        step = scratch[1]
+        self._absorb(self._prepare(grad, weight, scratch, rates.decay, clips_decay=True), states, step)
         scale = math.sqrt(1.0 - self.beta2**rates.t) / (1.0 - self.beta1**rates.t)
-        moments = adam.AdamMoments(self.beta1, self.beta2, self.epsilon)
-        return adam.AdamKernel(
-            make_gradient_transform(self, rates.decay, clips_decay=True), moments, rates.rate * scale
-        )
+        self._direction(states, step, rates.rate * scale)
+        np.subtract(weight, step, out=weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,19 +180,16 @@ class AdamW(_WithMoments, _WithLazyUpdate):
     """Adam with decay of its own (Loshchilov, Hutter): ``w -= lr * (m' / (sqrt(v') + epsilon) + wd * w)``.
 
     ``m' = m / (1 - beta1**t)`` and ``v' = v / (1 - beta2**t)``: torch's formula. MXNet 1.9.1 has an operator for it,
-    but no optimizer. The default of ``wd`` is 0, as everywhere here; torch's is 0.01.
-
-    Args:
-        beta1, beta2: decay rates of the averages ``m`` and ``v``.
-        epsilon: keeps the quotient finite.
-        lazy_update: a sparse gradient updates only its rows.
+    but no optimizer. The default of ``wd`` is 0, as everywhere here; torch's is 0.01. Parameters are those of `Adam`.
     """
 
     name: ClassVar[str] = "adamw"
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        moments = self._corrected_moments(rates.t)
-        return adam.AdamKernel(make_gradient_transform(self), moments, rates.rate, rates.decay)
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        step = scratch[1]
+        self._absorb(self._prepare(grad, weight, scratch), states, step)
+        self._direction(states, step, rates.rate, corrected_at=rates.t)
+        _apply_step(weight, step, rates.rate, rates.decay, scratch[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,20 +197,18 @@ class AdaGrad(Optimizer):
     """AdaGrad (Duchi et al.): ``h += g * g; w -= lr * (g / sqrt(h + eps) + wd * w)``. Sparse gradients: always lazy."""
 
     name: ClassVar[str] = "adagrad"
+    _states: ClassVar[tuple[str, ...]] = ("history",)
+    _always_lazy: ClassVar[bool] = True
     eps: float = field(default=1e-7, metadata=_NOT_NEGATIVE)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """``h``."""
-        return ("history",)
-
-    @property
-    def is_lazy(self) -> bool:
-        """True."""
-        return True
-
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        return adam.AdaGradKernel(make_gradient_transform(self), rates.rate, self.eps, rates.decay)
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        prepared, step, *_ = scratch
+        (history,) = states
+        gradient = self._prepare(grad, weight, scratch)
+        np.multiply(gradient, gradient, out=step)
+        np.add(history, step, out=history)
+        _divide_by_root(gradient, history, self.eps, rates.rate, step)
+        _apply_step(weight, step, rates.rate, rates.decay, prepared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,10 +240,26 @@ class RMSProp(Optimizer):
         """``n``, and where centred ``m`` and ``d``."""
         return ("squares", "mean", "delta") if self.centered else ("squares",)
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        gradient = make_gradient_transform(self, rates.decay, clips_decay=True)
-        limit = self.clip_weights if self.clip_weights and self.clip_weights > 0.0 else None
-        return adam.RMSPropKernel(gradient, rates.rate, self.gamma1, self.gamma2, self.epsilon, limit)
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        step = scratch[1]
+        gradient = self._prepare(grad, weight, scratch, rates.decay, clips_decay=True)
+        squares, *centring = states
+        np.multiply(gradient, gradient, out=step)
+        _average_into(squares, step, self.gamma1, step)
+        if centring:
+            mean, delta = centring
+            _average_into(mean, gradient, self.gamma1, step)
+            np.multiply(mean, mean, out=step)
+            np.subtract(squares, step, out=step)
+            np.maximum(step, 0.0, out=step)  # of a gradient that is always the same, rounding leaves less than 0
+            _divide_by_root(gradient, step, self.epsilon, rates.rate, step)
+            np.multiply(delta, self.gamma2, out=delta)
+            step = np.add(delta, step, out=delta)
+        else:
+            _divide_by_root(gradient, squares, self.epsilon, rates.rate, step)
+        np.subtract(weight, step, out=weight)
+        if self.clip_weights and self.clip_weights > 0.0:
+            clip_to(weight, self.clip_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,21 +276,34 @@ class Ftrl(Optimizer):
 
     name: ClassVar[str] = "ftrl"
     default_rate: ClassVar[float] = 0.1
+    _states: ClassVar[tuple[str, ...]] = ("z", "n")
+    _always_lazy: ClassVar[bool] = True
     lamda1: float = field(default=0.01, metadata=_NOT_NEGATIVE)
     beta: float = field(default=1.0, metadata=_NOT_NEGATIVE)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """``z`` and ``n``."""
-        return ("z", "n")
-
-    @property
-    def is_lazy(self) -> bool:
-        """True."""
-        return True
-
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
-        return adam.FtrlKernel(make_gradient_transform(self), rates.rate, self.lamda1, self.beta, rates.decay)
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        if rates.rate == 0.0:  # the first step of a warm-up: nothing is learnt, and nothing is divided by 0
+            return
+        _, spare, root = scratch
+        z, n = states
+        gradient = self._prepare(grad, weight, scratch)
+        np.add(z, gradient, out=z)
+        np.sqrt(n, out=root)
+        np.multiply(gradient, gradient, out=spare)
+        np.add(n, spare, out=n)
+        np.sqrt(n, out=spare)
+        np.subtract(spare, root, out=root)
+        np.multiply(root, weight, out=root)
+        np.divide(root, rates.rate, out=root)
+        np.subtract(z, root, out=z)
+        np.add(spare, self.beta, out=spare)
+        np.divide(spare, rates.rate, out=spare)
+        np.add(spare, rates.decay, out=spare)
+        # The result of soft thresholding is z minus z limited to +-lamda1.
+        np.copyto(root, z)
+        clip_to(root, self.lamda1)
+        np.subtract(root, z, out=root)
+        np.divide(root, spare, out=weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,13 +326,38 @@ class LAMB(_WithMoments):
     upper_bound: float | None = None
     bias_correction: bool = True
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> LayerwiseKernel:
-        if self.bias_correction:
-            moments = self._corrected_moments(rates.t)
-        else:
-            moments = adam.AdamMoments(self.beta1, self.beta2, self.epsilon)
-        bounds = (bound if bound and bound > 0.0 else None for bound in (self.lower_bound, self.upper_bound))
-        return adam.LambKernel(make_gradient_transform(self), moments, rates.rate, rates.decay, *bounds)
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> LayerwiseUpdate:
+        return LayerwiseUpdate(partial(self._measure, rates), partial(self._finish, rates))
+
+    def _measure(
+        self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays
+    ) -> tuple[float, float]:
+        """Take the gradient into the moments; return squares of the weight and of the direction ``u``."""
+        self._absorb(self._prepare(grad, weight, scratch), states, scratch[1])
+        direction = self._step(replace(rates, rate=1.0), weight, states, scratch)
+        return _sum_of_squares(weight, scratch[1]), _sum_of_squares(direction, scratch[1])
+
+    def _finish(self, rates: UpdateRates, weight_squares: float, step_squares: float) -> BlockUpdate:
+        weight_norm, step_norm = math.sqrt(weight_squares), math.sqrt(step_squares)
+        if self.lower_bound and self.lower_bound > 0.0:
+            weight_norm = max(weight_norm, self.lower_bound)
+        if self.upper_bound and self.upper_bound > 0.0:
+            weight_norm = min(weight_norm, self.upper_bound)
+        trust = weight_norm / step_norm if weight_norm > 0.0 and step_norm > 0.0 else 1.0
+        return partial(self._update, replace(rates, rate=rates.rate * trust))
+
+    def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
+        """Step along ``u``, which is computed again: cheaper than memory for it."""
+        np.subtract(weight, self._step(rates, weight, states, scratch), out=weight)
+
+    def _step(self, rates: UpdateRates, weight: Array, states: Arrays, scratch: Arrays) -> Array:
+        """Return ``lr * u``, in ``scratch[0]``."""
+        step, spare, *_ = scratch
+        self._direction(states, step, rates.rate, rates.t if self.bias_correction else None)
+        if rates.decay:
+            np.multiply(weight, rates.rate * rates.decay, out=spare)
+            np.add(step, spare, out=step)
+        return step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +365,7 @@ class LARS(_WithMomentum):
     """LARS (You et al., 2017): SGD at ``lr * eta * |w| / (|rescale_grad * grad| + wd * |w| + eps)``. Layer-wise.
 
     At ``lr`` where a norm is 0, and for keys whose name ends with one of ``skip``. The norm is that of the gradient
-    before it is clipped.
+    before it is clipped or decayed, as in MXNet.
 
     Args:
         momentum: 0 <= momentum < 1; 0 keeps no state.
@@ -318,12 +388,50 @@ class LARS(_WithMomentum):
             raise ConfigError(f"LARS: skip={self.skip!r} must be a list of ends of names")
         object.__setattr__(self, "skip", tuple(self.skip))
 
-    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel | LayerwiseKernel:
-        momentum = self.momentum
-        if self.momentum_correction and rates.last_base:
-            momentum *= rates.base / rates.last_base
-        gradient = make_gradient_transform(self, rates.decay)
+    def _momentum(self, rates: UpdateRates) -> float:
+        is_corrected = self.momentum_correction and rates.last_base
+        return self.momentum * (rates.base / rates.last_base) if is_corrected else self.momentum
+
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> BlockUpdate | LayerwiseUpdate:
         name = "" if key is None else str(self.param_idx2name.get(key, key))
         if name.endswith(tuple(self.skip)):
-            return sgd.SGDKernel(gradient, rates.rate, momentum)
-        return sgd.LarsKernel(gradient, rates.rate, momentum, self.eta, self.eps)
+            return partial(self._update, rates)
+        return LayerwiseUpdate(self._measure, partial(self._finish, rates))
+
+    def _measure(self, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> tuple[float, float]:
+        rescaled = np.multiply(grad, self.rescale_grad, out=scratch[0])
+        return _sum_of_squares(weight, scratch[1]), _sum_of_squares(rescaled, scratch[1])
+
+    def _finish(self, rates: UpdateRates, weight_squares: float, grad_squares: float) -> BlockUpdate:
+        weight_norm, grad_norm, rate = math.sqrt(weight_squares), math.sqrt(grad_squares), rates.rate
+        if weight_norm > 0.0 and grad_norm > 0.0:
+            rate *= self.eta * weight_norm / (grad_norm + rates.decay * weight_norm + self.eps)
+        return partial(self._update, replace(rates, rate=rate))
+
+
+def _average_into(average: Array, new: Array, keep: float, spare: Array) -> None:
+    """Compute ``average = keep * average + (1 - keep) * new``. ``spare`` is overwritten, and may be ``new``."""
+    np.multiply(new, 1.0 - keep, out=spare)
+    np.multiply(average, keep, out=average)
+    np.add(average, spare, out=average)
+
+
+def _divide_by_root(gradient: Array, squares: Array, epsilon: float, rate: float, out: Array) -> None:
+    """Compute ``out = rate * gradient / sqrt(squares + epsilon)``. ``out`` may be ``squares``."""
+    np.add(squares, epsilon, out=out)
+    np.sqrt(out, out=out)
+    np.divide(gradient, out, out=out)
+    np.multiply(out, rate, out=out)
+
+
+def _apply_step(weight: Array, step: Array, rate: float, decoupled: float, spare: Array) -> None:
+    """Compute ``weight -= step + rate * decoupled * weight``. ``step`` and ``spare`` are overwritten."""
+    if decoupled:
+        np.multiply(weight, rate * decoupled, out=spare)
+        np.add(step, spare, out=step)
+    np.subtract(weight, step, out=weight)
+
+
+def _sum_of_squares(array: Array, spare: Array) -> float:
+    """Return the sum of squares of all elements, added pairwise in the array's type. ``spare`` is overwritten."""
+    return float(np.add.reduce(np.multiply(array, array, out=spare)))

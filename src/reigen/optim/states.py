@@ -69,17 +69,8 @@ class Piece:
         return replace(self, begin=begin, end=end, arrays=arrays)
 
 
-class _PieceHeader(msgspec.Struct, array_like=True, frozen=True):
-    key: int | str
-    num_elements: int
-    begin: int
-    end: int
-    dtype: str
-    count: int
-    rate: float | None
-
-
-_FACTS = _PieceHeader.__struct_fields__
+#: All of a piece but its arrays, in their order.
+_PieceHeader = tuple[Key, int, int, int, str, int, float | None]
 
 
 class _StatesHeader(msgspec.Struct, frozen=True):
@@ -139,9 +130,7 @@ class States:
             raise ConfigError(f"there are no states of key {key!r}")
         position = begin
         for part in parts:
-            if part.begin != position:
-                break
-            position = part.end
+            position = part.end if part.begin == position else position
         if position != end:
             raise ConfigError(
                 f"the states of key {key!r} lack the elements from {position} on; is a server's file missing?"
@@ -159,7 +148,7 @@ class States:
 
     def buffers(self) -> list[Buffer]:
         """Return the bytes, as buffers to be written one after the other; arrays are not copied."""
-        headers = [_PieceHeader(*(getattr(piece, name) for name in _FACTS)) for piece in self.pieces]
+        headers = [(p.key, p.num_elements, p.begin, p.end, p.dtype, p.count, p.rate) for p in self.pieces]
         arrays = {f"{place} {name}": a for place, piece in enumerate(self.pieces) for name, a in piece.arrays.items()}
         spec = None if self.optimizer is None else self.optimizer.to_spec()
         return packed(_StatesHeader(spec, dict(self.facts), headers), arrays)
@@ -182,10 +171,7 @@ class States:
             if not (place.isdecimal() and place.isascii() and len(place) < 10 and int(place) < len(of_piece)):
                 raise ConfigError(f"an array of no piece among the states: {label!r:.80}")
             of_piece[int(place)][name] = array
-        pieces = [
-            Piece(arrays=own, **{name: getattr(header_piece, name) for name in _FACTS})
-            for header_piece, own in zip(header.pieces, of_piece, strict=True)
-        ]
+        pieces = [Piece(*facts, own) for facts, own in zip(header.pieces, of_piece, strict=True)]
         return cls(pieces, None if header.optimizer is None else from_spec(header.optimizer), header.facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -247,11 +233,8 @@ def _join_parts(parts: list[Piece]) -> Piece:
     first = parts[0]
     if len(parts) == 1:
         return first
-    for other in parts[1:]:
-        if {name: array.dtype for name, array in other.arrays.items()} != {
-            name: array.dtype for name, array in first.arrays.items()
-        }:
-            raise ConfigError(f"pieces of key {first.key!r} hold different arrays")
+    if len({frozenset((name, array.dtype) for name, array in part.arrays.items()) for part in parts}) > 1:
+        raise ConfigError(f"pieces of key {first.key!r} hold different arrays")
     arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in first.arrays}
     latest = max(parts, key=lambda part: part.count)  # in an asynchronous store pieces may be some updates apart
     return replace(latest, begin=first.begin, end=parts[-1].end, arrays=arrays)

@@ -64,19 +64,12 @@ class Updater:
     def update_rows(
         self, key: Key, rows: NDArray[np.int64], grad: NDArray[Any], weight: NDArray[Any], dtype: DType | None = None
     ) -> None:
-        """Update ``weight`` in place with a sparse gradient.
+        """Update ``weight`` in place with a sparse gradient: ``grad`` has the gradients of the increasing ``rows``.
 
-        Args:
-            key: of the states.
-            rows: the rows that have a gradient, increasing.
-            grad: their gradients: as many rows.
-            weight: contiguous; its first dimension counts rows.
-            dtype: as for a dense update.
+        ``weight`` is contiguous, and its first dimension counts rows. All else is as for a dense update.
 
         Raises:
             ArgumentError: the shapes do not fit, the rows do not increase, or the weight is not contiguous.
-            ConfigError: loaded states do not fit.
-            UnsupportedTypeError: the weight is of no floating type.
         """
         if not weight.ndim or not weight.flags.c_contiguous:
             raise ArgumentError(f"{key!r}: a weight that is updated by rows must have rows and be contiguous")
@@ -99,8 +92,7 @@ class Updater:
     def _slot(self, key: Key, weight: NDArray[Any], dtype: DType) -> Slot:
         slot = self._slots.get(key)
         if slot is None:
-            slot = self._first_slot(key, weight, dtype)
-            self._slots[key] = slot
+            slot = self._slots[key] = self._first_slot(key, weight, dtype)
         if slot.length != len(weight) or slot.dtype != dtype:
             raise ArgumentError(
                 f"{key!r} has been updated as {slot.length} elements of {slot.dtype.name}; "

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from reigen.backends.mpi.order import ORDERED_RANKS, can_reduce_by_mpi, sums_in_rank_order
+from reigen.backends.mpi.backend import ORDERED_RANKS, can_reduce_by_mpi, sums_in_rank_order
 from reigen.cluster.bootstrap.mpi_library import (
     MpiExitHandler,
     _find_mpi_problem,

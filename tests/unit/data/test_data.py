@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import reigen.data.partition
-import reigen.data.sampler
 import reigen.data.slices
 from reigen.data import ShuffleSplitSampler, SplitSampler, share, share_length, split_and_load, split_data
 from reigen.errors import ArgumentError, UnsupportedTypeError
@@ -24,7 +23,7 @@ def test_importing_it_loads_no_framework():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("module", [reigen.data.sampler, reigen.data.partition, reigen.data.slices])
+@pytest.mark.parametrize("module", [reigen.data.partition, reigen.data.slices])
 def test_the_examples_in_the_docstrings(module):
     result = doctest.testmod(module, extraglobs={"np": np})
     assert result.attempted

@@ -17,13 +17,15 @@ from reigen.cli.trace import print_summary
 from reigen.observe.advice import summarize
 from reigen.observe.analysis import (
     collective_rows,
+    intersect_intervals,
     match_collectives,
     measure_coverage,
+    merge_intervals,
     select_worst,
     step_rows,
     straggler_rows,
+    total_length,
 )
-from reigen.observe.intervals import intersect_intervals, merge_intervals, total_length
 from reigen.observe.trace_reader import CollectiveExecution, Trace, TraceError, UnfinishedCollective, read_trace
 
 MS = 1000.0

@@ -11,11 +11,18 @@ import pytest
 
 from reigen.engine.messages import MAX_NOTE_BYTES, Operation, OperationKind, Response
 from reigen.observe import recorder as r
-from reigen.observe.chunks import ChunkContent
 from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER, TraceChunk, encode
 from reigen.observe.recorder import Event, EventRecorder
-from reigen.observe.trace_events import LONG_NANOSECONDS, TraceEventBuilder, describe_operation, make_title, parse_title
-from reigen.observe.tracks import FIRST_SHARED, MAX_NAMED
+from reigen.observe.trace_events import (
+    FIRST_SHARED,
+    LONG_NANOSECONDS,
+    MAX_NAMED,
+    ChunkContent,
+    TraceEventBuilder,
+    describe_operation,
+    make_title,
+    parse_title,
+)
 from reigen.types import ReduceOp
 
 US = 1000

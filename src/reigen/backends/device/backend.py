@@ -164,15 +164,12 @@ class DeviceBackend:
     def launch(
         self, memory: Sequence[DeviceArray], work: Callable[[DeviceGroup], Sequence[DeviceWork]], deadline: float
     ) -> DeviceEvent:
-        """Enqueue an operation of the group of these ranks.
+        """Enqueue an operation of the group of these ranks, and return the event behind it.
 
         Args:
             memory: all that it reads and writes.
             work: calls one method of the group.
             deadline: until when it may take on the device.
-
-        Returns:
-            The event behind it.
 
         Raises:
             DeviceError: on every rank, at the first operation: the devices cannot be used together; the job carries on.

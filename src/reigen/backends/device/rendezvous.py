@@ -17,11 +17,13 @@ d. The rounds end when all are connected; when one has failed (a `DeviceError` o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,8 +63,8 @@ class _Attempt:
         self.failure = ""
         self._lock, self._is_abandoned = threading.Lock(), False
         self._group: DeviceGroup | None = None
-        arguments = (device, rank, size)
-        self._thread = threading.Thread(target=self._connect, args=arguments, name="reigen-connect", daemon=True)
+        connect = partial(self._connect, device, rank, size)
+        self._thread = threading.Thread(target=connect, name="reigen-connect", daemon=True)
         self._thread.start()
 
     @property
@@ -101,16 +103,9 @@ class _Attempt:
 
 
 def connect_devices(host: Backend, ranks: Sequence[int], device: Device, deadline: float) -> DeviceGroup:
-    """Connect the devices of a group of ranks. Collective.
+    """Connect the devices of a group of ranks, and return the group on all of them. Collective.
 
-    Args:
-        host: the backend of the same ranks.
-        ranks: their numbers in the job.
-        device: this rank's.
-        deadline: until when that may take.
-
-    Returns:
-        The group, on all ranks.
+    ``host`` is the backend of the same ranks, ``ranks`` are their numbers in the job, ``device`` is this rank's.
 
     Raises:
         DeviceError: on every rank, if the devices do not go together, or one of them cannot be connected.
@@ -173,11 +168,9 @@ def _exchange(host: Backend, message: Message, deadline: float) -> list[Message]
 
 def _host_id() -> str:
     """Return the identity of this host as NCCL sees it."""
-    given = os.environ.get("NCCL_HOSTID")
-    if given:
+    if given := os.environ.get("NCCL_HOSTID"):
         return ascii(given)
-    try:
+    boot = ""
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
     return f"{platform.node()} {boot}"

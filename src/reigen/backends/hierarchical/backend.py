@@ -29,8 +29,8 @@ host from the network's ``failure``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ from reigen.backends.base import (
 )
 from reigen.backends.buffer_list import BufferList
 from reigen.backends.hierarchical.cross_groups import CrossGroups, two_stage_reduction
-from reigen.backends.hierarchical.inter_host import GRACE_SECONDS, InterHost
+from reigen.backends.hierarchical.inter_host import GRACE_SECONDS, InterHost, reports_failures
 from reigen.backends.hierarchical.intra_host import IntraHost
 from reigen.backends.null import NullBackend
 from reigen.backends.shm.backend import ShmBackend
@@ -61,6 +61,7 @@ CHUNK_BYTES = 1 << 25
 
 _NO_RANK = np.iinfo(np.int64).max
 _LINE = 64
+_Made = TypeVar("_Made")
 
 
 def compose_backend(
@@ -104,16 +105,10 @@ def compose_backend(
     return backend
 
 
-class HierarchicalBackend:
+class HierarchicalBackend(InterHost):
     """`reigen.backends.base.Backend` of several hosts, some of which have several ranks. Made by `compose_backend`.
 
-    Args:
-        cross: the ranks by host and cross group.
-        rank: this rank.
-        local: the backend of this host's ranks.
-        network: between hosts.
-        ranks: for each rank of the backend its number in the job.
-        chunk_bytes: about how much scratch this rank may use.
+    ``cross`` holds the ranks by host and cross group; the other arguments are those of `compose_backend`.
     """
 
     name = "hierarchical"
@@ -127,14 +122,9 @@ class HierarchicalBackend:
         ranks: Sequence[int],
         chunk_bytes: int,
     ) -> None:
-        self.rank, self.size = rank, cross.size
+        super().__init__(cross, rank, IntraHost(local), chunk_bytes)
         self.capabilities = BackendCapabilities(registered_memory=True, ordered_sums=False, abortable=False)
-        self._cross, self._network, self._ranks = cross, network, tuple(ranks)
-        self._chunk_bytes = chunk_bytes
-        #: the ranks of this host
-        self._own = cross.hosts[cross.host_of(rank)]
-        self._local = IntraHost(local)
-        self._inter_host = InterHost(cross, rank, self._local, chunk_bytes)
+        self._network, self._ranks = network, tuple(ranks)
         #: backends of the network that this rank has joined: of its cross group, if it has one, and of all ranks
         self._joined: list[Backend] = []
         self._flat: Backend | None = None
@@ -146,55 +136,38 @@ class HierarchicalBackend:
         self.lacking: MissingRanksCallback | None = None
         local.lacking = self._translated(self._own)
 
+    @reports_failures
     def connect(self, deadline: float) -> None:
         """Join this rank's cross group, and learn the network's capabilities. Collective; to be called first."""
-        with self._reporting_failures():
-            if self._inter_host.index is not None:
-                self._inter_host.group = self._join(self._cross.groups[self._inter_host.index], deadline)
-            ordered, abortable = self._inter_host.learn(deadline + GRACE_SECONDS)
+        if self._index is not None:
+            self._group = self._join(self._cross.groups[self._index], deadline)
+        ordered, abortable = self._learn(deadline + GRACE_SECONDS)
         self.capabilities = BackendCapabilities(
             registered_memory=True, ordered_sums=ordered and self._cross.adds_in_rank_order, abortable=abortable
         )
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
+    @reports_failures
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
         stages = two_stage_reduction(reduction)
-        with self._reporting_failures():
-            if buffers and buffers[0].offset >= 0:
-                each = [self._copies(buffer, reduction.dtype.storage) for buffer in buffers]
-                copies = [BufferList([own[rank] for own in each]) for rank in range(self._local.size)]
-                self._inter_host.allreduce_registered(copies, stages, deadline)
-            else:
-                source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
-                self._inter_host.allreduce(source, target, stages, deadline)
+        if buffers and buffers[0].offset >= 0:
+            each = [self._copies(buffer, reduction.dtype.storage) for buffer in buffers]
+            copies = [BufferList([own[rank] for own in each]) for rank in range(self._local.size)]
+            self._reduce_registered(copies, None, stages, deadline)
+        else:
+            source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
+            self._allreduce(source, target, stages, deadline)
 
+    @reports_failures
     def reduce_to_owners(
         self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
     ) -> None:
         """Implement `Backend.reduce_to_owners`: the slice of a cross group stays with its rank."""
-        with self._reporting_failures():
-            copies = [BufferList([copy]) for copy in self._copies(buffer, reduction.dtype.storage)]
-            self._inter_host.reduce_to_owners(copies, counts, two_stage_reduction(reduction), deadline)
+        copies = [BufferList([copy]) for copy in self._copies(buffer, reduction.dtype.storage)]
+        self._reduce_registered(copies, counts, two_stage_reduction(reduction), deadline)
 
-    def reduce_scatter(
-        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
-    ) -> None:
-        with self._reporting_failures():
-            self._inter_host.reduce_scatter(source, counts, target, two_stage_reduction(reduction), deadline)
-
-    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        with self._reporting_failures():
-            self._inter_host.allgather(source, counts, target, deadline)
-
-    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        with self._reporting_failures():
-            self._inter_host.broadcast(source, target, root, deadline)
-
-    def barrier(self, deadline: float) -> None:
-        with self._reporting_failures():
-            self._inter_host.barrier(deadline)
-
+    @reports_failures
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
         """Implement `Backend.alltoall`: in memory to ranks of this host, straight over the network to others."""
         table = np.array(counts, np.int64).reshape(self.size, self.size)
@@ -205,21 +178,23 @@ class HierarchicalBackend:
         sent = np.cumsum(table[self.rank]) - table[self.rank]
         received = np.cumsum(table[:, self.rank]) - table[:, self.rank]
         step = max(1, self._chunk_bytes // target.itemsize // self.size)
-        with self._reporting_failures():
-            if self._flat is None and table[~near].any():
-                self._flat = self._join(range(self.size), deadline)
-            for begin in range(0, int(table.max()), step):
-                now = np.clip(table - begin, 0, step)
-                local, remote = now[np.ix_(self._own, self._own)], np.where(near, 0, now)
-                sources = _split_array(source, sent + begin, now[self.rank])
-                targets = _split_array(target, received + begin, now[:, self.rank])
-                for backend, numbers, ranks, limit in (
-                    (self._local.backend, local, self._own, deadline),
-                    (self._flat, remote, remote_ranks, deadline + GRACE_SECONDS),
-                ):
-                    if backend is not None and numbers.any():
-                        outgoing, incoming = _select_arrays(sources, ranks), _select_arrays(targets, ranks)
-                        _alltoall_pieces(backend, outgoing, numbers, incoming, limit)
+        if self._flat is None and table[~near].any():
+            self._flat = self._join(range(self.size), deadline)
+        for begin in range(0, int(table.max()), step):
+            now = np.clip(table - begin, 0, step)
+            local, remote = now[np.ix_(self._own, self._own)], np.where(near, 0, now)
+            sources = _split_array(source, sent + begin, now[self.rank])
+            targets = _split_array(target, received + begin, now[:, self.rank])
+            for backend, numbers, ranks, limit in (
+                (self._local.backend, local, self._own, deadline),
+                (self._flat, remote, remote_ranks, deadline + GRACE_SECONDS),
+            ):
+                if backend is not None and numbers.any():
+                    outgoing = BufferList([sources[rank] for rank in ranks]).joined()
+                    pieces = BufferList([targets[rank] for rank in ranks])
+                    incoming = np.empty(pieces.size, outgoing.dtype)
+                    backend.alltoall(outgoing, numbers.tolist(), incoming, limit)
+                    pieces.write(0, incoming)
 
     # -- registered memory --------------------------------------------------------------------------------------------
 
@@ -229,23 +204,13 @@ class HierarchicalBackend:
     def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
         return self._allocated(self._local.backend.allocate_shared, nbytes, deadline)
 
+    @reports_failures
     def _allocated(self, allocate: Callable[[int, float], MemoryRegion], nbytes: int, deadline: float) -> MemoryRegion:
-        region, failure = None, None
-        with self._reporting_failures():
-            try:
-                region = allocate(nbytes, deadline)
-            except SharedMemoryError as error:
-                failure = error
-            lost = self._lowest_that_failed(failure, deadline)
-            if lost is not None:
-                if region is not None:
-                    self._local.backend.undo(region)
-                raise failure or _shared_memory_error(lost)
-        assert region is not None
+        region = self._on_all(lambda: allocate(nbytes, deadline), self._local.backend.undo, deadline)
         offset = self._next_offset
         self._next_offset += -(-max(1, nbytes) // _LINE) * _LINE
         self._regions[offset] = region
-        return MemoryRegion(offset, nbytes, region.array, self._inter_host.owned(region.owned))
+        return MemoryRegion(offset, nbytes, region.array, self._owned(region.owned))
 
     def free(self, offset: int) -> None:
         self._local.backend.free(self._regions.pop(offset).offset)
@@ -257,33 +222,40 @@ class HierarchicalBackend:
                 return self._local.copies(region, buffer.offset - start, nbytes, storage)
         raise AssertionError(f"no registered memory at offset {buffer.offset}, {nbytes} bytes")
 
-    def _lowest_that_failed(self, failure: SharedMemoryError | None, deadline: float) -> int | None:
-        """Return the lowest rank of the job, if any, that has a failure."""
-        number = np.array([_NO_RANK if failure is None else self._ranks[self.rank]], np.int64)
+    def _on_all(self, make: Callable[[], _Made], undo: Callable[[_Made], None], deadline: float) -> _Made:
+        """Make something of shared memory on all ranks, or on none: then all raise SharedMemoryError."""
+        number = np.array([_NO_RANK], np.int64)
+        made: list[_Made] = []
+        failure = None
+        try:
+            made.append(make())
+        except SharedMemoryError as error:
+            failure, number[0] = error, self._ranks[self.rank]
         self.allreduce([ReduceBuffer(number, number)], Reduction(DTYPES["int64"], ReduceOp.MIN, self.size), deadline)
-        return None if number[0] == _NO_RANK else int(number[0])
+        if (lowest := int(number[0])) == _NO_RANK:
+            return made[0]
+        for one in made:
+            undo(one)
+        raise failure or SharedMemoryError(
+            f"not enough shared memory on the host of rank {lowest}, which says how much", ranks=(lowest,)
+        )
 
     # -- some of the ranks --------------------------------------------------------------------------------------------
 
+    @reports_failures
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
-        local_members = [index for index, rank in enumerate(self._own) if rank in ranks]
-        part, failure = None, None
-        with self._reporting_failures():
-            try:
-                part = self._local.backend.split(local_members, deadline) if local_members else None
-            except SharedMemoryError as error:
-                failure = error
-            lost = self._lowest_that_failed(failure, deadline)
-            if lost is not None:
-                if part is not None:
-                    part.close()
-                raise failure or _shared_memory_error(lost)
-            if part is None:
-                return None
-            numbers = [self._ranks[rank] for rank in ranks]
-            groups = self._cross.among(ranks)
-            member = list(ranks).index(self.rank)
-            return compose_backend(groups, member, part, self._network, numbers, deadline, self._chunk_bytes)
+        local, local_members = self._local.backend, [index for index, rank in enumerate(self._own) if rank in ranks]
+        part = self._on_all(
+            lambda: local.split(local_members, deadline) if local_members else None,
+            lambda part: None if part is None else part.close(),
+            deadline,
+        )
+        if part is None:
+            return None
+        numbers = [self._ranks[rank] for rank in ranks]
+        groups = self._cross.among(ranks)
+        member = list(ranks).index(self.rank)
+        return compose_backend(groups, member, part, self._network, numbers, deadline, self._chunk_bytes)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -331,17 +303,6 @@ class HierarchicalBackend:
 
         return lacking
 
-    @contextmanager
-    def _reporting_failures(self) -> Iterator[None]:
-        """Report failures to other hosts, which cannot see them."""
-        try:
-            yield
-        except SharedMemoryError:
-            raise  # all know it, and nothing is broken
-        except CollectiveError as error:
-            self.abort(error)
-            raise
-
     def _join(self, members: Sequence[int], deadline: float) -> Backend:
         """Make a backend of the network among some of the ranks."""
         backend = self._network.among([self._ranks[member] for member in members], deadline)
@@ -353,21 +314,3 @@ class HierarchicalBackend:
 
 def _split_array(array: Array, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[Array]:
     return [array[start : start + count] for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
-
-
-def _select_arrays(arrays: Sequence[Array], indices: Sequence[int]) -> BufferList:
-    return BufferList([arrays[index] for index in indices])
-
-
-def _alltoall_pieces(
-    backend: Backend, sent: BufferList, counts: NDArray[np.int64], received: BufferList, deadline: float
-) -> None:
-    """Do alltoall of arrays that lie in pieces."""
-    outgoing = sent.joined()
-    incoming = np.empty(received.size, outgoing.dtype)
-    backend.alltoall(outgoing, counts.tolist(), incoming, deadline)
-    received.write(0, incoming)
-
-
-def _shared_memory_error(rank: int) -> SharedMemoryError:
-    return SharedMemoryError(f"not enough shared memory on the host of rank {rank}, which says how much", ranks=(rank,))

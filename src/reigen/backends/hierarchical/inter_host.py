@@ -2,77 +2,90 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from reigen.backends.base import Array, Backend, ReduceBuffer
-from reigen.backends.buffer_list import BufferList, rank_slice, zip_pieces
-from reigen.backends.hierarchical.cross_groups import SMALL_BYTES, CrossGroups, TwoStageReduction
+from reigen.backends.buffer_list import BufferList, rank_slice, split_array, zip_pieces
+from reigen.backends.hierarchical.cross_groups import SMALL_BYTES, CrossGroups, TwoStageReduction, two_stage_reduction
 from reigen.backends.hierarchical.intra_host import EMPTY_BUFFERS, Combine, IntraHost, ReadRequest
-from reigen.kernels.reduce import BlockReducer
+from reigen.errors import CollectiveError, SharedMemoryError
+from reigen.kernels.reduce import BlockReducer, Reduction
 
 #: Seconds beyond the deadline that each of the steps b and c waits.
 GRACE_SECONDS = 1.0
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def reports_failures(operation: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Decorate an operation of a backend: its failures are reported to other hosts, which cannot see them."""
+
+    @functools.wraps(operation)
+    def reporting(backend: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return operation(backend, *args, **kwargs)
+        except SharedMemoryError:
+            raise  # all know it, and nothing is broken
+        except CollectiveError as error:
+            backend.abort(error)
+            raise
+
+    return reporting
+
 
 class InterHost:
-    """One rank's part in operations between hosts.
+    """Operations between hosts of a `HierarchicalBackend`, which is one.
 
-    Args:
-        cross: the ranks by host and cross group.
-        rank: this rank, numbered as there.
-        local: the ranks of this host.
-        chunk_bytes: limit of scratch for operations that cannot be done in the caller's arrays.
+    ``rank`` is numbered as in ``cross``; ``chunk_bytes`` limits the scratch for operations that cannot be done in the
+    caller's arrays.
     """
 
     def __init__(self, cross: CrossGroups, rank: int, local: IntraHost, chunk_bytes: int) -> None:
-        self._cross, self._rank, self._local, self._chunk_bytes = cross, rank, local, chunk_bytes
+        self.rank, self.size = rank, cross.size
+        self._cross, self._local, self._chunk_bytes = cross, local, chunk_bytes
         self._host = cross.host_of(rank)
         #: the ranks of this host
         self._own = cross.hosts[self._host]
         #: index of this rank's cross group, if it has one
-        self.index = cross.group_of(rank)
+        self._index = cross.group_of(rank)
         #: by cross group, its rank on this host, numbered as in the local backend
         self._members = [self._own.index(ranks[self._host]) for ranks in cross.groups]
         #: the backend of the cross group, once it has been joined
-        self.group: Backend | None = None
+        self._group: Backend | None = None
 
-    def learn(self, deadline: float) -> tuple[bool, bool]:
+    def _learn(self, deadline: float) -> tuple[bool, bool]:
         """Learn whether the network adds in order and is abortable; ranks of a cross group tell the others."""
         answers = np.zeros(2, bool)
-        if self.group is not None:
-            answers[:] = self.group.capabilities.ordered_sums, self.group.capabilities.abortable
-        shown = BufferList([answers]) if self.index == 0 else EMPTY_BUFFERS
+        if self._group is not None:
+            answers[:] = self._group.capabilities.ordered_sums, self._group.capabilities.abortable
+        shown = BufferList([answers]) if self._index == 0 else EMPTY_BUFFERS
         rest = len(self._members) - 1
         requests = [ReadRequest(0, BufferList([answers]))] + [None] * rest
         self._spread([2] + [0] * rest, shown, requests, answers.dtype, deadline)
         return bool(answers[0]), bool(answers[1])
 
-    def owned(self, copies: Sequence[Array]) -> tuple[Array, ...]:
+    def _owned(self, copies: Sequence[Array]) -> tuple[Array, ...]:
         """Return the arrays of the ranks that own slices, by cross group, of an array of each rank of this host."""
         return tuple(copies[rank] for rank in self._members)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
-    def allreduce_registered(self, copies: Sequence[BufferList], stages: TwoStageReduction, deadline: float) -> None:
-        """Reduce where it lies. ``copies``: of each rank of this host."""
-        bounds = self._slice(copies[0].size, stages.full.dtype.itemsize)
-        self._reduce_registered(copies, bounds, stages, deadline, keep=False)
-
     def _reduce_registered(
-        self,
-        copies: Sequence[BufferList],
-        bounds: tuple[int, int],
-        stages: TwoStageReduction,
-        deadline: float,
-        *,
-        keep: bool,
+        self, copies: Sequence[BufferList], counts: Sequence[int] | None, stages: TwoStageReduction, deadline: float
     ) -> None:
-        """Reduce this rank's slice of all copies, inside and between hosts; ``keep``: into its own copy alone."""
+        """Reduce where it lies. ``copies``: of each rank of this host; ``counts``: of `Backend.reduce_to_owners`."""
         storage, combine = stages.full.dtype.storage, _combine_function(stages)
-        low, high = bounds
+        low = high = 0
+        if self._index is not None and counts is not None:
+            low = sum(counts[: self._index])
+            high = low + counts[self._index]
+        elif self._index is not None:
+            low, high = self._cross.slices(copies[0].size, storage.itemsize)[self._index]
         step = self._chunk_bytes // storage.itemsize if stages.wide else high - low
         for begin in range(low, high, max(1, step)):
             pieces = [copy.cut(begin, min(high, begin + step)) for copy in copies]
@@ -81,21 +94,13 @@ class InterHost:
             self._local.reduce_copies(pieces, partial, combine, storage)
             self._local.ended("SHM_REDUCE")
             result = self._between(partial, stages, deadline + GRACE_SECONDS)
-            for copy in [own] if keep else pieces:
+            for copy in pieces if counts is None else [own]:
                 if copy is not result:
                     _copy(result, copy)
             self._local.ended("MEMCPY_OUT_FUSION_BUFFER")
         self._local.backend.barrier(deadline + 2 * GRACE_SECONDS)
 
-    def reduce_to_owners(
-        self, copies: Sequence[BufferList], counts: Sequence[int], stages: TwoStageReduction, deadline: float
-    ) -> None:
-        """Implement `Backend.reduce_to_owners`: `allreduce_registered` but its last step. ``counts``: by group."""
-        low = 0 if self.index is None else sum(counts[: self.index])
-        high = low if self.index is None else low + counts[self.index]
-        self._reduce_registered(copies, (low, high), stages, deadline, keep=True)
-
-    def allreduce(self, source: BufferList, target: BufferList, stages: TwoStageReduction, deadline: float) -> None:
+    def _allreduce(self, source: BufferList, target: BufferList, stages: TwoStageReduction, deadline: float) -> None:
         """Implement `Backend.allreduce`. A cross group's local sums go to its results' place, its rank's target."""
         storage, combine = stages.full.dtype.storage, _combine_function(stages)
         slices = self._cross.slices(source.size, storage.itemsize)
@@ -105,7 +110,7 @@ class InterHost:
             spans = [(min(high, low + begin), min(high, low + begin + step)) for low, high in slices]
             results = [target.cut(*span) for span in spans]
             shown = EMPTY_BUFFERS
-            own = EMPTY_BUFFERS if self.index is None else results[self.index]
+            own = EMPTY_BUFFERS if self._index is None else results[self._index]
             partial = _scratch(own.size, stages) if stages.wide else own
             self._gather([source.cut(*span) for span in spans], partial, combine, storage, deadline)
             if own.size:
@@ -138,13 +143,15 @@ class InterHost:
         group.allgather(rounded, counts, result, deadline)
         return BufferList([result])
 
+    @reports_failures
     def reduce_scatter(
-        self, source: Array, counts: Sequence[int], target: Array, stages: TwoStageReduction, deadline: float
+        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
         """Implement `Backend.reduce_scatter`. Every cross group carries a part of each host's result."""
-        combine, storage = _combine_function(stages), stages.full.dtype.storage
+        stages, storage = two_stage_reduction(reduction), reduction.dtype.storage
+        combine = _combine_function(stages)
         blocks = self._blocks(source, counts)
-        before = sum(counts[rank] for rank in self._own if rank < self._rank)  # in this host's block
+        before = sum(counts[rank] for rank in self._own if rank < self.rank)  # in this host's block
         step = max(1, self._chunk_bytes // storage.itemsize // len(blocks))
         for begin in range(0, max(block.size for block in blocks), step):
             chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]
@@ -172,12 +179,12 @@ class InterHost:
             _concatenate([chunk.cut(*bounds[index]) for chunk, bounds in zip(chunks, slices, strict=True)])
             for index in range(len(self._members))
         ]
-        own = EMPTY_BUFFERS if self.index is None else parts[self.index]
+        own = EMPTY_BUFFERS if self._index is None else parts[self._index]
         partial = _scratch(own.size, stages)
         self._gather(parts, partial, combine, storage, deadline, followed=chunks[self._host].size > 0)
-        if self.index is None or not own.size:
+        if self._index is None or not own.size:
             return EMPTY_BUFFERS
-        counts = [bounds[self.index][1] - bounds[self.index][0] for bounds in slices]
+        counts = [bounds[self._index][1] - bounds[self._index][0] for bounds in slices]
         [(_, total)] = partial.pieces(0, partial.size)
         result = np.empty(counts[self._host], total.dtype)
         self._cross_backend().reduce_scatter(total, counts, result, stages.network, deadline + GRACE_SECONDS)
@@ -189,13 +196,13 @@ class InterHost:
 
     # -- other collectives --------------------------------------------------------------------------------------------
 
+    @reports_failures
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
         """Implement `Backend.allgather`. Every cross group carries a part of each host's data."""
         blocks = self._blocks(target, counts)
         sizes = [counts[rank] for rank in self._own]
-        ends = itertools.accumulate(sizes)
-        own = blocks[self._host]
-        requests = [ReadRequest(0, own.cut(end - count, end)) for count, end in zip(sizes, ends, strict=True)]
+        parts = split_array(target, counts)
+        requests = [ReadRequest(0, BufferList([parts[rank]])) for rank in self._own]
         step = max(1, self._chunk_bytes // target.itemsize // len(blocks))
         self._local.share(BufferList([source]), sizes, requests, target.dtype, deadline)
         for begin in range(0, max(block.size for block in blocks), step):
@@ -206,8 +213,8 @@ class InterHost:
         """Exchange the hosts' chunks: all get all of them."""
         slices = [self._cross.slices(chunk.size, storage.itemsize) for chunk in chunks]
         shown = EMPTY_BUFFERS
-        if self.index is not None:
-            bounds = [of_host[self.index] for of_host in slices]
+        if self._index is not None:
+            bounds = [of_host[self._index] for of_host in slices]
             counts = [high - low for low, high in bounds]
             if any(counts):
                 sent, received = np.empty(counts[self._host], storage), np.empty(sum(counts), storage)
@@ -223,6 +230,7 @@ class InterHost:
         requests = [ReadRequest(0, piece) for piece in pieces]
         self._spread(sizes, shown, requests, storage, deadline + 2 * GRACE_SECONDS)
 
+    @reports_failures
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         """Implement `Backend.broadcast`. Every cross group carries a part, from the root's host to all others."""
         start = self._cross.host_of(root)
@@ -233,12 +241,12 @@ class InterHost:
         if start == self._host:
             sizes = [target.size if rank == root else 0 for rank in self._own]
             requests = [
-                ReadRequest(0, BufferList([target])) if n and rank != self._rank else None
+                ReadRequest(0, BufferList([target])) if n and rank != self.rank else None
                 for rank, n in zip(self._own, sizes, strict=True)
             ]
             shown = EMPTY_BUFFERS if source is None else BufferList([target])
             self._local.share(shown, sizes, requests, target.dtype, deadline)
-        own_slice = None if self.index is None else pieces[self.index]
+        own_slice = None if self._index is None else pieces[self._index]
         if own_slice is not None and own_slice.size:
             sent = own_slice if start == self._host else None
             self._cross_backend().broadcast(sent, own_slice, start, deadline + GRACE_SECONDS)
@@ -248,26 +256,22 @@ class InterHost:
             sizes = [piece.size for piece in pieces]
             self._spread(sizes, shown, remote_requests, target.dtype, deadline + 2 * GRACE_SECONDS)
 
+    @reports_failures
     def barrier(self, deadline: float) -> None:
-        self._local.arrive(deadline, waits=self.index == 0)
-        if self.index == 0:
+        self._local.arrive(deadline, waits=self._index == 0)
+        if self._index == 0:
             self._cross_backend().barrier(deadline + GRACE_SECONDS)
         self._local.backend.barrier(deadline + 2 * GRACE_SECONDS)
 
     # -- cross groups -------------------------------------------------------------------------------------------------
 
     def _cross_backend(self) -> Backend:
-        assert self.group is not None, "only ranks of a cross group have a slice"
-        return self.group
-
-    def _slice(self, count: int, itemsize: int) -> tuple[int, int]:
-        """Return this rank's range of ``count`` elements."""
-        return (0, 0) if self.index is None else self._cross.slices(count, itemsize)[self.index]
+        assert self._group is not None, "only ranks of a cross group have a slice"
+        return self._group
 
     def _blocks(self, array: Array, counts: Sequence[int]) -> list[BufferList]:
         """Return the parts of an array, one for each rank, by host."""
-        ends = list(itertools.accumulate(counts))
-        parts = [array[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        parts = split_array(array, counts)
         return [BufferList([parts[rank] for rank in host]) for host in self._cross.hosts]
 
     def _gather(

@@ -6,7 +6,7 @@ it never is the caller's: data passes through staging memory of the backend, chu
 while this one is copied or added up. That keeps all counts far below 2**31, too, beyond which MPI libraries differ.
 
 Floating-point sums are taken in rank order as on one host (`reigen.kernels.reduce`): an alltoall brings every rank
-its slice of all ranks' data, an allgather the sums. Beyond `reigen.backends.mpi.order.ORDERED_RANKS` ranks MPI's own
+its slice of all ranks' data, an allgather the sums. Beyond `ORDERED_RANKS` ranks MPI's own
 reductions are used where it has them; they send fewer messages, and add in an order that MPI chooses, the same on all
 ranks, but not necessarily the same for all sizes.
 """
@@ -18,33 +18,32 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reigen.backends.base import (
     Array,
     BackendCapabilities,
     FlatBackend,
-    MissingRanksCallback,
-    ProgressHook,
     ReduceBuffer,
 )
 from reigen.backends.buffer_list import BufferList, rank_slice
-from reigen.backends.mpi.order import can_reduce_by_mpi, sums_in_rank_order
 from reigen.backends.mpi.progress import MpiProgress
 from reigen.backends.null import NullBackend
 from reigen.backends.shm.cross_memory import BLOCK_BYTES
 from reigen.errors import CollectiveError
-from reigen.kernels.reduce import BlockReducer, Reduction
+from reigen.kernels.reduce import BlockReducer, Reduction, ScratchArrays
 from reigen.types import DType, ReduceOp
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm, Request
+    from mpi4py.MPI import Request
 
 #: Bytes of a chunk, and number of chunks on their way: larger ones leave the cache, more use more memory.
 CHUNK_BYTES = 1 << 20
 _NUM_SLOTS = 4
 #: Up to so many bytes of all ranks together, every rank gets and adds up everything: one exchange instead of two.
 SMALL_BYTES = 1 << 17
+#: Up to so many ranks, sums are taken in rank order. An alltoall and an allgather then take no longer than the
+#: allreduce of Open MPI or MPICH, but the number of their messages grows with the square of the number of ranks.
+ORDERED_RANKS = 16
 
 
 class MpiBackend(FlatBackend):
@@ -60,35 +59,18 @@ class MpiBackend(FlatBackend):
 
         self._mpi = MPI
         self._progress, self._native, self._chunk_bytes = progress, native, chunk_bytes
+        self._communicator, self._post = progress.communicator, progress.post
         self.rank, self.size = progress.rank, progress.size
         self._ordered, self.reason = sums_in_rank_order(progress.size, native)
         self.capabilities = BackendCapabilities(registered_memory=False, ordered_sums=self._ordered, abortable=True)
-        self._staging: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self._staging = ScratchArrays()
         self._num_splits = 0
-
-    @property
-    def lacking(self) -> MissingRanksCallback | None:
-        """Callback of the progress."""
-        return self._progress.lacking
-
-    @lacking.setter
-    def lacking(self, callback: MissingRanksCallback | None) -> None:
-        self._progress.lacking = callback
-
-    @property
-    def progress_hook(self) -> ProgressHook | None:
-        """Hook of the progress."""
-        return self._progress.progress_hook
-
-    @progress_hook.setter
-    def progress_hook(self, work: ProgressHook | None) -> None:
-        self._progress.progress_hook = work
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
         """Implement `Backend.allreduce`; memory of `allocate` is ordinary memory."""
-        self._progress.begin()
+        self._progress.begin(self.lacking, self.progress_hook)
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         if source.size == 0:
             return
@@ -188,7 +170,7 @@ class MpiBackend(FlatBackend):
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        self._progress.begin()
+        self._progress.begin(self.lacking, self.progress_hook)
         dtype, by_mpi = reduction.dtype, self._by_mpi(reduction)
         starts = list(itertools.accumulate(counts, initial=0))
         num_rounds = -(-sum(counts) * dtype.itemsize // self._chunk_bytes)
@@ -232,7 +214,7 @@ class MpiBackend(FlatBackend):
     # -- collectives that move data -----------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        self._progress.begin()
+        self._progress.begin(self.lacking, self.progress_hook)
         starts = list(itertools.accumulate(counts, initial=0))
         num_rounds = -(-sum(counts) * target.itemsize // self._chunk_bytes)
 
@@ -255,7 +237,7 @@ class MpiBackend(FlatBackend):
         self._rounds(num_rounds, start, finish, "MPI_ALLGATHER", deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        self._progress.begin()
+        self._progress.begin(self.lacking, self.progress_hook)
         bounds = _split_chunks(target.size, self._chunk_bytes // target.itemsize)
 
         def start(index: int) -> Request:
@@ -275,7 +257,7 @@ class MpiBackend(FlatBackend):
         self._rounds(len(bounds), start, finish, "MPI_BCAST", deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        self._progress.begin()
+        self._progress.begin(self.lacking, self.progress_hook)
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
         send_starts = list(itertools.accumulate(sent, initial=0))
         receive_starts = list(itertools.accumulate(received, initial=0))
@@ -300,14 +282,10 @@ class MpiBackend(FlatBackend):
         self._rounds(num_rounds, start, finish, "MPI_ALLTOALL", deadline)
 
     def barrier(self, deadline: float) -> None:
-        self._progress.begin()
+        self._progress.begin(self.lacking, self.progress_hook)
         self._progress.wait(self._post(self._communicator.Ibarrier), deadline)
 
     # -- help ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def _communicator(self) -> Intracomm:
-        return self._progress.communicator
 
     def _rounds(
         self,
@@ -339,17 +317,10 @@ class MpiBackend(FlatBackend):
         buffer = [stage, [n * stage.itemsize for n in sizes], self._mpi.BYTE]
         return self._post(lambda: self._communicator.Iallgatherv(self._mpi.IN_PLACE, buffer), stage)
 
-    def _post(self, start: Callable[[], Request], *memory: object) -> Request:
-        return self._progress.post(start, *memory)
-
     def _take(self, use: str, index: int, count: int, dtype: DType | np.dtype[Any]) -> Array:
         """Return staging memory of ``count`` elements for the ``index``-th chunk; the same again for the same chunk."""
         storage = dtype.storage if isinstance(dtype, DType) else dtype
-        key, nbytes = (use, index % _NUM_SLOTS), count * storage.itemsize
-        array = self._staging.get(key)
-        if array is None or array.size < nbytes:
-            array = self._staging[key] = np.empty(nbytes, np.uint8)
-        return array[:nbytes].view(storage)
+        return self._staging.take(f"{use} {index % _NUM_SLOTS}", count * storage.itemsize, np.uint8).view(storage)
 
     def _ended(self, phase: str) -> None:
         if self.phase_ended is not None:
@@ -370,7 +341,31 @@ class MpiBackend(FlatBackend):
 
     def close(self) -> None:
         self._progress.close()
-        self._staging.clear()
+        self._staging = ScratchArrays()
+
+
+def sums_in_rank_order(size: int, native: bool | None) -> tuple[bool, str]:
+    """Return ``(whether floating-point sums are taken in rank order, why)`` in a backend of ``size`` ranks.
+
+    ``native``: whether MPI's own reductions are to be used; None: undecided.
+    """
+    if native is not None:
+        return not native, "MPI's own reductions were asked for" if native else "sums in rank order were asked for"
+    if size <= ORDERED_RANKS:
+        return True, f"{size} ranks, at most {ORDERED_RANKS}: sums in rank order cost nothing"
+    return False, f"{size} ranks, more than {ORDERED_RANKS}: MPI's own reductions send fewer messages"
+
+
+def can_reduce_by_mpi(reduction: Reduction) -> tuple[bool, str]:
+    """Return ``(whether MPI computes this as Reigen's kernels would but for the order, why or why not)``."""
+    dtype, op = reduction.dtype, reduction.op
+    if dtype.itemsize < 4:
+        # Open MPI 5.0.9 adds uint8 with saturation where the processor has AVX; MPICH 4.0.2 takes MIN of uint8 as if
+        # it were signed. And no MPI sums halves in float32.
+        return False, f"MPI libraries do not agree on {op.name} of {dtype.name}"
+    if dtype.is_floating and op in {ReduceOp.MIN, ReduceOp.MAX}:
+        return False, f"MPI does not say what {op.name} of a NaN is"
+    return True, f"MPI has {op.name} of {dtype.name}"
 
 
 def _scaling_reducers(reduction: Reduction) -> tuple[BlockReducer, BlockReducer]:

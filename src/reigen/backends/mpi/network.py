@@ -43,7 +43,7 @@ class MpiNetwork:
         rendezvous: of ranks before they make a backend; keys begin with ``mpi/``.
         failure: see `FailureCheck`.
         looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
-        native: whether MPI's own reductions are used where there are any; None leaves it to `mpi.order`.
+        native: whether MPI's own reductions are used where there are any; None: see `sums_in_rank_order`.
         chunk_bytes: limit of a chunk.
 
     Attributes:
@@ -99,16 +99,8 @@ def wait_for_ranks(
 ) -> bytes:
     """Wait until all of some ranks have come, in the lowest one; the others wait for it.
 
-    Args:
-        rendezvous: of the job.
-        ranks: of the job, ascending, at least two.
-        rank: this one.
-        prefix: of keys that are used for nothing else.
-        failure: see `FailureCheck`.
-        deadline: see `reigen.backends.base`.
-
-    Returns:
-        A name that the lowest rank has made for these ranks.
+    ``ranks`` of the job, ascending, are at least two, ``rank`` is this one, and keys with the ``prefix`` are used for
+    nothing else. Returns a name that the lowest rank has made for these ranks.
 
     Raises:
         DeadlineError: ranks did not come; names them, to the lowest rank.

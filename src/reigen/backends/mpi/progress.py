@@ -60,10 +60,7 @@ class _StatusMessage(msgspec.Struct, array_like=True, frozen=True):
 class MpiSharedState:
     """State that all MPI backends of a process share.
 
-    Args:
-        failure: see `FailureCheck`.
-        farewell: handles operations that are given up.
-        looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
+    ``farewell`` handles operations that are given up; ``failure`` and ``looks`` are those of `MpiNetwork`.
     """
 
     def __init__(self, failure: FailureCheck, farewell: MpiExitHandler, looks: int) -> None:
@@ -98,8 +95,8 @@ class MpiProgress:
         self.rank, self.size = communicator.rank, communicator.size
         self.communicator = communicator
         self._commons = commons
-        self.lacking: MissingRanksCallback | None = None
-        self.progress_hook: ProgressHook | None = None
+        self._lacking: MissingRanksCallback | None = None
+        self._hook: ProgressHook | None = None
         #: number of operations that this rank has begun, and whether it has sent _PRESENT for this one
         self._operation, self._has_reported = 0, False
         #: the last operation for which each rank has sent _PRESENT
@@ -114,8 +111,9 @@ class MpiProgress:
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begin the next operation; raises CollectiveError if some rank has given up."""
+    def begin(self, lacking: MissingRanksCallback | None, hook: ProgressHook | None) -> None:
+        """Begin the next operation, with the backend's callbacks; raises CollectiveError if some rank has given up."""
+        self._lacking, self._hook = lacking, hook
         self._operation += 1
         self._has_reported = False
         with self._commons.lock:
@@ -155,7 +153,7 @@ class MpiProgress:
     def _wait_long(self, request: Request, deadline: float) -> None:
         now = time.monotonic()
         sleepless, look, pause = now + _YIELD_SECONDS, now + LOOK_SECONDS, _SHORTEST_SLEEP
-        hook, poll = self.progress_hook, select.poll()
+        hook, poll = self._hook, select.poll()
         if hook is not None:
             poll.register(hook.descriptor, select.POLLIN)
         while not self._is_complete(request):
@@ -185,8 +183,8 @@ class MpiProgress:
         missing = [rank for rank, last in enumerate(self._present) if rank != self.rank and last < self._operation]
         if self._commons.error is not None:
             return self._commons.error
-        if missing and self.lacking is not None:
-            self.lacking(missing)
+        if missing and self._lacking is not None:
+            self._lacking(missing)
         others = [self.ranks[member] for member in missing or range(self.size) if member != self.rank]
         error = self._commons.failure(others)
         if has_left(error):
@@ -231,7 +229,7 @@ class MpiProgress:
             )
 
     def _send_status(self, note: _StatusMessage) -> None:
-        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
+        self._drop_sent()
         data = np.frombuffer(msgspec.msgpack.encode(note), np.uint8)
         for other in range(self.size):
             if other != self.rank:
@@ -240,6 +238,9 @@ class MpiProgress:
                 except self._mpi.Exception:  # it is gone; the others get it nevertheless
                     continue
                 self._sent.append((request, data))
+
+    def _drop_sent(self) -> None:
+        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
 
     def part(self, members: Sequence[int], number: int) -> MpiProgress | None:
         """Make the progress of some of the ranks, ascending; None where this is none of them. All members call it.
@@ -292,7 +293,7 @@ class MpiProgress:
             return
         self._closed = True
         with self._commons.lock:
-            self._sent = [(request, data) for request, data in self._sent if not request.Test()]
+            self._drop_sent()
             if self._commons.error is None and not self._sent and not self._pending:
                 self.communicator.Free()
             else:

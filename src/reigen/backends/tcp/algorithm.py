@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from reigen.backends.buffer_list import rank_slice
 
@@ -61,12 +61,8 @@ def choose_algorithm(nbytes: int, size: int, requested: str = "auto") -> tuple[A
         size: at least 2.
         requested: an algorithm, or ``auto``.
     """
-    if requested == "latency":
-        return "latency", "it was asked for"
-    if requested == "direct":
-        return "direct", "it was asked for"
-    if requested == "ring":
-        return "ring", "it was asked for"
+    if requested != "auto":
+        return cast("Algorithm", requested), "it was asked for"
     more = (size - 1) * (size - 2) * nbytes // size
     if more <= HOP_BYTES and nbytes <= LATENCY_BYTES:
         return "latency", f"{nbytes} bytes: one hop, for which {more} bytes more travel"

@@ -11,6 +11,7 @@ has left for all ranks that need it: see each class.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,14 +123,18 @@ class _ChunkedAllreduce:
     def _own_contribution(self, index: int, begin: int, end: int) -> Array:
         """Return the same; copied, if it must be, to this rank's slot for the chunk ``index``."""
         piece = self._source.whole(begin, end)
-        return (
-            self._contribution(begin, end, self._slot(index, self._team.rank, end - begin)) if piece is None else piece
-        )
+        if piece is None:
+            piece = self._contribution(begin, end, self._slot(index, self._team.rank, end - begin))
+        return piece
 
-    def _inputs(self, index: int, count: int, own: Array) -> list[Array]:
-        """Return all contributions to the chunk ``index``, in rank order."""
+    def _reduce(self, index: int, own: Array, place: int) -> tuple[Array, ChunkBlock | None]:
+        """Reduce all contributions to the chunk ``index``, in rank order, to the target's element ``place`` on."""
         size, rank = len(self._team.ranks), self._team.rank
-        return [own if member == rank else self._slot(index, member, count) for member in range(size)]
+        inputs = [own if member == rank else self._slot(index, member, own.size) for member in range(size)]
+        result, block = self._result(place, place + own.size)
+        self._reducer.reduce(inputs, result)
+        self._release(index)
+        return result, block
 
     def _send_contribution(self, member: int, begin: int, end: int) -> None:
         """Post it to a member. If it must be copied, it is when it is its turn."""
@@ -177,10 +182,8 @@ class DirectAllreduce(_ChunkedAllreduce):
     of this rank's contribution among others.
 
     Args:
-    team: the ranks.
-        source: this rank's contributions.
+        team, source, reducer: the ranks, this rank's contributions, the reduction.
         target: array for the result; its first element is element ``origin`` of all.
-        reducer: of the reduction.
         rows: for each row the chunk of every rank.
         origin: 0 where the target has room for everything.
         is_shared: every rank gets all sums, not only those that it makes.
@@ -203,7 +206,9 @@ class DirectAllreduce(_ChunkedAllreduce):
         #: how many contributions to this rank's chunk are missing, by row; the first row that is not complete
         self._missing = [0 if begin == end else len(team.others) for begin, end in (row[team.rank] for row in rows)]
         self._current = 0
-        self._incoming = {member: _IncomingMessages(self._script(member)) for member in team.others}
+        #: by member: messages for which no place is posted, and the number of places that are posted and empty
+        self._incoming = {member: deque(self._script(member)) for member in team.others}
+        self._num_posted = dict.fromkeys(team.others, 0)
 
     def start(self) -> None:
         """Post the first messages."""
@@ -211,7 +216,7 @@ class DirectAllreduce(_ChunkedAllreduce):
         self._advance()
 
     def _script(self, member: int) -> Iterator[tuple[int, bool]]:
-        """Yield a member's messages: the row, and whether it is a sum."""
+        """Yield a member's messages in their order: the row, and whether it is a sum."""
         for row, (begin, end) in enumerate(itertools.pairwise((0, *self._leads)), start=-1):
             if self._is_shared and row >= 0 and _is_nonempty(self._rows[row][member]):
                 yield row, True
@@ -229,8 +234,8 @@ class DirectAllreduce(_ChunkedAllreduce):
     def _expect(self, member: int) -> None:
         """Post the places of a member's next messages, as far as there is room."""
         incoming = self._incoming[member]
-        while incoming.num_posted < WINDOW and incoming.next is not None:
-            row, is_sum = incoming.next
+        while incoming and self._num_posted[member] < WINDOW:
+            row, is_sum = incoming[0]
             if is_sum:
                 begin, end = self._rows[row][member]
                 place, block = self._result(begin, end)
@@ -242,16 +247,16 @@ class DirectAllreduce(_ChunkedAllreduce):
             else:
                 return
             self._team.receive(member, place, then)
-            incoming.next = next(incoming.script, None)
-            incoming.num_posted += 1
+            incoming.popleft()
+            self._num_posted[member] += 1
 
     def _sum_arrived(self, member: int, begin: int, place: Array, block: ChunkBlock | None) -> None:
         self._conclude(begin, place, block)
-        self._incoming[member].num_posted -= 1
+        self._num_posted[member] -= 1
         self._expect(member)
 
     def _contribution_arrived(self, member: int, row: int) -> None:
-        self._incoming[member].num_posted -= 1
+        self._num_posted[member] -= 1
         self._missing[row] -= 1
         if row == self._current and not self._missing[row]:
             self._advance()
@@ -270,10 +275,7 @@ class DirectAllreduce(_ChunkedAllreduce):
 
     def _complete(self, row: int) -> None:
         begin, end = self._rows[row][self._team.rank]
-        inputs = self._inputs(row, end - begin, self._own_contribution(row, begin, end))
-        total, block = self._result(begin - self._origin, end - self._origin)
-        self._reducer.reduce(inputs, total)
-        self._release(row)
+        total, block = self._reduce(row, self._own_contribution(row, begin, end), begin - self._origin)
         if self._is_shared:
             self._hand_out(begin, total, block)
         else:
@@ -290,21 +292,6 @@ class DirectAllreduce(_ChunkedAllreduce):
 
         for member in self._team.others:
             self._team.send(member, total, None if block is None else sent)
-
-
-class _IncomingMessages:
-    """Messages that are expected from a member.
-
-    Attributes:
-        script: the messages behind ``next``: their rows, and whether they are sums.
-        next: the first for which no place is posted.
-        num_posted: the number of places that are posted, and are empty.
-    """
-
-    def __init__(self, script: Iterator[tuple[int, bool]]) -> None:
-        self.script = script
-        self.next = next(script, None)
-        self.num_posted = 0
 
 
 def _is_nonempty(span: ElementRange) -> bool:
@@ -346,12 +333,8 @@ class LatencyAllreduce(_ChunkedAllreduce):
             self._current += 1
 
     def _complete(self, index: int) -> None:
-        begin, end = self._chunks[index]
-        inputs = self._inputs(index, end - begin, self._own.pop(index))
-        result, block = self._result(begin, end)
-        self._reducer.reduce(inputs, result)
-        self._release(index)
-        self._conclude(begin, result, block)
+        begin, _ = self._chunks[index]
+        self._conclude(begin, *self._reduce(index, self._own.pop(index), begin))
 
 
 class RingAllreduce(_ChunkedAllreduce):

@@ -27,10 +27,9 @@ from reigen.backends.base import (
     MemoryRegion,
     ReduceBuffer,
 )
-from reigen.backends.buffer_list import BufferList
+from reigen.backends.buffer_list import BufferList, split_array
 from reigen.backends.null import NullBackend
 from reigen.backends.tcp.algorithm import (
-    Algorithm,
     adds_in_order,
     choose_algorithm,
     make_owner_rows,
@@ -125,8 +124,10 @@ class TcpBackend(FlatBackend):
             work: LatencyAllreduce | DirectAllreduce | RingAllreduce
             if algorithm == "direct":
                 work = DirectAllreduce(self._team, source, target, reducer, make_rows(source.size, itemsize, self.size))
+            elif algorithm == "ring":
+                work = RingAllreduce(self._team, source, target, reducer)
             else:
-                work = _ALGORITHMS[algorithm](self._team, source, target, reducer)
+                work = LatencyAllreduce(self._team, source, target, reducer)
             work.start()
             exchange.run()
         self._ended("TCP_ALLREDUCE")
@@ -137,16 +138,8 @@ class TcpBackend(FlatBackend):
         spans = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         rows, origin = make_owner_rows(spans, source.itemsize), spans[self.rank][0]
         with self._operation(deadline, self._team.others) as exchange:
-            work = DirectAllreduce(
-                self._team,
-                BufferList([source]),
-                BufferList([target]),
-                self._reducer_of(reduction),
-                rows,
-                origin,
-                is_shared=False,
-            )
-            work.start()
+            buffers, reducer = (BufferList([source]), BufferList([target])), self._reducer_of(reduction)
+            DirectAllreduce(self._team, *buffers, reducer, rows, origin, is_shared=False).start()
             exchange.run()
         self._ended("TCP_REDUCESCATTER")
 
@@ -158,28 +151,28 @@ class TcpBackend(FlatBackend):
     # -- copying ------------------------------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        starts = list(itertools.accumulate(counts, initial=0))
-        with self._operation(deadline, self._team.others) as exchange:
-            for member in self._team.others:
-                self._send(member, source)
-            for member in self._team.others:
-                self._receive(member, target[starts[member] : starts[member + 1]])
-            exchange.run()
-        target[starts[self.rank] : starts[self.rank + 1]] = source
+        self._exchange_parts([source] * self.size, split_array(target, counts), deadline)
         self._ended("TCP_ALLGATHER")
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        sent = list(itertools.accumulate(counts[self.rank], initial=0))
-        received = list(itertools.accumulate((row[self.rank] for row in counts), initial=0))
+        received = split_array(target, [row[self.rank] for row in counts])
+        self._exchange_parts(split_array(source, counts[self.rank]), received, deadline)
+        self._ended("TCP_ALLTOALL")
+
+    def _exchange_parts(self, sent: Sequence[Array], received: Sequence[Array], deadline: float) -> None:
+        """Send each rank its part, and receive one from each; this rank's own is copied."""
         with self._operation(deadline, self._team.others) as exchange:
             for member in self._team.others:
-                self._send(member, source[sent[member] : sent[member + 1]])
+                for begin, end in self._stripes(sent[member]):
+                    self._team.send(member, sent[member][begin:end])
             for member in self._team.others:
-                self._receive(member, target[received[member] : received[member + 1]])
+                for begin, end in self._stripes(received[member]):
+                    self._team.receive(member, received[member][begin:end])
             exchange.run()
-        own = source[sent[self.rank] : sent[self.rank + 1]]
-        target[received[self.rank] : received[self.rank + 1]] = own
-        self._ended("TCP_ALLTOALL")
+        received[self.rank][:] = sent[self.rank]
+
+    def _stripes(self, data: Array) -> list[tuple[int, int]]:
+        return stripe_messages(data.size, data.itemsize, self._num_sockets)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         data = target if source is None else source
@@ -222,14 +215,6 @@ class TcpBackend(FlatBackend):
         if step < self.size:
             self._team.send((self.rank + step) % self.size, _EMPTY)
             self._team.receive((self.rank - step) % self.size, _EMPTY, partial(self._take_round, 2 * step))
-
-    def _send(self, member: int, data: Array) -> None:
-        for begin, end in stripe_messages(data.size, data.itemsize, self._num_sockets):
-            self._team.send(member, data[begin:end])
-
-    def _receive(self, member: int, data: Array) -> None:
-        for begin, end in stripe_messages(data.size, data.itemsize, self._num_sockets):
-            self._team.receive(member, data[begin:end])
 
     # -- registered memory and some of the ranks ----------------------------------------------------------------------
 
@@ -274,9 +259,3 @@ class TcpBackend(FlatBackend):
     def _ended(self, phase: str) -> None:
         if self.phase_ended is not None:
             self.phase_ended(phase)
-
-
-_ALGORITHMS: dict[Algorithm, type[LatencyAllreduce | RingAllreduce]] = {
-    "latency": LatencyAllreduce,
-    "ring": RingAllreduce,
-}

@@ -34,11 +34,7 @@ _MAX_CHARACTERS, _MAX_RANKS = 180, 40
 class FailureDiagnosis:
     """Diagnosis of failures of one rank's operations.
 
-    Args:
-        rank: this rank.
-        peers: the connected ranks, which the caller adds.
-        failure: see `FailureCheck`.
-        hosts: of every rank, for messages.
+    ``peers`` are the connected ranks, which the caller adds; ``hosts``, of every rank, are for messages.
     """
 
     def __init__(

@@ -52,11 +52,7 @@ class TcpEventLoop:
     Operations follow each other, each of them within ``with exchange.operation(...)``. `abort` may come from another
     thread, everything else from one thread at a time.
 
-    Args:
-        mesh: where connections come from.
-        failure: what the job knows of ranks that others wait for.
-        num_sockets: how many connections to make to each rank; within a machine as many for each direction.
-        hosts: of every rank, for messages.
+    The arguments are those of `TcpNetwork`.
     """
 
     def __init__(
@@ -97,11 +93,8 @@ class TcpEventLoop:
     ) -> TcpEventLoop:
         """Return a context in which everything that is posted belongs to one operation.
 
-        Args:
-            deadline: until when it must be over.
-            lacking: see `reigen.backends.base`; gets numbers in the job.
-            meanwhile: see `reigen.backends.base`.
-            ranks: whom this rank exchanges messages with; they do the same, so that there can be connections.
+        ``ranks`` are those with which this one exchanges messages; they do the same, so that there can be connections.
+        The others: see `reigen.backends.base`; ``lacking`` gets numbers in the job.
         """
         self._deadline, self._lacking, self._meanwhile, self._ranks = deadline, lacking, meanwhile, ranks
         return self
