@@ -26,4 +26,6 @@ from reigen.engine.handle import Handle  # noqa: F401
 from reigen.torch.collectives import COLLECTIVES
 from reigen.torch.compression import Compression, Compressor  # noqa: F401
 
-globals().update(make_functions(COLLECTIVES, TORCH, globals(), compression=Compression.none))
+_FUNCTIONS = make_functions(COLLECTIVES, TORCH, globals(), compression=Compression.none)
+globals().update(_FUNCTIONS)
+__all__ = list(_FUNCTIONS)
