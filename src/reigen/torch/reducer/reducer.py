@@ -36,7 +36,7 @@ from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
-from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError
 from reigen.torch.adapter import tensor_over
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer.bucket_memory import (
@@ -193,8 +193,7 @@ class Reducer:
 
     def gather(self) -> None:
         """Collective: every ``p.grad`` becomes the whole reduced gradient, where so far each owner had its part."""
-        assert self.tracker.plan is not None
-        self.owned_memory.gather(self.team, self.tracker.plan)
+        self.owned_memory.gather(self.team)
         self._deliver_all()
 
     @property
@@ -263,11 +262,10 @@ class Reducer:
         self._choose_memory()
 
     def _choose_memory(self) -> None:
-        self._memory: BucketMemory
         self._kinds = _tensor_kinds(self.parameters)
         self._wire = [self._options.compression.wire_dtype(dtype_of(p.dtype)) for p in self.parameters]
         if self._options.owned:
-            self._memory = ShardedBucketMemory(self._places, self._options.owned)
+            self._memory: BucketMemory = ShardedBucketMemory(self._places, self._options.owned)
         else:
             compression = self._options.compression
             self._memory = choose_bucket_memory(self.team, self._places, self.parameters, self._wire, compression)
@@ -354,11 +352,9 @@ class Reducer:
         return (last,) if self._options.owned and last in buckets else ()  # step b of `reigen.api.gradients.sharding`
 
     def _reduce(self, bucket: int, *, blocking: bool) -> None:
-        plan = self.tracker.plan
-        assert plan is not None
         part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
         try:
-            handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
+            handle = self._memory.reduce(self.team, bucket, part, blocking=blocking)
         except CollectiveError as error:  # the job was broken before
             _hint_at_uneven_data(error)
             raise
@@ -466,20 +462,6 @@ class Reducer:
         if dims and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ArgumentError(f"sparse gradients need op=Average or op=Sum, got {op.name}")
         return SparseGradients(dims, average=op is ReduceOp.AVERAGE)
-
-
-def check_no_pending_gradient(reducers: Sequence[Reducer], action: str) -> None:
-    """Accept if no complete gradient is on its way.
-
-    Raises:
-        StepOrderError: one is; the message says that ``action`` came too early.
-    """
-    if any(reducer.tracker.outstanding for reducer in reducers):
-        raise StepOrderError(
-            f"{action} was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
-            "while gradients are on their way to the other ranks; call one of those first. If a loss of another model "
-            "left gradients here that nobody wants, use requires_grad_(False) while it is computed"
-        )
 
 
 def _group_members(parameters: Sequence[torch.Tensor], groups: Mapping[torch.Tensor, int]) -> list[Sequence[int]]:

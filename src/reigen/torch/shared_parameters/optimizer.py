@@ -13,8 +13,8 @@ from reigen import context as contexts
 from reigen.api.gradients.sharding import ShardGranularity
 from reigen.errors import ArgumentError, CollectiveError, ReplicaError, StepOrderError
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
-from reigen.torch.optimizers.gradient_sync import FinishedBy, GradientSynchronizer
-from reigen.torch.optimizers.optimizer_wrapper import Closure, unwrap_optimizer
+from reigen.torch.optimizers.gradient_sync import FinishedBy
+from reigen.torch.optimizers.optimizer_wrapper import Closure, OptimizerReducer, unwrap_optimizer
 from reigen.torch.reducer.reducer import Reducer
 from reigen.torch.shared_parameters.parameters import SharedParameters
 from reigen.torch.shared_parameters.state_layout import (
@@ -51,9 +51,9 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     #: the pieces have their gradients for the next update
     _is_taken: bool
 
-    def attach(self, averager: GradientSynchronizer) -> None:
-        """Use this averager from now on, and free its memory with this object."""
-        super().attach(averager)
+    def attach(self, reducer: OptimizerReducer) -> None:
+        """Use this reducer from now on, and release it and the shared memory with this object."""
+        super().attach(reducer)
         self._inner, self._shared, self._placed, self._group_of = None, [], (), {}
         self._forget_gradients()
         weakref.finalize(self, _release_shared, self._shared).atexit = False
@@ -94,15 +94,15 @@ class SharedParametersOptimizer(AllreduceOptimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     def _hooked_step(self) -> None:
-        averager = self._averager
-        came_early = averager.finished is not FinishedBy.NONE
+        synchronizer = self._reducer
+        came_early = synchronizer.finished is not FinishedBy.NONE
         self._reduce_for_step(wanted=True, stacklevel=5)
         try:
             self._update(came_early or self._skips, from_parameters=self._is_gathered or self._skips)
         finally:
-            averager.stepped()
+            synchronizer.stepped()
             self._forget_gradients()
-        averager.updated(self._parameters())
+        synchronizer.updated(self._parameters())
         contexts.mark("STEP")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -121,7 +121,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
 
         The norm is that of the parts' norms, so its last bits may differ from those of torch's, which is of tensors'.
         """
-        if self._averager.finished is FinishedBy.NONE:
+        if self._reducer.finished is FinishedBy.NONE:
             self._finish_early(FinishedBy.READER)
         if self._is_gathered or not self._shared:
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -158,17 +158,17 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         self._seen = [_parameter_state(p) for shared in self._shared for p in shared.parameters]
 
     def _gather(self) -> None:
-        if self._averager.finished is FinishedBy.NONE:
+        if self._reducer.finished is FinishedBy.NONE:
             self._finish_early(FinishedBy.READER)
         if not self._is_gathered:
-            for reducer in self._averager.reducers:
+            for reducer in self._reducer.reducers:
                 reducer.gather()
             self._is_gathered = True
 
     def _share(self) -> None:
         """Put the parameters into shared memory that are not there yet. Collective where there are any."""
         known = {id(shared.reducer): shared for shared in self._shared}
-        for reducer in self._averager.reducers:
+        for reducer in self._reducer.reducers:
             shared = known.get(id(reducer))
             if reducer.team.size == 1 or (shared is not None and shared.team is reducer.team):
                 continue
