@@ -28,7 +28,7 @@ from reigen.api.gradients.bucket_plan import (
     split_evenly,
 )
 from reigen.api.gradients.compressed_buckets import CompressedBuckets
-from reigen.api.gradients.plan_agreement import PlanProposal
+from reigen.api.gradients.plan_agreement import PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.engine.handle import Handle
 from reigen.errors import UnsupportedTypeError
@@ -128,7 +128,7 @@ class GradientBuckets:
         group, how = self._group, self._group.how
         options = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}, {self._num_groups} groups, "
         options += describe(self._compression)
-        group.agree(PlanProposal((options, *map(str, trained)), (), ()))
+        agree_on_plan(group, PlanProposal((options, *map(str, trained)), (), ()))
         specs = [ParameterSpec(int(np.prod(each.shape)), each.wire.itemsize, each.wire.name) for each in trained]
         order = arrival_order((), len(specs))
         groups = split_evenly(order, self._num_groups) if self._num_groups else ()

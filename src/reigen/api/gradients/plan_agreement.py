@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.objects import allgather_bytes, allgather_object
 from reigen.errors import MismatchError
 
@@ -39,14 +40,16 @@ class PlanAgreement:
     sparse_dims: tuple[int, ...]
 
 
-def agree_on_plan(context: Context, proposal: PlanProposal, name: str, process_set: int = 0) -> PlanAgreement:
-    """Collective over the process set: every rank's proposal in, the same agreement out.
+def agree_on_plan(team: ReduceGroup, proposal: PlanProposal) -> PlanAgreement:
+    """Collective over the group: every rank's proposal in, the same agreement out.
 
     Raises:
         MismatchError: the descriptions differ. Every rank raises it; it says where each one first differs from rank 0.
     """
-    replies = allgather_bytes(context, _pack_proposal(proposal), f"{name}.agreement", process_set)
-    check_digests(context, [reply[:32] for reply in replies], proposal.description, name, process_set)
+    order_bytes = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
+    packed = compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order_bytes
+    replies = allgather_bytes(team.context, packed, f"{team.name}.agreement", team.number)
+    check_digests(team.context, [reply[:32] for reply in replies], proposal.description, team.name, team.number)
     num_parameters = len(proposal.sparse_dims)
     dims = [reply[32 : 32 + num_parameters] for reply in replies]
     order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]
@@ -79,8 +82,3 @@ def first_differences(descriptions: Sequence[Sequence[str]]) -> list[str]:
         if len(set(lines)) > 1:
             return list(lines)
     return ["the same"] * len(descriptions)
-
-
-def _pack_proposal(proposal: PlanProposal) -> bytes:
-    order = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
-    return compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order

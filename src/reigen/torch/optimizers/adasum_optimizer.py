@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from reigen import context as contexts
+from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.replica_check import check_first_step, check_replicas
 from reigen.api.gradients.tracker import GradientTracker
-from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.backends.adasum import check_adasum
+from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, StepOrderError, UnsupportedError
 from reigen.torch.adapter import bytes_to_compare, tensor_bytes
 from reigen.torch.compression import Compressor
@@ -26,7 +27,7 @@ from reigen.torch.dtypes import dtype_of
 from reigen.torch.ops import grouped_allreduce_
 from reigen.torch.optimizers.optimizer_wrapper import Closure, OptimizerReducer, WrappedOptimizer
 from reigen.torch.reducer.reducer import set_grad_hook
-from reigen.types import DTYPES, ReduceOp
+from reigen.types import ReduceOp
 
 
 def check_adasum_options(predivide: float, process_set: ProcessSet) -> None:
@@ -97,7 +98,7 @@ class DeltaReducer(OptimizerReducer):
         if self._is_first_step():
             whole = self._context.config.check_replicas > 0
             data = [bytes_to_compare(parameter, whole=whole) for parameter in self._parameters]
-            check_first_step(self._context, data, self._parameter_names(), self._name)
+            check_first_step(self._team, data, self._parameter_names())
         self.take_gradients()
         return [p.detach().clone(memory_format=torch.preserve_format) for p in self._parameters]
 
@@ -130,7 +131,7 @@ class DeltaReducer(OptimizerReducer):
             delta.add_(start)
         if self._is_check_due():
             data = [tensor_bytes(parameter) for parameter in self._parameters]
-            check_replicas(self._context, data, self._parameter_names(), self._name)
+            check_replicas(self._team, data, self._parameter_names())
 
     def share_overflow(self) -> None:
         """Collective: where a rank has a gradient with infinity or NaN, every rank gets one.
@@ -142,14 +143,11 @@ class DeltaReducer(OptimizerReducer):
             return
         gradients = [p.grad.detach() for p in self._parameters if p.grad is not None]
         values = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
-        here = not all(bool(value.isfinite().all()) for value in values)
-        flag = np.array([here], np.int32)
-        name = f"{self._name}.overflow"
-        self._context.allreduce(flag, flag, DTYPES["int32"], op=ReduceOp.MAX, name=name, blocking=True).wait()
-        if not flag[0]:
+        overflows = not all(bool(value.isfinite().all()) for value in values)
+        if not self._team.where(overflows, "overflow"):
             return
         self._reset()  # without step(): zero_grad() is what follows
-        if not here:
+        if not overflows:
             for gradient in gradients:
                 gradient.mul_(torch.inf)
 
@@ -165,7 +163,7 @@ class DeltaReducer(OptimizerReducer):
 
     def _begin_job(self) -> None:
         super()._begin_job()
-        self._name = f"adasum.{next(self._context.gradient_sets[0])}"
+        self._team = ReduceGroup(self._context, global_process_set, ReductionSpec(ReduceOp.ADASUM, 1.0, 1.0))
 
     def _reset(self) -> None:
         for tracker in self._trackers:
@@ -179,7 +177,7 @@ class DeltaReducer(OptimizerReducer):
     def _adasum(self, deltas: Sequence[torch.Tensor]) -> None:
         """In place, over all ranks."""
         sent = [self._compression.compress(delta)[0] for delta in deltas]
-        grouped_allreduce_(sent, name=self._name, op=ReduceOp.ADASUM)
+        grouped_allreduce_(sent, name=self._team.name, op=ReduceOp.ADASUM)
         for delta, tensor in zip(deltas, sent, strict=True):
             if tensor is not delta:
                 delta.copy_(tensor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from reigen import context as contexts
+from reigen.api.gradients.replica_check import check_first_step, check_replicas
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import ProcessSet, process_set_number
 from reigen.engine.handle import Handle
@@ -127,7 +128,7 @@ class GradientSynchronizer(OptimizerReducer):
             watched = [parameter for reducer in self.reducers for parameter in reducer.parameters]
             whole = self._context.config.check_replicas > 0
             data = [bytes_to_compare(parameter, whole=whole) for parameter in watched]
-            self.reducers[0].team.check_first_step(data, [name for name, _ in self.named(watched)])
+            check_first_step(self.reducers[0].team, data, [name for name, _ in self.named(watched)])
 
     def confirm(self) -> None:
         """The user, too, has called for the gradients that backward() has reduced."""
@@ -198,7 +199,7 @@ class GradientSynchronizer(OptimizerReducer):
         """
         if self._is_check_due() and self.reducers:
             names = [name for name, _ in self.named(parameters)]
-            self.reducers[0].team.check_replicas([tensor_bytes(p) for p in parameters], names)
+            check_replicas(self.reducers[0].team, [tensor_bytes(p) for p in parameters], names)
 
     def discard(self) -> None:
         """The gradients are about to be cleared; raises StepOrderError if complete ones are on their way."""

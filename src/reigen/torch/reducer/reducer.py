@@ -30,7 +30,7 @@ from reigen.api.gradients.bucket_plan import (
     plan_buckets,
     split_evenly,
 )
-from reigen.api.gradients.plan_agreement import PlanAgreement, PlanProposal
+from reigen.api.gradients.plan_agreement import PlanAgreement, PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
 from reigen.api.gradients.tracker import GradientTracker
@@ -389,7 +389,7 @@ class Reducer:
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
         try:
-            agreement = self.team.agree(self._proposal())
+            agreement = agree_on_plan(self.team, self._proposal())
         except JoinedError as error:
             if self._options.owned:
                 raise
@@ -411,7 +411,7 @@ class Reducer:
     def _improvise(self, refusal: JoinedError) -> None:
         """Plan for this pass alone, without agreement: in the order of definition, in ordinary memory."""
         dims = np.array([self._sparse_dims(p) for p in self.parameters], np.uint8)
-        self.team.maximum(dims, DTYPES["uint8"], "sparse")
+        self.team.combine(dims, ReduceOp.MAX, "sparse")
         if self._returns_sparse:
             self._returned_dims.update({index: dim for index, dim in enumerate(dims.tolist()) if dim})
         elif dims.any():

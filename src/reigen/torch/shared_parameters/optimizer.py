@@ -210,7 +210,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
                 self._update_pieces(inner)
         except BaseException as error:
             if not isinstance(error, ReplicaError):  # which all ranks get
-                self._shared[0].team.give_up(error)
+                self._shared[0].team.context.give_up(error)
             self._tell_progress(error, updates)
             raise
         if changed:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from reigen.api.gradients.reduce_group import ReduceGroup
-from reigen.api.gradients.replica_check import fingerprint
+from reigen.api.gradients.replica_check import check_replicas, fingerprint
 from reigen.api.gradients.sharding import UpdateProgress
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.adapter import tensor_bytes
@@ -33,7 +33,7 @@ from reigen.torch.shared_parameters.layout import (
     to_shared_order,
 )
 from reigen.torch.shared_parameters.runs import RUN_BYTES, OwnedPiece, ParameterRun, RunEntry, join_pieces
-from reigen.types import DTYPES
+from reigen.types import ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import MemoryRegion
@@ -76,7 +76,7 @@ class SharedParameters:
             raise ArgumentError(
                 trouble or f"the parameters of rank(s) {troubled} cannot be shared; it is said there why"
             )
-        self.team.check_replicas([tensor_bytes(p) for p in self.parameters], reducer.names)
+        check_replicas(self.team, [tensor_bytes(p) for p in self.parameters], reducer.names)
         memory = reducer.owned_memory
         self._owner = memory.region.owner
         self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
@@ -129,7 +129,7 @@ class SharedParameters:
             "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
             "to happen before the first step; to change values, write into the parameter (p.copy_())"
         )
-        self.team.give_up(error)  # the others may have moved nothing
+        self.team.context.give_up(error)  # the others may have moved nothing
         raise error
 
     def take_state(self, states: OptimizerStates, inner: torch.optim.Optimizer) -> None:
@@ -229,7 +229,7 @@ class SharedParameters:
         norms = np.zeros(len(self._progress), np.float64)
         if self._owner is not None:
             norms[self._owner] = norm.double().item()
-        self.team.maximum(norms, DTYPES["float64"], "norm")
+        self.team.combine(norms, ReduceOp.MAX, "norm")
         return float(torch.linalg.vector_norm(torch.from_numpy(norms), norm_type))
 
     def check_unmodified(self, every: int) -> None:
@@ -263,8 +263,8 @@ class SharedParameters:
         """
         if every and (self._step + 1) % every == 0:
             names = [f"the options of parameter group {number}" for number in range(len(groups))]
-            self.team.check_replicas(
-                [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
+            check_replicas(
+                self.team, [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
             )
 
     def _prints(self) -> list[int]:

@@ -3,6 +3,7 @@
 import functools
 
 from reigen.api.build_info import ccl_built, cuda_built, ddl_built, gloo_built, mpi_built, nccl_built, rocm_built
+from reigen.api.gradients.bucket_plan import split_list
 from reigen.api.horovod_basics import (
     check_extension,
     check_num_rank_power_of_2,
@@ -12,7 +13,6 @@ from reigen.api.horovod_basics import (
     is_iterable,
     is_version_greater_equal_than,
     num_rank_is_power_2,
-    split_list,
 )
 
 _cache = functools.cache
