@@ -68,12 +68,8 @@ def parse_compression(compression: object, names: str) -> CastCompression | Code
 def as_compressor(compression: C, names: str) -> C:
     """``compression`` itself, if it makes tensors of tensors; a class of the user's own may, too, as in Horovod.
 
-    Args:
-        compression: what a user gave.
-        names: the framework's own, for the message.
-
     Raises:
-        ArgumentError: it does not.
+        ArgumentError: it does not; the message has ``names``, the framework's own compressors.
     """
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ArgumentError(
@@ -84,11 +80,7 @@ def as_compressor(compression: C, names: str) -> C:
 
 
 def check_op_allowed(op: ReduceOp, compression: CastCompression | CodecCompression) -> None:
-    """Accept operators that can be done with what travels.
-
-    Raises:
-        ArgumentError: codes can be added up, and nothing else.
-    """
+    """Raise ArgumentError if the operator cannot be done with what travels: codes can be added up, and nothing else."""
     if isinstance(compression, CodecCompression) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ArgumentError(
             f"{compression.codec.name} compression needs op=Average or op=Sum, got {op.name.title()}: "

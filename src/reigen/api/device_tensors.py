@@ -21,15 +21,7 @@ if TYPE_CHECKING:
 
 
 class InputTensor(msgspec.Struct, Generic[Tensor], frozen=True, eq=False):
-    """A tensor that takes part in an operation.
-
-    Attributes:
-        adapter: of its framework.
-        tensor: what the user passed.
-        dtype: its element type.
-        source: its contents.
-        aliases: ``source`` is the tensor's memory.
-    """
+    """A tensor that takes part in an operation: what the user passed, its contents, and whether they are its memory."""
 
     adapter: TensorAdapter[Tensor]
     tensor: Tensor

@@ -41,14 +41,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """A function of a framework.
-
-    Attributes:
-        collective: what it runs.
-        grouped: on several tensors.
-        form: how it hands out its result.
-        dialect: whose function it is.
-    """
+    """A function of a framework: a collective, of one tensor or of a group, in a form, as its dialect has it."""
 
     collective: Collective
     grouped: bool

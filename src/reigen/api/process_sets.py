@@ -25,11 +25,7 @@ def translate_ranks(comm: Any, rank: int) -> list[int]:
 
 
 def as_ranks(ranks: Any) -> list[int]:
-    """A list of ranks, as the user gave it.
-
-    Raises:
-        ArgumentError: it holds something else than integers, or one twice.
-    """
+    """A list of ranks, as the user gave it; raises ArgumentError if it holds others than integers, or one twice."""
     try:
         found = [operator.index(rank) for rank in ranks]
     except TypeError:
@@ -197,11 +193,7 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def process_set_number(process_set: ProcessSet) -> int:
-    """The number by which the job knows the set.
-
-    Raises:
-        ArgumentError: it is none, or not registered.
-    """
+    """The number by which the job knows the set; raises ArgumentError if it is none, or not registered."""
     if process_set is global_process_set:
         return 0
     if not isinstance(process_set, ProcessSet):
@@ -218,11 +210,7 @@ def process_set_number(process_set: ProcessSet) -> int:
 
 
 def check_static(process_sets: object) -> list[ProcessSet]:
-    """The list that ``init()`` was given.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
+    """The list of sets that ``init()`` was given; raises ArgumentError if it is something else."""
     if process_sets is None or process_sets == "dynamic":
         return []
     if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):

@@ -66,13 +66,7 @@ class _RegisteredMemory:
 
 
 class GradientBuckets:
-    """Buckets of one trainer.
-
-    Args:
-        group: the ranks that reduce them, with the operator.
-        num_groups: so many groups of gradients, each reduced as one; 0: buckets of the usual size.
-        compression: the element type in which gradients travel, or their codec.
-    """
+    """Buckets of one trainer, reduced by ``group``: ``num_groups`` of gradients, each as one; 0: of the usual size."""
 
     def __init__(self, group: ReduceGroup, num_groups: int, compression: CastCompression | CodecCompression) -> None:
         self._group, self._num_groups, self._compression = group, num_groups, compression

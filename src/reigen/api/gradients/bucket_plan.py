@@ -34,13 +34,7 @@ FIRST_BUCKET_DIVISOR = 4
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """Facts of one parameter that a plan needs.
-
-    Attributes:
-        numel: number of elements.
-        itemsize: bytes per element as communicated.
-        dtype: name of the element type as communicated.
-    """
+    """Facts of one parameter that a plan needs: its elements, and their bytes and type as communicated."""
 
     numel: int
     itemsize: int

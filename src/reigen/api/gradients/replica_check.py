@@ -58,11 +58,9 @@ class ReplicaCheckSchedule:
         self._num_joins = 0
 
     def due(self, every: int, num_joins: int) -> bool:
-        """One more step was taken: whether it is to be compared.
+        """One more step was taken: whether it is to be compared, as one of ``every`` so many (0: never).
 
-        Args:
-            every: compare each so many steps; 0 for never.
-            num_joins: how often this rank has joined.
+        ``num_joins`` says how often this rank has joined.
         """
         if num_joins != self._num_joins:
             self._num_joins, self._num_steps = num_joins, 0
@@ -88,9 +86,7 @@ class Divergence:
 def find_divergence(ranks: Sequence[int], table: Fingerprints) -> Divergence | None:
     """The first tensor that differs, or None.
 
-    Args:
-        ranks: who was compared, ascending.
-        table: one row for each of them, one column for each tensor.
+    ``table`` has a row for each of the ``ranks``, which ascend, and a column for each tensor.
     """
     differing = np.flatnonzero((table != table[:1]).any(axis=0))
     if not differing.size:

@@ -27,7 +27,7 @@ class KVStoreSync:
 
     Args:
         store: a `KVStore`, or something with its ``init``, ``pull`` and ``pushpull``.
-        kind: what it is.
+        kind: of the store.
         entries: the parameters; those come back first which the next forward pass needs first.
         on_store: the store updates the weights.
     """
@@ -152,11 +152,7 @@ def decide_update_location(
 ) -> tuple[UpdateLocation, str]:
     """Decide where the weights of these parameters are updated, with the reason: `reigen.kv.update_on_kvstore`.
 
-    Args:
-        store: or None.
-        entries: the parameters.
-        wanted: the user's ``update_on_kvstore``.
-        by_name: the store was made for them.
+    ``wanted`` is the user's ``update_on_kvstore``; ``by_name``: the store was made for them.
 
     Raises:
         ArgumentError: what is wanted cannot be.

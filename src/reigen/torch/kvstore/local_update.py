@@ -19,10 +19,6 @@ class LocalUpdater:
     """An optimizer of :mod:`reigen.optim` with its states, for torch parameters.
 
     Weights in the memory of a CPU are updated in place; others are copied to the host and back.
-
-    Args:
-        optimizer: the first.
-        entries: the parameters.
     """
 
     def __init__(self, optimizer: optim.Optimizer, entries: Sequence[TrainerParam]) -> None:
@@ -42,11 +38,7 @@ class LocalUpdater:
         self._updater.save(path, dump_optimizer=True)
 
     def load(self, states: optim.States) -> None:
-        """Go on from there.
-
-        Raises:
-            ConfigError: they are not those of the optimizer.
-        """
+        """Go on from there; raises ConfigError if they are not states of the optimizer."""
         self._updater.set_states(states)
 
     def _update(self, entry: TrainerParam, gradient: torch.Tensor) -> None:

@@ -42,16 +42,10 @@ class TrainerGradients:
         return [(index, entry.parameter.grad) for index, entry in trained]
 
     def of(self, index: int, gradient: torch.Tensor | None, factor: float, overflow: bool) -> torch.Tensor | None:
-        """Return this worker's contribution for a parameter.
+        """Return this worker's contribution for a parameter, of the store's kind: the gradient times ``factor``.
 
-        Args:
-            index: of the parameter.
-            gradient: its gradient, or None: zeros.
-            factor: that the gradient is multiplied with.
-            overflow: some gradient of this worker is not finite: zeros.
-
-        Returns:
-            a tensor of the kind that the store holds; None: nothing, where zeros would not be missed.
+        Zeros where there is no gradient, or ``overflow``: some gradient of this worker is not finite. None where these
+        would not be missed.
         """
         entry = self._entries[index]
         by_rows = self._on_store and entry.has_sparse_rows

@@ -165,11 +165,7 @@ class GradientSynchronizer(OptimizerReducer):
         self._finished = FinishedBy.NONE
 
     def reduce_alone(self, parameter: torch.Tensor) -> Handle[torch.Tensor]:
-        """Begin to reduce one parameter's gradient in place, under the parameter's name.
-
-        Raises:
-            ArgumentError: it has none.
-        """
+        """Begin to reduce one parameter's gradient in place, under its name; raises ArgumentError if it has none."""
         name, gradient = self.names[parameter], parameter.grad
         if gradient is None:
             raise ArgumentError(f"{name} has no gradient to reduce")

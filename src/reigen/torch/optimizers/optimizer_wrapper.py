@@ -64,7 +64,7 @@ class OptimizerReducer(ABC):
         """Take the hooks off and free all memory: the optimizer is gone."""
 
     def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let these parameters take part from now on, unless they do or need no gradient.
+        """Let these parameters take part from now on, unless they do, or need no gradient.
 
         Raises:
             UnsupportedTypeError: the dtype of one cannot be communicated.
@@ -88,11 +88,7 @@ class OptimizerReducer(ABC):
         return [(self.names.get(p, f"parameter {index}"), p) for index, p in enumerate(parameters)]
 
     def discard(self) -> None:
-        """The gradients are about to be cleared.
-
-        Raises:
-            StepOrderError: complete ones wait for a step, or are on their way.
-        """
+        """The gradients are about to be cleared; raises StepOrderError if complete ones wait, or are on their way."""
         self.check_not_outstanding("optimizer.zero_grad()")
         for tracker in self.trackers:
             if tracker.num_arrived:

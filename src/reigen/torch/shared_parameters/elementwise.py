@@ -128,10 +128,7 @@ class _DivisionTrial:
     def differs(self, shapes: Sequence[tuple[int, ...]], num_steps: int, alignment_bytes: int | None) -> str:
         """Return why dividing is not allowed; empty: all bits were the same.
 
-        Args:
-            shapes: of the parameters.
-            num_steps: how many.
-            alignment_bytes: cuts lie at its multiples; None: every parameter stays whole, and has another optimizer.
+        Cuts lie at multiples of ``alignment_bytes``; None: every parameter stays whole, and has another optimizer.
         """
         unit = None if alignment_bytes is None else max(1, alignment_bytes // self._dtype.itemsize)
         with torch.random.fork_rng(devices=[]):

@@ -129,12 +129,7 @@ def piece_elements(whole: torch.Tensor, piece: ParameterRange) -> torch.Tensor:
 
 
 def to_shared_order(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The values in the order in which the parameter's lie in shared memory: ``value`` itself if they do.
-
-    Args:
-        parameter: whose.
-        value: of its shape.
-    """
+    """The values, of the parameter's shape, in the order of its own in shared memory: ``value`` itself if they are."""
     strides = strides_of(parameter)
     if value.stride() == strides:
         return value

@@ -106,11 +106,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         contexts.mark("STEP")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
-
-        Raises:
-            StepOrderError: complete gradients are on their way (an AssertionError, as in Horovod).
-        """
+        """Clear the gradients; raises StepOrderError if complete ones are on their way."""
         super().zero_grad(set_to_none=set_to_none)
         self._forget_gradients()
 

@@ -115,11 +115,7 @@ class SharedParameters:
         reducer.before_pass = self.check
 
     def check(self) -> None:
-        """Accept if the parameters are still where they were put; else the job is over.
-
-        Raises:
-            StepOrderError: one is not.
-        """
+        """Raise StepOrderError, and give up the job, unless all parameters are still where they were put."""
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses == self._addresses:
             return

@@ -43,10 +43,7 @@ class StateKind(enum.Enum):
 class StateEntry:
     """One entry of a parameter's state.
 
-    Attributes:
-        kind: what it is.
-        dtype: of a tensor.
-        dimensions: for SOME_DIMENSIONS, those of the parameter that it has; None for one of size 1.
+    ``dimensions`` are, for SOME_DIMENSIONS, those of the parameter that it has; None for one of size 1.
     """
 
     kind: StateKind
