@@ -39,16 +39,13 @@ class CodecCompression:
 
 
 def parse_compression(compression: object, names: str) -> CastCompression | CodecCompression:
-    """Parse a user's argument.
+    """Parse a user's argument: a `CastCompression`, a codec, or what `reigen.compression.from_params` makes a codec of.
 
-    Args:
-        compression: a `CastCompression`, a codec, or what :func:`~reigen.compression.from_params` makes a codec of.
-            fp16 and bf16 without error feedback are casts: reduced in that type on the way, instead of being gathered.
-            So is the type ``none``.
-        names: the framework's own casts, for the message.
+    fp16 and bf16 without error feedback are casts: reduced in that type on the way, instead of being gathered. So is
+    the type ``none``.
 
     Raises:
-        ArgumentError: nothing of the kind.
+        ArgumentError: nothing of the kind; the message has ``names``, the framework's own casts.
     """
     if isinstance(compression, CastCompression):
         return compression

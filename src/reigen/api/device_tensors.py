@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class InputTensor(msgspec.Struct, Generic[Tensor], frozen=True, eq=False):
-    """A tensor that takes part in an operation: what the user passed, its contents, and whether they are its memory."""
+    """A user's tensor in an operation, with its contents; ``aliases``: they are the tensor's own memory."""
 
     adapter: TensorAdapter[Tensor]
     tensor: Tensor
@@ -68,11 +68,7 @@ def prepare_inputs(
 ) -> list[InputTensor[Tensor]]:
     """The memory of an operation's tensors: all of it a device's, or all of it the host's.
 
-    Args:
-        adapter: of their framework.
-        context: the job.
-        tensors: of one operation.
-        how: operator and factors, if they are reduced.
+    ``how`` are operator and factors, if they are reduced.
 
     Raises:
         UnsupportedTypeError: an element type cannot be communicated.

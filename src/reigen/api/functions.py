@@ -140,16 +140,13 @@ def make_functions(
     namespace: dict[str, Any] | None = None,
     **defaults: object,
 ) -> dict[str, Callable[..., Any]]:
-    """Make a framework's functions of the table.
+    """Make a framework's functions of the table, by name.
 
     Args:
         collectives: what runs them.
         dialect: the framework's.
         namespace: of the module that the functions are to belong to, where the names in their annotations are known.
         defaults: of the dialect's own parameters.
-
-    Returns:
-        The functions by name.
     """
     namespace = {"__name__": __name__} if namespace is None else namespace
     return {spec.name: _make_function(spec, collectives, namespace, defaults) for spec in list_functions(dialect)}

@@ -54,14 +54,8 @@ class Parameter:
 class DifferentiableCall:
     """A call of a collective that a framework may differentiate; the rules of gradients know it.
 
-    Args:
-        start: submits a collective of one tensor or, if this is one of a group, of several.
-        adapter: of the framework.
-        collective: what was called.
-        grouped: on several tensors.
-        argument: of the collective's own.
-        name: of the call; the collectives of backward are called ``name.grad``.
-        process_set: of forward and of backward.
+    ``start`` submits a collective of one tensor or, if this is one of a group, of several. The collectives of backward
+    are called ``name.grad``, and run in the process set of forward.
 
     Attributes:
         function: what was called, by its name.

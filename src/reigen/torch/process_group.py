@@ -16,16 +16,15 @@ Written for NCCL, and run over Gloo; not run on a GPU yet.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from reigen.api.horovod_basics import env
 from reigen.backends.device import DeviceArray, ReplicatedStore
 from reigen.backends.device.rules import DeviceReduction, make_device_reduction
 from reigen.kernels.reduce import Reduction
@@ -50,7 +49,7 @@ def connect_nccl(store: ReplicatedStore, rank: int, size: int, device: torch.dev
     options._timeout = GROUP_TIMEOUT
     shared = SharedStore(store)
     with torch.cuda.device(device):
-        with _environment(_ENVIRONMENT):
+        with _environment_lock, env(**_ENVIRONMENT):
             group: Any = nccl(shared, rank, size, options)
         group.eager_connect_single_device(device)
     return C10dGroup(group, shared, rank, group.abort)
@@ -200,22 +199,6 @@ def _options(name: str, **values: Any) -> Any:
     for key, value in values.items():
         setattr(options, key, value)
     return options
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for as long as a constructor runs that reads them."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 _AS_BYTES = DeviceReduction("SUM", as_bytes=True)

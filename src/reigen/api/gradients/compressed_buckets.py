@@ -35,14 +35,7 @@ class _CompressedBucket:
 
 
 class CompressedBuckets:
-    """The buckets of one plan.
-
-    Args:
-        codec: how they travel.
-        team: the ranks that reduce them.
-        arrays: the memory of each bucket: flat, in storage types.
-        dtypes: their element types, floating-point.
-    """
+    """The buckets of one plan, in the memory ``arrays``: flat, in the storage types of floating-point ``dtypes``."""
 
     def __init__(self, codec: Codec, team: ReduceGroup, arrays: list[NDArray[Any]], dtypes: list[DType]) -> None:
         self._codec = codec

@@ -33,12 +33,7 @@ def choose_reduction(op: int, predivide: float) -> ReductionSpec:
 
 
 class ReduceGroup:
-    """The ranks that reduce one list of gradients together, as one of them sees it.
-
-    Args:
-        context: the job.
-        process_set: the ranks; this one is among them.
-        how: what is done with the gradients.
+    """The ranks that reduce one list of gradients together, as one of them sees it, by ``how``.
 
     Attributes:
         name: the same on every rank, for the list of gradients; the names of all its operations begin with it.

@@ -101,12 +101,7 @@ def find_divergence(ranks: Sequence[int], table: Fingerprints) -> Divergence | N
 
 
 def check_replicas(team: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:
-    """Collective: compare the bytes of all tensors between the ranks of the group that take part.
-
-    Args:
-        team: the ranks.
-        tensors: this rank's, in the same order on every rank.
-        names: what they are called in the error.
+    """Collective: compare the bytes of all tensors, in the same order on every rank, between the ranks that take part.
 
     Raises:
         ReplicaError: they differ; raised on every rank, with the first tensor and the ranks whose values are strange.

@@ -23,13 +23,9 @@ from reigen.torch.kvstore.trainer_params import ROW_SPARSE, TrainerParam
 
 
 class KVStoreSync:
-    """All parameters of a Trainer, in one store.
+    """All parameters of a Trainer in one store: a `KVStore`, or something with its ``init``, ``pull`` and ``pushpull``.
 
-    Args:
-        store: a `KVStore`, or something with its ``init``, ``pull`` and ``pushpull``.
-        kind: of the store.
-        entries: the parameters; those come back first which the next forward pass needs first.
-        on_store: the store updates the weights.
+    Those ``entries`` come back first which the next forward pass needs first. ``on_store``: it updates the weights.
     """
 
     def __init__(self, store: Any, kind: StoreKind, entries: Sequence[TrainerParam], *, on_store: bool) -> None:

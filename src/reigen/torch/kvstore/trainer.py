@@ -20,8 +20,7 @@ from reigen.errors import ArgumentError, ConfigError, StepOrderError
 from reigen.kv.update_on_kvstore import StoreKind, store_kind
 from reigen.torch.kvstore.kvstore_sync import KVStoreSync, decide_update_location
 from reigen.torch.kvstore.local_update import LocalUpdater
-from reigen.torch.kvstore.trainer_gradients import TrainerGradients
-from reigen.torch.kvstore.trainer_params import ROW_SPARSE, TrainerParam, parse_trainer_params
+from reigen.torch.kvstore.trainer_params import ROW_SPARSE, TrainerGradients, TrainerParam, parse_trainer_params
 
 _log = logging.getLogger(__name__)
 

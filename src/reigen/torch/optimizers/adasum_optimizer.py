@@ -47,13 +47,7 @@ class DeltaReducer(OptimizerReducer):
     """Reducer of the ranks' updates of their parameters.
 
     Every parameter takes part from when it is first found trainable, with whatever it has done: a rank that did not
-    change it contributes zeros, which are neutral.
-
-    Args:
-        named: names and parameters, in the same order on every rank.
-        compression: the element type in which deltas travel.
-        passes: gradients that are summed up locally before a step.
-        sparse_as_dense: make sparse gradients dense before the optimizer sees them.
+    change it contributes zeros, which are neutral. Deltas travel in the element type of ``compression``.
 
     Raises:
         UnsupportedTypeError: a parameter's dtype is none of Adasum's.

@@ -35,13 +35,7 @@ class GradientSynchronizer(OptimizerReducer):
     """Reducers for the parameters known at construction, and one more for each lot that is found trainable later.
 
     There are none where nothing is to be reduced, with one rank in the process set or this one outside it: nothing is
-    hooked, nothing is communicated.
-
-    Args:
-        named: names and parameters, in the same order on every rank.
-        options: how to reduce.
-        passes: gradients that are summed up locally before they are communicated.
-        in_backward: whether gradients are reduced when backward() returns.
+    hooked, nothing is communicated. With ``in_backward`` gradients are reduced when backward() returns.
     """
 
     def __init__(

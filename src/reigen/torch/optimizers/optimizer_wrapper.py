@@ -28,10 +28,6 @@ class OptimizerReducer(ABC):
     Args:
         named: names and parameters, in the same order on every rank.
         passes: gradients that are summed up locally before they are communicated.
-
-    Attributes:
-        names: by parameter.
-        backward_passes_per_step: as ``passes``.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], passes: int) -> None:

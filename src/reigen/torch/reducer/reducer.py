@@ -107,13 +107,9 @@ class GradientShard:
 
 
 class Reducer:
-    """Keeps the gradients of some parameters the same on all ranks.
+    """Keeps the gradients of some parameters the same on all ranks of the options' process set, which this one is in.
 
-    Args:
-        context: the job; this rank is in the options' process set.
-        parameters: names and parameters, in the same order on every rank.
-        options: how to reduce.
-        backward_passes_per_step: gradients that are summed up locally before they are communicated.
+    The parameters come with names, in the same order on every rank.
     """
 
     def __init__(
@@ -235,8 +231,7 @@ class Reducer:
         return [
             self.names[index]
             for index in self.tracker.order
-            if self.parameters[index].grad is not None
-            and self._seen[index] != _gradient_version(self.parameters[index])
+            if self.parameters[index].grad is not None and self._seen[index] != gradient_version(self.parameters[index])
         ]
 
     def release(self) -> None:
@@ -289,13 +284,13 @@ class Reducer:
             arrival = self.tracker.gradient(index)
             if arrival.collect:
                 self._collect(index, parameter)
-                self._seen[index] = _gradient_version(parameter)
+                self._seen[index] = gradient_version(parameter)
                 if arrival.submit:
                     self._submit(arrival.submit, in_backward=True)
             else:
                 if self.tracker.plan is None:
                     self._mark_pending(parameter)
-                self._seen[index] = _gradient_version(parameter)
+                self._seen[index] = gradient_version(parameter)
             if self.after_gradient is not None:
                 self.after_gradient()
 
@@ -492,7 +487,7 @@ def _tensor_kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], l
     return [tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]
 
 
-def _gradient_version(parameter: torch.Tensor) -> tuple[int, int]:
+def gradient_version(parameter: torch.Tensor) -> tuple[int, int]:
     """Differs if ``p.grad`` has become another tensor, or has been changed in place."""
     gradient = parameter.grad
     return id(gradient), -1 if gradient is None else gradient._version

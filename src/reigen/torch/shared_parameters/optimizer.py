@@ -15,11 +15,12 @@ from reigen.errors import ArgumentError, CollectiveError, ReplicaError, StepOrde
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.gradient_sync import FinishedBy
 from reigen.torch.optimizers.optimizer_wrapper import Closure, OptimizerReducer, unwrap_optimizer
-from reigen.torch.reducer.reducer import Reducer
+from reigen.torch.reducer.reducer import Reducer, gradient_version
 from reigen.torch.shared_parameters.parameters import SharedParameters
 from reigen.torch.shared_parameters.state_layout import (
     StateEntry,
     clone_optimizer,
+    group_options,
     infer_state_layout,
     inner_step,
     make_example_shape,
@@ -27,8 +28,6 @@ from reigen.torch.shared_parameters.state_layout import (
 
 #: As in `torch.nn.utils.clip_grad_norm_`.
 _CLIP_EPSILON = 1e-6
-#: Keys of a parameter group that say which parameters it has.
-_NAMES = ("params", "param_names")
 
 
 class SharedParametersOptimizer(AllreduceOptimizer):
@@ -151,7 +150,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _finish_early(self, by: FinishedBy) -> None:
         """Finish before ``step()``, so that a change of gradients between the two is found."""
         self._finish(by)
-        self._seen = [_parameter_state(p) for shared in self._shared for p in shared.parameters]
+        self._seen = [gradient_version(p) for shared in self._shared for p in shared.parameters]
 
     def _gather(self) -> None:
         if self._reducer.finished is FinishedBy.NONE:
@@ -304,11 +303,11 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _exchange_options(self, inner: torch.optim.Optimizer, *, back: bool) -> None:
         for outer, own in zip(self.__dict__["param_groups"], inner.param_groups, strict=True):
             source, target = (own, outer) if back else (outer, own)
-            target.update((key, value) for key, value in source.items() if key not in _NAMES)
+            target.update(group_options(source))
 
     def _ranks_that_changed(self, *, from_parameters: bool) -> list[int]:
         """Collective: return the ranks whose gradients changed since the reduction; no rank reads weights then."""
-        now = [_parameter_state(p) for shared in self._shared for p in shared.parameters]
+        now = [gradient_version(p) for shared in self._shared for p in shared.parameters]
         return self._shared[0].team.where(not from_parameters and now != self._seen, "before update")
 
     def _tell_progress(self, error: BaseException, updates: Sequence[int]) -> None:
@@ -319,11 +318,6 @@ class SharedParametersOptimizer(AllreduceOptimizer):
 
     #: False after an error in the middle of an update: a part of the weights is of another step than the rest
     weights_are_whole: bool = True
-
-
-def _parameter_state(parameter: torch.Tensor) -> tuple[int, int]:
-    gradient = parameter.grad
-    return id(gradient), -1 if gradient is None else gradient._version
 
 
 def _release_shared(shared: list[SharedParameters]) -> None:

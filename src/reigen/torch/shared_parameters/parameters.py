@@ -33,6 +33,7 @@ from reigen.torch.shared_parameters.layout import (
     to_shared_order,
 )
 from reigen.torch.shared_parameters.runs import RUN_BYTES, OwnedPiece, ParameterRun, RunEntry, join_pieces
+from reigen.torch.shared_parameters.state_layout import group_options
 from reigen.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -357,13 +358,8 @@ def _region_array(region: MemoryRegion, team: ReduceGroup) -> NDArray[np.uint8]:
 
 
 def _describe_options(group: Mapping[str, Any]) -> str:
-    """All options of a parameter group."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return repr(sorted((key, _plain_value(value)) for key, value in options.items()))
-
-
-def _plain_value(value: Any) -> str:
-    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+    options = group_options(group).items()
+    return repr(sorted((key, repr(v.tolist() if isinstance(v, torch.Tensor) else v)) for key, v in options))
 
 
 def _is_same(held: StateTensors | None, given: tuple[StateTensors, list[torch.Tensor | None]] | None) -> bool:

@@ -66,7 +66,7 @@ class OwnedPiece:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A piece, the number of its parameter group (None: it is in none), and what is ``held`` of its state so far."""
+    """A piece, the number of its parameter group (None: it is in none), and the part of its state ``held`` so far."""
 
     own: OwnedPiece
     group: int | None
