@@ -10,7 +10,6 @@ The memory is given back with its last array.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,13 +55,6 @@ class _ParameterSignature(NamedTuple):
 
     def __str__(self) -> str:
         return f"parameter {self.number}: {self.dtype.name} as {self.wire.name}, shape {self.shape}"
-
-
-class _RegisteredMemory:
-    """Registered memory, until its last reference is gone."""
-
-    def __init__(self, region: MemoryRegion) -> None:
-        self.__array_interface__ = region.array.__array_interface__
 
 
 class GradientBuckets:
@@ -150,9 +142,7 @@ class GradientBuckets:
         if isinstance(self._compression, CodecCompression):
             return np.empty(nbytes, np.uint8)
         self._region = self._group.allocate(nbytes)
-        owner = _RegisteredMemory(self._region)
-        weakref.finalize(owner, self._group.free, self._region).atexit = False
-        return np.asarray(owner)
+        return self._group.memory_of(self._region)
 
     def _submit(self, bucket: int) -> None:
         plan = self._plan.buckets[bucket]

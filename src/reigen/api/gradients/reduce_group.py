@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -118,6 +119,12 @@ class ReduceGroup:
         """Registered memory; collective. ``shared``: one for all ranks of a host."""
         name = f"{self.name}.shared" if shared else self.name
         return self.context.allocate(max(1, nbytes), name=name, process_set=self.number, shared=shared)
+
+    def memory_of(self, region: MemoryRegion) -> Array:
+        """A region's memory, which is given back with the last view of it."""
+        memory = np.frombuffer(region.array.data, np.uint8)
+        weakref.finalize(memory, self.free, region).atexit = False
+        return memory
 
     def free(self, region: MemoryRegion) -> None:
         """Give it back."""

@@ -181,19 +181,16 @@ class TrainerGradients:
         if by_rows and not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         if gradient.is_sparse and not by_rows and not self._keeps_sparse:
-            self._warn(index)
+            if self._on_store and index not in self._warned:
+                self._warned.add(index)
+                warnings.warn(
+                    f"the gradient of parameter {entry.key!r} is sparse, and travels as a dense one: the Trainer was "
+                    'not told. Give it the module, or {"params": [...], "grad_stype": "row_sparse"}.',
+                    UserWarning,
+                    stacklevel=4,
+                )
             gradient = gradient.to_dense()
         return gradient if factor == 1.0 else gradient * factor
-
-    def _warn(self, index: int) -> None:
-        if self._on_store and index not in self._warned:
-            self._warned.add(index)
-            warnings.warn(
-                f"the gradient of parameter {self._entries[index].key!r} is sparse, and travels as a dense one: the "
-                'Trainer was not told. Give it the module, or {"params": [...], "grad_stype": "row_sparse"}.',
-                UserWarning,
-                stacklevel=5,
-            )
 
 
 def _empty_rows(parameter: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from reigen import context as contexts
 from reigen.api.gradients.replica_check import check_first_step, check_replicas
 from reigen.api.gradients.tracker import GradientTracker
-from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.api.process_sets import process_set_number
 from reigen.engine.handle import Handle
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.adapter import bytes_to_compare, tensor_bytes
@@ -47,7 +47,7 @@ class GradientSynchronizer(OptimizerReducer):
         in_backward: bool = False,
     ) -> None:
         process_set_number(options.process_set)  # one that is not registered is a mistake also on ranks outside it
-        self._options = options
+        self._options, self.process_set = options, options.process_set
         self._in_backward = in_backward
         #: the backward() that is asked to call back when it is over
         self._graph_task = -1
@@ -61,11 +61,6 @@ class GradientSynchronizer(OptimizerReducer):
     def trackers(self) -> Sequence[GradientTracker]:
         """One for each reducer."""
         return [reducer.tracker for reducer in self.reducers]
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that reduce together."""
-        return self._options.process_set
 
     @property
     def finished(self) -> FinishedBy:
@@ -214,8 +209,7 @@ class GradientSynchronizer(OptimizerReducer):
     @property
     def _has_others(self) -> bool:
         """Return whether there are ranks with which this one reduces."""
-        members = self._options.process_set
-        return bool(members.included()) and (members.size() or 1) > 1
+        return bool(self.process_set.included()) and (self.process_set.size() or 1) > 1
 
     def _finish_after_backward(self) -> None:
         task: int = torch._C._current_graph_task_id()

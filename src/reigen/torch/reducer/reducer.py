@@ -171,7 +171,10 @@ class Reducer:
         failures = self._memory.finish(self.team, handles)
         bucket, failure = next(iter(failures.items()), (-1, None))
         if failure is not None:
-            failure.add_note(self._contents(bucket))
+            assert self.tracker.plan is not None
+            names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            failure.add_note(f"The gradients in it: {', '.join(names[:8])}{more}.")
             _hint_at_uneven_data(failure)
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
@@ -216,9 +219,8 @@ class Reducer:
 
     def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
         """By parameter, what error feedback has not sent yet of its gradient; copies. Nothing without any."""
-        if not isinstance(self._memory, CompressedBucketMemory):
-            return {}
-        return {self.parameters[number]: residual for number, residual in self._memory.residuals().items()}
+        found = self._memory.residuals() if isinstance(self._memory, CompressedBucketMemory) else {}
+        return {self.parameters[number]: residual for number, residual in found.items()}
 
     def restore(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Go on with these, and with nothing for all other parameters; without error feedback they mean nothing."""
@@ -356,30 +358,20 @@ class Reducer:
         if handle is not None:
             self._handles[bucket] = handle
 
-    def _contents(self, bucket: int) -> str:
-        """Describe a bucket's gradients, for an error that names the bucket."""
-        assert self.tracker.plan is not None
-        names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
-        return f"The gradients in it: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
-
     def _deliver_all(self) -> None:
-        for index, place in enumerate(self._places.tensors):
-            if place is not None:
-                self._deliver(index, place)
-
-    def _deliver(self, index: int, place: torch.Tensor) -> None:
-        parameter, gradient = self.parameters[index], self.parameters[index].grad
-        if gradient is place or not (parameter.requires_grad or gradient is not None):
-            return
-        if index in self._returned_dims:
-            parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
-        elif self._direct[index]:
-            parameter.grad = place
-        elif gradient is None or gradient.layout is not torch.strided:
-            parameter.grad = torch.empty_like(parameter).copy_(place)
-        else:
-            whole = gradient.detach().copy_(place)
-            parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
+        for index, (parameter, place) in enumerate(zip(self.parameters, self._places.tensors, strict=True)):
+            gradient = parameter.grad
+            if place is None or gradient is place or not (parameter.requires_grad or gradient is not None):
+                continue
+            if index in self._returned_dims:
+                parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
+            elif self._direct[index]:
+                parameter.grad = place
+            elif gradient is None or gradient.layout is not torch.strided:
+                parameter.grad = torch.empty_like(parameter).copy_(place)
+            else:
+                whole = gradient.detach().copy_(place)
+                parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
 
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
@@ -399,7 +391,12 @@ class Reducer:
             dense = list(order)
         else:
             self._sparse = self._sparse_gradients(agreement)
-        plan = self._plan(dense, self._groups(dense))
+        groups = self._options.groups
+        if isinstance(groups, int):
+            members = split_evenly(dense, groups)
+        else:
+            members = _group_members(self.parameters, groups or {})
+        plan = self._plan(dense, members)
         self._memory.register(self.team, plan)
         self.tracker.adopt(plan)
 
@@ -419,13 +416,6 @@ class Reducer:
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
         return plan_buckets(specs, order, choose_bucket_bytes(self.team.context, self._overlaps), groups)
-
-    def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
-        """The parameters, by their numbers, that are submitted together."""
-        groups = self._options.groups
-        if isinstance(groups, int):
-            return split_evenly(order, groups)
-        return _group_members(self.parameters, groups or {})
 
     def _proposal(self) -> PlanProposal:
         how, groups = self._options.how, self._options.groups

@@ -126,14 +126,12 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         norm = self._shared[0].norm_of_all(torch.nn.utils.get_total_norm(gradients, norm_type), norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped")
-        total = torch.tensor(norm, dtype=torch.float64 if self._has_doubles() else torch.float32)
+        has_doubles = any(parameter.dtype is torch.float64 for parameter in self._parameters())
+        total = torch.tensor(norm, dtype=torch.float64 if has_doubles else torch.float32)
         if gradients:
             scale = torch.clamp(max_norm / (total + _CLIP_EPSILON), max=1.0)
             torch._foreach_mul_(gradients, scale)
         return total
-
-    def _has_doubles(self) -> bool:
-        return any(parameter.dtype is torch.float64 for parameter in self._parameters())
 
     def _forget_gradients(self) -> None:
         self._is_gathered, self._is_taken, self._seen = False, False, []
@@ -242,7 +240,9 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
         """The optimizer of this rank's pieces, with options, state and gradients for this step."""
         if self._inner is None:
-            self._inner, self._placed = self._new_inner(), ()
+            plain = unwrap_optimizer(self)
+            self._inner = clone_optimizer(plain, [{**group, "params": []} for group in plain.param_groups])
+            self._placed = ()
         inner = self._inner
         self._follow_groups(inner)
         self._exchange_options(inner, back=False)
@@ -269,10 +269,6 @@ class SharedParametersOptimizer(AllreduceOptimizer):
                 else:
                     own.take(parameter, from_parameter=from_parameters)
         self._is_taken = True
-
-    def _new_inner(self) -> torch.optim.Optimizer:
-        plain = unwrap_optimizer(self)
-        return clone_optimizer(plain, [{**group, "params": []} for group in plain.param_groups])
 
     def _follow_groups(self, inner: torch.optim.Optimizer) -> None:
         """Follow the groups of the user's optimizer; where they have changed, runs are made anew."""
