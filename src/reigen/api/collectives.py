@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,13 +20,11 @@ from reigen.api.device_tensors import InputTensor, prepare_inputs
 from reigen.api.operations import Collective, DifferentiableCall, as_group
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.backends.device import HostOrDeviceArray
+from reigen.context import CollectiveResult, Context
 from reigen.engine.handle import Handle
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, UnsupportedError
 from reigen.types import ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import CollectiveResult, Context
 
 Result = TypeVar("Result")
 

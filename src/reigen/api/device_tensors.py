@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 import msgspec
 
 from reigen.api.adapter import Tensor, TensorAdapter, empty_like
 from reigen.backends.device import DeviceArray, HostOrDeviceArray
+from reigen.context import CollectiveResult, Context
 from reigen.types import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import CollectiveResult, Context
 
 
 class InputTensor(msgspec.Struct, Generic[Tensor], frozen=True, eq=False):

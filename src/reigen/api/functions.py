@@ -87,28 +87,21 @@ class FunctionSpec:
     def doc(self) -> str:
         """Docstring of the function."""
         collective, form = self.collective, self.form
-        single = f":func:`{collective.name}`"
-        written = (
-            "the results are written into ``tensors``, which are returned as a list"
-            if self.grouped
-            else ("the result is written into ``tensor``, which is returned")
-        )
         if form.is_async:
-            begun = self.name.replace("_async", "")
-            gives = (
-                "completes it"
-                if form.in_place
-                else "gives a list of new tensors"
-                if self.grouped
-                else ("gives the pair" if collective.returns_splits else "gives a new tensor")
-            )
-            summary = f"Begin :func:`{begun}`; ``synchronize`` {gives}."
+            gives = "gives the pair" if collective.returns_splits else "gives a new tensor"
+            gives = "completes it" if form.in_place else "gives a list of new tensors" if self.grouped else gives
+            summary = f"Begin :func:`{self.name.replace('_async', '')}`; ``synchronize`` {gives}."
             if form.in_place:
                 summary += f" {self.value.name.capitalize()} must not be touched before."
         elif form.in_place:
-            summary = f"Run :func:`{self.name[:-1]}` in place: {written}."
+            written = "result is written into ``tensor``, which is returned"
+            if self.grouped:
+                written = "results are written into ``tensors``, which are returned as a list"
+            summary = f"Run :func:`{self.name[:-1]}` in place: the {written}."
         elif self.grouped:
-            summary = f"Run {single} of several tensors, all or none of them, and return a list of new ones."
+            summary = (
+                f"Run :func:`{collective.name}` of several tensors, all or none of them, and return a list of new ones."
+            )
         else:
             summary = f"{collective.summary}."
         parts = [summary + self.dialect.notes(collective, form)]

@@ -11,7 +11,7 @@ The memory is given back with its last array.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
@@ -29,14 +29,12 @@ from reigen.api.gradients.bucket_plan import (
 from reigen.api.gradients.compressed_buckets import CompressedBuckets
 from reigen.api.gradients.plan_agreement import PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.context import MemoryRegion
 from reigen.engine.handle import Handle
 from reigen.errors import UnsupportedTypeError
 from reigen.mxnet import arrays
 from reigen.mxnet.engine import get_engine_queue
 from reigen.types import DTYPES, DType
-
-if TYPE_CHECKING:
-    from reigen.context import MemoryRegion
 
 #: gluon Parameter.
 Parameter = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +13,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from reigen import context as contexts
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.context import Context
 from reigen.errors import ArgumentError
 from reigen.torch.ops import allreduce_
 from reigen.types import ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from reigen import context as contexts
+from reigen.context import Context
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.gradient_sync import GradientSynchronizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 from reigen.types import DTYPES, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context
 
 
 @contextmanager
@@ -75,7 +73,7 @@ def uneven_data(optimizer: Any, model: torch.nn.Module | None = None) -> Iterato
         job.counts_active = False
     counts = [reducer.num_passes - start for reducer, start in zip(reducers, before, strict=True)]
     if _step_counts_differ(job, counts):
-        _broadcast_state(optimizers, reducers, model, last)
+        _broadcast_state(optimizers, model, last)
 
 
 def _gradient_sync_of(optimizer: object) -> GradientSynchronizer:
@@ -107,18 +105,13 @@ def _step_counts_differ(job: Context, counts: Sequence[int]) -> bool:
     return bool((most != -least).any())
 
 
-def _broadcast_state(
-    optimizers: Sequence[AllreduceOptimizer],
-    reducers: Sequence[GradientSynchronizer],
-    model: torch.nn.Module | None,
-    root: int,
-) -> None:
+def _broadcast_state(optimizers: Sequence[AllreduceOptimizer], model: torch.nn.Module | None, root: int) -> None:
     """Collective: broadcast the root's parameters and optimizer state."""
     given: set[torch.Tensor] = set()
     if model is not None:
         broadcast_parameters(model.state_dict(), root)
         given.update(model.parameters())
-    for number, (optimizer, reducer) in enumerate(zip(optimizers, reducers, strict=True)):
-        named = reducer.named(p for p in optimizer._parameters() if p not in given)
+    for number, optimizer in enumerate(optimizers):
+        named = optimizer._reducer.named(p for p in optimizer._parameters() if p not in given)
         broadcast_parameters([(f"{number}.{name}", parameter) for name, parameter in named], root)
         broadcast_optimizer_state(optimizer, root)

@@ -14,10 +14,9 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from reigen.context import Context
+from reigen.context import Context
 
 Item = TypeVar("Item")
 

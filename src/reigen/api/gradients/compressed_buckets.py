@@ -10,18 +10,16 @@ an allreduce can do without data of the ranks that have joined.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.compression import Codec, Residual, add_up
+from reigen.context import Handle
 from reigen.kernels import half_precision
 from reigen.types import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Handle
 
 
 @dataclass(slots=True)

@@ -7,14 +7,11 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.objects import allgather_bytes, allgather_object
+from reigen.context import Context
 from reigen.errors import MismatchError
-
-if TYPE_CHECKING:
-    from reigen.context import Context
 
 
 @dataclass(frozen=True)
@@ -32,16 +29,11 @@ class PlanProposal:
     sparse_dims: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PlanAgreement:
-    """Merge the ranks' knowledge: the first rank's order, and each parameter's largest ``sparse_dims`` of any rank."""
-
-    order: tuple[int, ...]
-    sparse_dims: tuple[int, ...]
-
-
-def agree_on_plan(team: ReduceGroup, proposal: PlanProposal) -> PlanAgreement:
+def agree_on_plan(team: ReduceGroup, proposal: PlanProposal) -> tuple[list[int], list[int]]:
     """Collective over the group: every rank's proposal in, the same agreement out.
+
+    Returns:
+        The first rank's order, and each parameter's largest ``sparse_dims`` of any rank.
 
     Raises:
         MismatchError: the descriptions differ. Every rank raises it; it says where each one first differs from rank 0.
@@ -53,7 +45,7 @@ def agree_on_plan(team: ReduceGroup, proposal: PlanProposal) -> PlanAgreement:
     num_parameters = len(proposal.sparse_dims)
     dims = [reply[32 : 32 + num_parameters] for reply in replies]
     order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]
-    return PlanAgreement(tuple(order), tuple(max(column) for column in zip(*dims, strict=True)))
+    return order, [max(column) for column in zip(*dims, strict=True)]
 
 
 def check_digests(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,12 +10,10 @@ from reigen.api.adapter import Array
 from reigen.api.collectives import parse_op
 from reigen.api.process_sets import ProcessSet, process_set_number
 from reigen.backends.device import HostOrDeviceArray
+from reigen.context import Context, Handle, MemoryRegion
 from reigen.engine.operation_builders import OwnerReduction, ReductionSpec
 from reigen.errors import ArgumentError
 from reigen.types import DTYPES, DType, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context, Handle, MemoryRegion
 
 
 def choose_reduction(op: int, predivide: float) -> ReductionSpec:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,14 +20,12 @@ from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ShardAssignment, ShardGranularity, assign_shards
 from reigen.backends.device import DeviceArray, DeviceStream
 from reigen.compression import Codec
+from reigen.context import CollectiveResult, Handle, MemoryRegion
 from reigen.errors import CollectiveError, JoinedError
 from reigen.torch.adapter import TorchAdapter
 from reigen.torch.cuda_tensors import TorchDevice, TorchDeviceTensorAdapter
 from reigen.torch.reducer.bucket_views import BucketViews
 from reigen.types import DTYPES, DType
-
-if TYPE_CHECKING:
-    from reigen.context import CollectiveResult, Handle, MemoryRegion
 
 
 class BucketMemory:

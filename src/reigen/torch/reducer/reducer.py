@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,11 +29,12 @@ from reigen.api.gradients.bucket_plan import (
     plan_buckets,
     split_evenly,
 )
-from reigen.api.gradients.plan_agreement import PlanAgreement, PlanProposal, agree_on_plan
+from reigen.api.gradients.plan_agreement import PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import ProcessSet
+from reigen.context import Context, Handle
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError
 from reigen.torch.adapter import tensor_over
@@ -50,10 +50,6 @@ from reigen.torch.reducer.bucket_views import BucketViews, strides_of
 from reigen.torch.reducer.pending_gradient import PendingGradient, pending
 from reigen.torch.sparse import SparseGradients
 from reigen.types import DTYPES, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context, Handle
-
 
 #: marks the hooks that are ours
 _GRAD_HOOK_ATTRIBUTE = "_watches_for_reigen"
@@ -376,7 +372,7 @@ class Reducer:
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
         try:
-            agreement = agree_on_plan(self.team, self._proposal())
+            arrivals, sparse_dims = agree_on_plan(self.team, self._proposal())
         except JoinedError as error:
             if self._options.owned:
                 raise
@@ -384,13 +380,13 @@ class Reducer:
             return
         overlaps = self.team.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
         self._overlaps = bool(self.team.where(overlaps, "overlaps"))
-        order = arrival_order(agreement.order, len(self.parameters))
-        dense = [index for index in order if not agreement.sparse_dims[index]]
+        order = arrival_order(arrivals, len(self.parameters))
+        dense = [index for index in order if not sparse_dims[index]]
         if self._returns_sparse:
-            self._returned_dims.update({index: dim for index, dim in enumerate(agreement.sparse_dims) if dim})
+            self._returned_dims.update({index: dim for index, dim in enumerate(sparse_dims) if dim})
             dense = list(order)
         else:
-            self._sparse = self._sparse_gradients(agreement)
+            self._sparse = self._sparse_gradients(sparse_dims)
         groups = self._options.groups
         if isinstance(groups, int):
             members = split_evenly(dense, groups)
@@ -436,8 +432,8 @@ class Reducer:
             return 0
         return 0 if self._options.sparse_as_dense and self._options.owned else gradient.sparse_dim()
 
-    def _sparse_gradients(self, agreement: PlanAgreement) -> SparseGradients:
-        dims = {index: dim for index, dim in enumerate(agreement.sparse_dims) if dim}
+    def _sparse_gradients(self, sparse_dims: Sequence[int]) -> SparseGradients:
+        dims = {index: dim for index, dim in enumerate(sparse_dims) if dim}
         op = self._options.how.op
         if dims and self._options.owned:
             name = self.names[min(dims)]
