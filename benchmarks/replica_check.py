@@ -9,13 +9,17 @@ import torch
 
 import reigen.torch as hvd
 from reigen import context
+from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.replica_check import check_replicas
+from reigen.engine.operation_builders import ReductionSpec
 from reigen.torch.adapter import tensor_bytes
+from reigen.types import ReduceOp
 
 
 def main(rounds: int = 21) -> None:
     hvd.init()
     torch.set_num_threads(1)
+    team = ReduceGroup(context.current(), hvd.global_process_set, ReductionSpec(ReduceOp.SUM, 1.0, 1.0))
     for num_tensors, numel in ((10, 2_500_000), (161, 155_280), (1000, 1024)):
         parameters = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(num_tensors)]
         names = [f"parameter {i}" for i in range(num_tensors)]
@@ -23,7 +27,7 @@ def main(rounds: int = 21) -> None:
         for _ in range(rounds):
             hvd.barrier()
             start = time.perf_counter()
-            check_replicas(context.current(), [tensor_bytes(p) for p in parameters], names, "bench")
+            check_replicas(team, [tensor_bytes(p) for p in parameters], names)
             took.append(1e3 * (time.perf_counter() - start))
         if hvd.rank() == 0:
             elements = num_tensors * numel / 1e6

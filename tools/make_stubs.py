@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from reigen.api import dialects
@@ -57,13 +58,13 @@ def write_re_exports(module: Path) -> str:
         for element in node.value.elts
         if isinstance(element, ast.Constant)
     }
-    return "".join(
-        f"from {node.module} import {alias.name} as {alias.name}\n"
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.name in listed
-    )
+    lines = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            names = import_module(str(node.module)).__all__ if names == ["*"] else [*filter(listed.__contains__, names)]
+            lines += [f"from {node.module} import {name} as {name}\n" for name in names]
+    return "".join(lines)
 
 
 def write_stub(path: str) -> str:
@@ -71,7 +72,10 @@ def write_stub(path: str) -> str:
     dialect, imports = STUBS[path]
     if "{}" in imports:
         imports = imports.format(write_re_exports(SOURCE / path.removesuffix("i")))
-    return "\n".join([HEAD + imports, *map(write_function, list_functions(dialect)), ""])
+    specs = list(list_functions(dialect))
+    listed = "".join(f'    "{name}",\n' for name in sorted(spec.name for spec in specs))
+    names = "" if path == "numpy_ops.pyi" else f"\n__all__ = [\n{listed}]\n"
+    return "\n".join([HEAD + imports + names, *map(write_function, specs), ""])
 
 
 def main(arguments: list[str]) -> int:

@@ -5,44 +5,44 @@ from collections.abc import Sequence
 from numpy.typing import ArrayLike
 
 from reigen.api.adapter import Array
-from reigen.api.build_info import ccl_built as ccl_built
-from reigen.api.build_info import cuda_built as cuda_built
-from reigen.api.build_info import ddl_built as ddl_built
-from reigen.api.build_info import gloo_built as gloo_built
-from reigen.api.build_info import gloo_enabled as gloo_enabled
-from reigen.api.build_info import mpi_built as mpi_built
-from reigen.api.build_info import mpi_enabled as mpi_enabled
-from reigen.api.build_info import mpi_threads_supported as mpi_threads_supported
-from reigen.api.build_info import nccl_built as nccl_built
-from reigen.api.build_info import rocm_built as rocm_built
 from reigen.api.collectives import poll as poll
 from reigen.api.collectives import synchronize as synchronize
+from reigen.api.common_names import Adasum as Adasum
+from reigen.api.common_names import Average as Average
+from reigen.api.common_names import Max as Max
+from reigen.api.common_names import Min as Min
+from reigen.api.common_names import ProcessSet as ProcessSet
+from reigen.api.common_names import Product as Product
+from reigen.api.common_names import Sum as Sum
+from reigen.api.common_names import add_process_set as add_process_set
+from reigen.api.common_names import ccl_built as ccl_built
+from reigen.api.common_names import cross_rank as cross_rank
+from reigen.api.common_names import cross_size as cross_size
+from reigen.api.common_names import cuda_built as cuda_built
+from reigen.api.common_names import ddl_built as ddl_built
+from reigen.api.common_names import global_process_set as global_process_set
+from reigen.api.common_names import gloo_built as gloo_built
+from reigen.api.common_names import gloo_enabled as gloo_enabled
+from reigen.api.common_names import init as init
+from reigen.api.common_names import is_homogeneous as is_homogeneous
+from reigen.api.common_names import is_initialized as is_initialized
+from reigen.api.common_names import local_rank as local_rank
+from reigen.api.common_names import local_size as local_size
+from reigen.api.common_names import mpi_built as mpi_built
+from reigen.api.common_names import mpi_enabled as mpi_enabled
+from reigen.api.common_names import mpi_threads_supported as mpi_threads_supported
+from reigen.api.common_names import nccl_built as nccl_built
+from reigen.api.common_names import rank as rank
+from reigen.api.common_names import remove_process_set as remove_process_set
+from reigen.api.common_names import rocm_built as rocm_built
+from reigen.api.common_names import size as size
+from reigen.api.common_names import start_timeline as start_timeline
+from reigen.api.common_names import stop_timeline as stop_timeline
 from reigen.api.functions import allgather_object as allgather_object
 from reigen.api.functions import barrier as barrier
 from reigen.api.functions import broadcast_object as broadcast_object
 from reigen.api.functions import join as join
-from reigen.api.job import cross_rank as cross_rank
-from reigen.api.job import cross_size as cross_size
-from reigen.api.job import init as init
-from reigen.api.job import is_homogeneous as is_homogeneous
-from reigen.api.job import is_initialized as is_initialized
-from reigen.api.job import local_rank as local_rank
-from reigen.api.job import local_size as local_size
-from reigen.api.job import rank as rank
 from reigen.api.job import shutdown as shutdown
-from reigen.api.job import size as size
-from reigen.api.job import start_timeline as start_timeline
-from reigen.api.job import stop_timeline as stop_timeline
-from reigen.api.operations import Adasum as Adasum
-from reigen.api.operations import Average as Average
-from reigen.api.operations import Max as Max
-from reigen.api.operations import Min as Min
-from reigen.api.operations import Product as Product
-from reigen.api.operations import Sum as Sum
-from reigen.api.process_sets import ProcessSet as ProcessSet
-from reigen.api.process_sets import add_process_set as add_process_set
-from reigen.api.process_sets import global_process_set as global_process_set
-from reigen.api.process_sets import remove_process_set as remove_process_set
 from reigen.engine.handle import Handle
 
 def allreduce(

@@ -97,7 +97,7 @@ def trains_alike() -> None:
         train(model, optimizer, mine)
         assert_same(model, truth)
         assert_identical_everywhere(model)
-        assert optimizer._averager.reducers[0]._places.buckets, "the buckets are in host memory"
+        assert optimizer._reducer.reducers[0]._places.buckets, "the buckets are in host memory"
         assert device.num_reduced
 
 

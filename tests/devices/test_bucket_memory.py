@@ -11,7 +11,6 @@ from reigen.api.gradients.bucket_plan import ParameterSpec, plan_buckets
 from reigen.torch.cuda_tensors import TorchDeviceTensorAdapter, as_device_array
 from reigen.torch.reducer.bucket_memory import DeviceBucketMemory
 from reigen.torch.reducer.bucket_views import BucketViews
-from reigen.types import DTYPES
 
 
 class Stream:
@@ -42,6 +41,6 @@ def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
         memory.filled()
     submitted: list[Any] = []
     team: Any = SimpleNamespace(reduce=lambda array, dtype, part, *, blocking: submitted.append(array))
-    memory.reduce(team, 0, DTYPES["float32"], "0", blocking=False)
+    memory.reduce(team, 0, "0", blocking=False)
     assert streams[2].waited == [0, 1]
     assert [array.ready for array in submitted] == [2]

@@ -142,7 +142,7 @@ def test_training(ranks: TorchRanks, size: int, bucket_bytes: int) -> None:
         train(model, optimizer, mine)
         assert_same(model, truth)
         assert_identical_everywhere(model)
-        (reducer,) = optimizer._averager.reducers
+        (reducer,) = optimizer._reducer.reducers
         buckets = reducer._places.buckets
         assert device.num_reduced - before == 4 * len(buckets)
         assert (len(buckets) > 1) == (bucket_bytes == 400)
@@ -178,7 +178,7 @@ def test_training_with_options(ranks: TorchRanks, option: str) -> None:
                 torch.testing.assert_close(value, other, rtol=0, atol=1e-2)
         else:
             assert_same(model, truth)
-        assert optimizer._averager.reducers[0]._places.buckets
+        assert optimizer._reducer.reducers[0]._places.buckets
 
     ranks.run(2, act)
 

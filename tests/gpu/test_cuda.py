@@ -101,7 +101,7 @@ def trains_alike(cuda: torch.device) -> None:
             stepper.step()
     for value, other in zip(model.state_dict().values(), truth.state_dict().values(), strict=True):
         torch.testing.assert_close(value, other, rtol=1e-8, atol=1e-9)
-    for reducer in optimizer._averager.reducers:  # one rank alone has none
+    for reducer in optimizer._reducer.reducers:  # one rank alone has none
         assert reducer._places.buckets, "the buckets are not on the GPU"
     assert_identical_everywhere(model.cpu())
 

@@ -43,7 +43,7 @@ def train(num_processors: list[int], share_parameters: bool, groups: int | None)
             alone.step()
             optimizer.zero_grad()
             mean_loss(model, mine(x), mine(y)).backward()
-            (reducer,) = optimizer._averager.reducers
+            (reducer,) = optimizer._reducer.reducers
             submitted.append(len(reducer._handles))
             optimizer.step()
         assert_same(model, truth)

@@ -12,7 +12,7 @@ from tests.torch.training import assert_identical_everywhere, assert_same, make_
 
 def names_by_unit(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[set[str]]:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    plan = optimizer._averager.reducers[0].tracker.plan
+    plan = optimizer._reducer.reducers[0].tracker.plan
     return [{names[place.parameter] for bucket in unit for place in plan.buckets[bucket].places} for unit in plan.units]
 
 

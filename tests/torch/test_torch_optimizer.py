@@ -488,7 +488,7 @@ def memory_is_given_back() -> None:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         train(model, optimizer, mine, steps=2)
-        region = optimizer._averager.reducers[0]._memory._region
+        region = optimizer._reducer.reducers[0]._memory._region
         offsets.add(region.offset)
         alive = weakref.ref(optimizer)
         gradients = [p.grad.clone() for p in model.parameters()]
@@ -547,7 +547,7 @@ def lives_on_after_init() -> None:
         train_step(truth, reference, x, y)
         assert_same(model, truth)
         hvd.shutdown()
-    if optimizer._averager.reducers:
+    if optimizer._reducer.reducers:
         with pytest.raises(ValueError, match="init"):
             mean_loss(model, *next(batches(1))).backward()
 

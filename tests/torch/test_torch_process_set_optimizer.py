@@ -29,7 +29,7 @@ def trains_in_sets() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), process_set=pair
     )
     everybodys = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
-    assert bool(optimizer._averager.reducers) == (rank != 1)
+    assert bool(optimizer._reducer.reducers) == (rank != 1)
     for x, y in batches(4):
         for o, m, members in (
             (reference, truth, ranks),

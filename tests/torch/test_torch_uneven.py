@@ -54,7 +54,7 @@ def trains_uneven(with_model: bool) -> None:
         for state, parameter in zip(states, truth.parameters(), strict=True):
             torch.testing.assert_close(state, reference.state[parameter]["momentum_buffer"])
         assert hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum).item() == 3.0
-    assert optimizer._averager.reducers[0]._memory.is_registered  # planned by now
+    assert optimizer._reducer.reducers[0]._memory.is_registered  # planned by now
 
 
 @pytest.mark.parametrize("with_model", [True, False])

@@ -10,23 +10,21 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from reigen import context
 from reigen.api.adapter import Tensor, TensorAdapter, as_rows
 from reigen.api.device_tensors import InputTensor, prepare_inputs
-from reigen.api.operations import Collective, as_group
+from reigen.api.operations import Collective, DifferentiableCall, as_group
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.backends.device import HostOrDeviceArray
+from reigen.context import CollectiveResult, Context
 from reigen.engine.handle import Handle
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, UnsupportedError
 from reigen.types import ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import CollectiveResult, Context
 
 Result = TypeVar("Result")
 
@@ -57,13 +55,7 @@ def synchronize(handle: Handle[Result]) -> Result:
 
 
 def resolve_reduction(average: bool | None, op: int | None, prescale: float, postscale: float) -> ReductionSpec:
-    """The reduction that the arguments of Horovod's functions ask for.
-
-    Args:
-        average: deprecated; use ``op``.
-        op: an operator; Average if both are None.
-        prescale: factor before the reduction.
-        postscale: factor after it.
+    """The reduction that the arguments of Horovod's functions ask for; Average if ``average`` and ``op`` are None.
 
     Raises:
         ArgumentError: both are given, or ``op`` is not an operator that exists.
@@ -86,11 +78,7 @@ def _known_reduction(op: int, prescale: float, postscale: float) -> ReductionSpe
 
 
 def parse_op(op: int) -> ReduceOp:
-    """``op`` as an operator.
-
-    Raises:
-        ArgumentError: there is no such operator.
-    """
+    """``op`` as an operator; raises ArgumentError if there is no such operator."""
     try:
         return ReduceOp(op)
     except ValueError:
@@ -183,7 +171,11 @@ class Collectives(Generic[Tensor]):
     ) -> Handle[list[Tensor]]:
         """Begin a collective of several tensors, all or none of them; see `start`. They may differ in dtype."""
         job, number = context.current(), process_set_number(process_set)
-        group = self._group(job, tensors, argument if collective.reduces else None)
+        accepted = [self.adapter.as_tensor(tensor) for tensor in as_group(tensors)]
+        devices = sorted({self.adapter.device(tensor) for tensor in accepted})
+        if len(devices) > 1:
+            raise UnsupportedError(f"the tensors of a group must be on one kind of device, got {', '.join(devices)}")
+        group = prepare_inputs(self.adapter, job, accepted, argument if collective.reduces else None)
         sources, targets = [each.source for each in group], None
         deliver: list[Callable[[CollectiveResult], Tensor]] = [each.result for each in group]
         if in_place:
@@ -230,7 +222,8 @@ class Collectives(Generic[Tensor]):
         """Run a collective to its end, as a function that the framework can differentiate; the result is new."""
         tensors = as_group(value) if grouped else (value,)
         if self.adapter.needs_gradient(tensors):
-            call = DifferentiableCall(self, collective, grouped, argument, name, process_set)
+            start: Callable[..., Handle[Any]] = self.start_group if grouped else self.start
+            call = DifferentiableCall(start, self.adapter, collective, grouped, argument, name, process_set)
             results = call.apply(tensors)
             result: Any = results if grouped else (results[0], call.splits) if collective.returns_splits else results[0]
         elif grouped:
@@ -250,70 +243,3 @@ class Collectives(Generic[Tensor]):
             receiver = prepare_inputs(self.adapter, job, [self.adapter.as_tensor(out, writable=True)])[0]
             return receiver.source, receiver.write_back
         return given.target(False), given.result
-
-    def _group(
-        self, job: Context, tensors: Iterable[object], how: ReductionSpec | None = None
-    ) -> list[InputTensor[Tensor]]:
-        group = [self.adapter.as_tensor(tensor) for tensor in as_group(tensors)]
-        devices = sorted({self.adapter.device(tensor) for tensor in group})
-        if len(devices) > 1:
-            raise UnsupportedError(f"the tensors of a group must be on one kind of device, got {', '.join(devices)}")
-        return prepare_inputs(self.adapter, job, group, how)
-
-
-class DifferentiableCall:
-    """A `reigen.api.operations.GradientCall`. ``splits`` are an alltoall's received ones, as a tensor."""
-
-    def __init__(
-        self,
-        collectives: Collectives[Any],
-        collective: Collective,
-        grouped: bool,
-        argument: Any,
-        name: str | None,
-        process_set: ProcessSet,
-    ) -> None:
-        self._collectives, self._collective, self._grouped = collectives, collective, grouped
-        self.adapter = collectives.adapter
-        self.argument, self._name, self.process_set = argument, name, process_set
-        self.function = f"grouped_{collective.name}" if grouped else collective.name
-        self.gradient_name = None if name is None else f"{name}.grad"
-        self.shapes: list[tuple[int, ...]] = []
-        self.received_splits: tuple[int, ...] = ()
-        self.splits: Any = None
-        self._floating: list[bool] = []
-
-    def apply(self, tensors: Sequence[Any]) -> list[Any]:
-        """Run the collective, so that the framework can differentiate it where it wants to."""
-        if self.adapter.needs_gradient(tensors):
-            return self.adapter.differentiate(self._forward, self._backward, tensors)
-        return self._forward(tensors)
-
-    def run(self, collective: Collective, tensors: Sequence[Any], argument: Any) -> list[Any]:
-        """Implement `GradientCall.run`."""
-        name, process_set = self.gradient_name, self.process_set
-        return DifferentiableCall(self._collectives, collective, self._grouped, argument, name, process_set).apply(
-            tensors
-        )
-
-    def _forward(self, tensors: Sequence[Any]) -> list[Any]:
-        start: Callable[..., Handle[Any]] = self._collectives.start_group if self._grouped else self._collectives.start
-        value = tensors if self._grouped else tensors[0]
-        handle = start(self._collective, value, self.argument, self._name, self.process_set, blocking=True)
-        result = handle.wait()
-        if self._collective.returns_splits:
-            result, self.splits = result
-            self.received_splits = tuple(self.adapter.array(self.splits)[0].tolist())
-        adapter = self.adapter
-        accepted = [adapter.as_tensor(tensor) for tensor in tensors]
-        self._floating = [adapter.dtype(tensor).is_floating for tensor in accepted]
-        self.shapes = [
-            tuple(tensor.shape) for tensor, is_floating in zip(accepted, self._floating, strict=True) if is_floating
-        ]
-        return list(result) if self._grouped else [result]
-
-    def _backward(self, gradients: Sequence[Any]) -> list[Any]:
-        """The gradients in the places of the tensors; None for those that are no floating-point numbers."""
-        wanted = [gradient for gradient, is_floating in zip(gradients, self._floating, strict=True) if is_floating]
-        made = iter(self._collective.gradient(self, wanted))
-        return [next(made) if is_floating else None for is_floating in self._floating]

@@ -39,16 +39,13 @@ class CodecCompression:
 
 
 def parse_compression(compression: object, names: str) -> CastCompression | CodecCompression:
-    """Parse a user's argument.
+    """Parse a user's argument: a `CastCompression`, a codec, or what `reigen.compression.from_params` makes a codec of.
 
-    Args:
-        compression: a `CastCompression`, a codec, or what :func:`~reigen.compression.from_params` makes a codec of.
-            fp16 and bf16 without error feedback are casts: reduced in that type on the way, instead of being gathered.
-            So is the type ``none``.
-        names: the framework's own casts, for the message.
+    fp16 and bf16 without error feedback are casts: reduced in that type on the way, instead of being gathered. So is
+    the type ``none``.
 
     Raises:
-        ArgumentError: nothing of the kind.
+        ArgumentError: nothing of the kind; the message has ``names``, the framework's own casts.
     """
     if isinstance(compression, CastCompression):
         return compression
@@ -68,12 +65,8 @@ def parse_compression(compression: object, names: str) -> CastCompression | Code
 def as_compressor(compression: C, names: str) -> C:
     """``compression`` itself, if it makes tensors of tensors; a class of the user's own may, too, as in Horovod.
 
-    Args:
-        compression: what a user gave.
-        names: the framework's own, for the message.
-
     Raises:
-        ArgumentError: it does not.
+        ArgumentError: it does not; the message has ``names``, the framework's own compressors.
     """
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ArgumentError(
@@ -84,11 +77,7 @@ def as_compressor(compression: C, names: str) -> C:
 
 
 def check_op_allowed(op: ReduceOp, compression: CastCompression | CodecCompression) -> None:
-    """Accept operators that can be done with what travels.
-
-    Raises:
-        ArgumentError: codes can be added up, and nothing else.
-    """
+    """Raise ArgumentError if the operator cannot be done with what travels: codes can be added up, and nothing else."""
     if isinstance(compression, CodecCompression) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ArgumentError(
             f"{compression.codec.name} compression needs op=Average or op=Sum, got {op.name.title()}: "

@@ -8,28 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 import msgspec
 
 from reigen.api.adapter import Tensor, TensorAdapter, empty_like
 from reigen.backends.device import DeviceArray, HostOrDeviceArray
+from reigen.context import CollectiveResult, Context
 from reigen.types import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import CollectiveResult, Context
 
 
 class InputTensor(msgspec.Struct, Generic[Tensor], frozen=True, eq=False):
-    """A tensor that takes part in an operation.
-
-    Attributes:
-        adapter: of its framework.
-        tensor: what the user passed.
-        dtype: its element type.
-        source: its contents.
-        aliases: ``source`` is the tensor's memory.
-    """
+    """A user's tensor in an operation, with its contents; ``aliases``: they are the tensor's own memory."""
 
     adapter: TensorAdapter[Tensor]
     tensor: Tensor
@@ -76,11 +66,7 @@ def prepare_inputs(
 ) -> list[InputTensor[Tensor]]:
     """The memory of an operation's tensors: all of it a device's, or all of it the host's.
 
-    Args:
-        adapter: of their framework.
-        context: the job.
-        tensors: of one operation.
-        how: operator and factors, if they are reduced.
+    ``how`` are operator and factors, if they are reduced.
 
     Raises:
         UnsupportedTypeError: an element type cannot be communicated.

@@ -41,14 +41,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """A function of a framework.
-
-    Attributes:
-        collective: what it runs.
-        grouped: on several tensors.
-        form: how it hands out its result.
-        dialect: whose function it is.
-    """
+    """A function of a framework: a collective, of one tensor or of a group, in a form, as its dialect has it."""
 
     collective: Collective
     grouped: bool
@@ -94,28 +87,21 @@ class FunctionSpec:
     def doc(self) -> str:
         """Docstring of the function."""
         collective, form = self.collective, self.form
-        single = f":func:`{collective.name}`"
-        written = (
-            "the results are written into ``tensors``, which are returned as a list"
-            if self.grouped
-            else ("the result is written into ``tensor``, which is returned")
-        )
         if form.is_async:
-            begun = self.name.replace("_async", "")
-            gives = (
-                "completes it"
-                if form.in_place
-                else "gives a list of new tensors"
-                if self.grouped
-                else ("gives the pair" if collective.returns_splits else "gives a new tensor")
-            )
-            summary = f"Begin :func:`{begun}`; ``synchronize`` {gives}."
+            gives = "gives the pair" if collective.returns_splits else "gives a new tensor"
+            gives = "completes it" if form.in_place else "gives a list of new tensors" if self.grouped else gives
+            summary = f"Begin :func:`{self.name.replace('_async', '')}`; ``synchronize`` {gives}."
             if form.in_place:
                 summary += f" {self.value.name.capitalize()} must not be touched before."
         elif form.in_place:
-            summary = f"Run :func:`{self.name[:-1]}` in place: {written}."
+            written = "result is written into ``tensor``, which is returned"
+            if self.grouped:
+                written = "results are written into ``tensors``, which are returned as a list"
+            summary = f"Run :func:`{self.name[:-1]}` in place: the {written}."
         elif self.grouped:
-            summary = f"Run {single} of several tensors, all or none of them, and return a list of new ones."
+            summary = (
+                f"Run :func:`{collective.name}` of several tensors, all or none of them, and return a list of new ones."
+            )
         else:
             summary = f"{collective.summary}."
         parts = [summary + self.dialect.notes(collective, form)]
@@ -147,16 +133,13 @@ def make_functions(
     namespace: dict[str, Any] | None = None,
     **defaults: object,
 ) -> dict[str, Callable[..., Any]]:
-    """Make a framework's functions of the table.
+    """Make a framework's functions of the table, by name.
 
     Args:
         collectives: what runs them.
         dialect: the framework's.
         namespace: of the module that the functions are to belong to, where the names in their annotations are known.
         defaults: of the dialect's own parameters.
-
-    Returns:
-        The functions by name.
     """
     namespace = {"__name__": __name__} if namespace is None else namespace
     return {spec.name: _make_function(spec, collectives, namespace, defaults) for spec in list_functions(dialect)}

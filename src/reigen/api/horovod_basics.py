@@ -7,12 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import pairwise
-from typing import TypeVar
 
 from reigen.api import build_info, job
-
-T = TypeVar("T")
 
 #: Frameworks of Horovod that have a front end here, by the name of Horovod's extension.
 _FRAMEWORKS = {"torch": "torch", "mxnet": "mxnet"}
@@ -101,13 +97,6 @@ def check_num_rank_power_of_2(num_rank: int) -> None:
     """Raise ValueError unless the number of ranks is a power of two."""
     if not num_rank_is_power_2(num_rank):
         raise ValueError(f"the number of ranks must be a power of 2, not {num_rank}")
-
-
-def split_list(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
-    """``num_parts`` pieces of nearly one length, in order; the last ones are the shorter."""
-    quotient, remainder = divmod(len(items), num_parts)
-    bounds = [part * quotient + min(part, remainder) for part in range(num_parts + 1)]
-    return [items[low:high] for low, high in pairwise(bounds)]
 
 
 def is_iterable(value: object) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 from reigen import context
-from reigen.api.communicators import as_ranks, is_communicator, translate_ranks
-from reigen.api.process_sets import check_static, register_static
+from reigen.api.process_sets import as_ranks, check_static, is_communicator, register_static, translate_ranks
 from reigen.cluster.environ import JobInfo, detect_job, job_from_arguments
 from reigen.errors import ArgumentError
 
@@ -62,7 +62,7 @@ def _job_from_arguments(rank: int | None, size: int | None, coordinator: str | N
     return job_from_arguments(rank, size, coordinator)
 
 
-def _resolve_ranks(comm: object, job: JobInfo | None) -> list[int] | None:
+def _resolve_ranks(comm: Any, job: JobInfo | None) -> list[int] | None:
     """The ranks that ``comm`` stands for; None for all."""
     if comm is None:
         return None

@@ -17,7 +17,6 @@ class NumpyAdapter(TensorAdapter[Array]):
     """A :class:`~reigen.api.adapter.TensorAdapter` for NumPy arrays, seen as themselves."""
 
     def as_tensor(self, value: Any, *, writable: bool = False) -> Array:
-        """Implement `TensorAdapter.as_tensor`."""
         if not writable:
             return np.asarray(value)
         if not isinstance(value, np.ndarray):
@@ -27,7 +26,6 @@ class NumpyAdapter(TensorAdapter[Array]):
         return value
 
     def dtype(self, tensor: Array) -> DType:
-        """Implement `TensorAdapter.dtype`."""
         found = _DTYPE_BY_STORAGE.get(tensor.dtype)
         if found is None:
             supported = ", ".join(sorted(each.name for each in _DTYPE_BY_STORAGE.values()))
@@ -35,18 +33,15 @@ class NumpyAdapter(TensorAdapter[Array]):
         return found
 
     def array(self, tensor: Array) -> tuple[Array, bool]:
-        """Implement `TensorAdapter.array`."""
         if tensor.flags.c_contiguous:
             return tensor, True
         contiguous = np.ascontiguousarray(tensor).reshape(tensor.shape)
         return contiguous, False
 
     def wrap(self, array: Array, like: Array | None) -> Array:
-        """Implement `TensorAdapter.wrap`."""
         return array
 
     def write(self, tensor: Array, array: Array) -> None:
-        """Implement `TensorAdapter.write`."""
         tensor[...] = array
 
 

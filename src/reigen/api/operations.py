@@ -10,10 +10,11 @@ The gradients are Horovod's, so that those of existing models stay the same: bac
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from reigen import context
 from reigen.api.adapter import TensorAdapter
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.engine import operation_builders
+from reigen.engine.handle import Handle
 from reigen.engine.messages import Operation
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError
@@ -36,14 +38,7 @@ _MEAN = ReductionSpec(ReduceOp.AVERAGE, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a function.
-
-    Attributes:
-        name: by which it can be given.
-        annotation: its type, as text.
-        doc: what it is.
-        default: its default, if it has one.
-    """
+    """Parameter of a function: its name, its type as text, its description, and its default if it has one."""
 
     name: str
     annotation: str
@@ -56,30 +51,64 @@ class Parameter:
         return self.default is _REQUIRED
 
 
-class GradientCall(Protocol):
-    """A call of a collective that is differentiated, as the rules of gradients know it.
+class DifferentiableCall:
+    """A call of a collective that a framework may differentiate; the rules of gradients know it.
+
+    ``start`` submits a collective of one tensor or, if this is one of a group, of several. The collectives of backward
+    are called ``name.grad``, and run in the process set of forward.
 
     Attributes:
-        adapter: of the framework.
-        function: what was called.
-        argument: of the collective's own.
-        gradient_name: of the collectives of backward.
-        process_set: of forward and of backward.
+        function: what was called, by its name.
         shapes: of its tensors of floating point.
-        received_splits: of an alltoall, the rows that came from each rank.
+        splits: of an alltoall, how many rows came from each rank, as a tensor; ``received_splits`` as numbers.
     """
 
-    adapter: TensorAdapter[Any]
-    function: str
-    argument: Any
-    gradient_name: str | None
-    process_set: ProcessSet
-    shapes: list[tuple[int, ...]]
-    received_splits: tuple[int, ...]
+    def __init__(
+        self,
+        start: Callable[..., Handle[Any]],
+        adapter: TensorAdapter[Any],
+        collective: Collective,
+        grouped: bool,
+        argument: Any,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> None:
+        self._start, self._collective, self._grouped, self._name = start, collective, grouped, name
+        self.adapter, self.argument, self.process_set = adapter, argument, process_set
+        self.function = f"grouped_{collective.name}" if grouped else collective.name
+        self.gradient_name = None if name is None else f"{name}.grad"
+        self.shapes: list[tuple[int, ...]] = []
+        self.received_splits: tuple[int, ...] = ()
+        self.splits: Any = None
+        self._floating: list[bool] = []
+
+    def apply(self, tensors: Sequence[Any]) -> list[Any]:
+        """Run the collective, so that the framework can differentiate it where it wants to."""
+        if self.adapter.needs_gradient(tensors):
+            return self.adapter.differentiate(self._forward, self._backward, tensors)
+        return self._forward(tensors)
 
     def run(self, collective: Collective, tensors: Sequence[Any], argument: Any) -> list[Any]:
         """Run a collective on gradients: of one tensor or of a group, as the call was."""
-        ...
+        name, process_set = self.gradient_name, self.process_set
+        call = DifferentiableCall(self._start, self.adapter, collective, self._grouped, argument, name, process_set)
+        return call.apply(tensors)
+
+    def _forward(self, tensors: Sequence[Any]) -> list[Any]:
+        value, adapter = tensors if self._grouped else tensors[0], self.adapter
+        result = self._start(self._collective, value, self.argument, self._name, self.process_set, blocking=True).wait()
+        if self._collective.returns_splits:
+            result, self.splits = result
+            self.received_splits = tuple(adapter.array(self.splits)[0].tolist())
+        accepted = [adapter.as_tensor(tensor) for tensor in tensors]
+        self._floating = [adapter.dtype(tensor).is_floating for tensor in accepted]
+        self.shapes = [tuple(tensor.shape) for tensor in itertools.compress(accepted, self._floating)]
+        return list(result) if self._grouped else [result]
+
+    def _backward(self, gradients: Sequence[Any]) -> list[Any]:
+        """The gradients in the places of the tensors; None for those that are no floating-point numbers."""
+        made = iter(self._collective.gradient(self, [*itertools.compress(gradients, self._floating)]))
+        return [next(made) if is_floating else None for is_floating in self._floating]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +137,7 @@ class Collective:
     tensor: str
     parameters: tuple[Parameter, ...]
     build: Callable[..., Operation]
-    gradient: Callable[[GradientCall, list[Any]], list[Any]]
+    gradient: Callable[[DifferentiableCall, list[Any]], list[Any]]
     reduces: bool = False
     grouped: bool = False
     in_place: bool = False
@@ -123,22 +152,14 @@ class Collective:
 
 
 def as_group(tensors: Iterable[Any]) -> list[Any]:
-    """Return a user's group as a list.
-
-    Raises:
-        ArgumentError: it cannot be one.
-    """
+    """Return a user's group of tensors as a list; raises ArgumentError if it cannot be one."""
     if not isinstance(tensors, Iterable):
         raise ArgumentError(f"a group is a list of tensors, got {type(tensors).__name__}")
     return list(tensors)
 
 
 def as_root(root_rank: object) -> int:
-    """``root_rank`` as an integer.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """``root_rank`` as an integer; raises ArgumentError if it is none."""
     try:
         return operator.index(root_rank)  # type: ignore[arg-type]
     except TypeError:
@@ -146,11 +167,7 @@ def as_root(root_rank: object) -> int:
 
 
 def check_root(root_rank: object, size: int) -> None:
-    """Accept a rank of the job.
-
-    Raises:
-        ArgumentError: it is not one.
-    """
+    """Raise ArgumentError unless ``root_rank`` is a rank of a job of so many."""
     if not 0 <= as_root(root_rank) < size:
         raise ArgumentError(f"root_rank must be a rank of this job, 0 to {size - 1}, got {root_rank!r}")
 
@@ -179,13 +196,13 @@ def as_splits(adapter: TensorAdapter[Any], splits: Any) -> tuple[int, ...] | Non
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _allreduce_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+def _allreduce_gradient(call: DifferentiableCall, gradients: list[Any]) -> list[Any]:
     """The same reduction of the gradients."""
     _check_linear(call)
     return call.run(ALLREDUCE, gradients, call.argument)
 
 
-def _allgather_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+def _allgather_gradient(call: DifferentiableCall, gradients: list[Any]) -> list[Any]:
     """Their average, and of it the rows that came from this rank, which cannot know without asking where they begin."""
     averaged = call.run(ALLREDUCE, gradients, _MEAN)
     rows = np.array([[shape[0] if shape else 1 for shape in call.shapes]])
@@ -197,7 +214,7 @@ def _allgather_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
     return [take(tensor, begin, shape) for tensor, begin, shape in zip(averaged, begins, call.shapes, strict=True)]
 
 
-def _broadcast_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+def _broadcast_gradient(call: DifferentiableCall, gradients: list[Any]) -> list[Any]:
     """Their average on the root, zeros elsewhere."""
     averaged = call.run(ALLREDUCE, gradients, _MEAN)
     if context.current().rank == call.argument:
@@ -206,13 +223,13 @@ def _broadcast_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
     return [adapter.wrap(np.zeros(each.shape, adapter.dtype(each).storage), each) for each in averaged]
 
 
-def _alltoall_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+def _alltoall_gradient(call: DifferentiableCall, gradients: list[Any]) -> list[Any]:
     """They go back to where the rows came from; rows that were not sent get zeros."""
     returned = call.run(ALLTOALL, gradients, call.received_splits)
     return [call.adapter.take_rows(each, 0, shape) for each, shape in zip(returned, call.shapes, strict=True)]
 
 
-def _reducescatter_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+def _reducescatter_gradient(call: DifferentiableCall, gradients: list[Any]) -> list[Any]:
     """All ranks' gradients, times the number of ranks for Sum, and times the factors."""
     _check_linear(call)
     op, prescale, postscale = call.argument
@@ -221,7 +238,7 @@ def _reducescatter_gradient(call: GradientCall, gradients: list[Any]) -> list[An
     return gathered if scale == 1 else [gradient * scale for gradient in gathered]
 
 
-def _check_linear(call: GradientCall) -> None:
+def _check_linear(call: DifferentiableCall) -> None:
     op = call.argument[0]
     if op not in _LINEAR:
         raise ArgumentError(f"{call.function} with op={op.name.title()} has no gradient; detach() its input")

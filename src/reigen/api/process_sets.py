@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reigen import context
-from reigen.api.communicators import MpiCommunicator, as_ranks, is_communicator, translate_ranks
 from reigen.api.objects import allgather_object
 from reigen.errors import ArgumentError, MismatchError, UnsupportedError
 
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "remove_process_set",
-]
+# -- ranks as users name them: a list of numbers, or an mpi4py communicator; nothing here imports mpi4py ---------------
+
+
+def is_communicator(value: object) -> bool:
+    """Return whether it looks like an mpi4py communicator."""
+    return hasattr(value, "Get_size") and hasattr(value, "allgather")
+
+
+def translate_ranks(comm: Any, rank: int) -> list[int]:
+    """The global ranks of a communicator's processes, in its order, given this process's. Collective over it."""
+    return [int(each) for each in comm.allgather(rank)]
+
+
+def as_ranks(ranks: Any) -> list[int]:
+    """A list of ranks, as the user gave it; raises ArgumentError if it holds others than integers, or one twice."""
+    try:
+        found = [operator.index(rank) for rank in ranks]
+    except TypeError:
+        raise ArgumentError(f"a list of ranks is needed, got {ranks!r}") from None
+    if len(set(found)) < len(found):
+        raise ArgumentError(f"a rank is there twice: {found}")
+    return found
+
+
+# -- process sets ------------------------------------------------------------------------------------------------------
 
 
 class ProcessSet:
@@ -33,9 +51,9 @@ class ProcessSet:
         mpi_comm: the communicator, if it was made of one.
     """
 
-    def __init__(self, ranks_or_comm: Iterable[int] | MpiCommunicator) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         self.mpi_comm = ranks_or_comm if is_communicator(ranks_or_comm) else None
-        self._ranks = None if is_communicator(ranks_or_comm) else tuple(sorted(as_ranks(ranks_or_comm)))
+        self._ranks = None if self.mpi_comm is not None else tuple(sorted(as_ranks(ranks_or_comm)))
         self._number = 0
         #: the job in which it is registered; when that ends, so does the registration
         self._job: weakref.ReferenceType[context.Context] | None = None
@@ -175,11 +193,7 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def process_set_number(process_set: ProcessSet) -> int:
-    """The number by which the job knows the set.
-
-    Raises:
-        ArgumentError: it is none, or not registered.
-    """
+    """The number by which the job knows the set; raises ArgumentError if it is none, or not registered."""
     if process_set is global_process_set:
         return 0
     if not isinstance(process_set, ProcessSet):
@@ -196,11 +210,7 @@ def process_set_number(process_set: ProcessSet) -> int:
 
 
 def check_static(process_sets: object) -> list[ProcessSet]:
-    """The list that ``init()`` was given.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
+    """The list of sets that ``init()`` was given; raises ArgumentError if it is something else."""
     if process_sets is None or process_sets == "dynamic":
         return []
     if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
@@ -219,9 +229,17 @@ def register_static(job: context.Context, process_sets: Sequence[ProcessSet]) ->
         MismatchError: the ranks gave different sets; raised on all.
         ArgumentError: a set is there twice, or has ranks that are not in the job; raised on all.
     """
-    own = [(each.mpi_comm is not None, _resolve_ranks(job, each)) for each in process_sets]
+    own = [
+        (
+            each.mpi_comm is not None,
+            each.ranks or [] if each.mpi_comm is None else sorted(translate_ranks(each.mpi_comm, job.rank)),
+        )
+        for each in process_sets
+    ]
     all_lists: list[list[tuple[bool, list[int]]]] = allgather_object(job, own, "init.process_sets")
-    _check_same(all_lists)
+    # Sets made of ranks are the same everywhere; those made of communicators are what each rank is part of.
+    comparable = [["a communicator" if is_comm else ranks for is_comm, ranks in lists] for lists in all_lists]
+    _check_equal(comparable, "the ranks gave different process_sets to init()")
     known = {tuple(range(job.size))}
     for entry, (process_set, column) in enumerate(zip(process_sets, zip(*all_lists, strict=True), strict=True)):
         for ranks in dict.fromkeys(tuple(ranks) for _, ranks in column):  # one, but for parts of a communicator
@@ -233,23 +251,11 @@ def register_static(job: context.Context, process_sets: Sequence[ProcessSet]) ->
                 process_set.registered(job, number, ranks)
 
 
-def _check_same(all_lists: Sequence[Sequence[tuple[bool, list[int]]]]) -> None:
-    """Sets made of ranks are the same everywhere; those made of communicators are what each rank is part of."""
-    comparable = [["a communicator" if is_comm else ranks for is_comm, ranks in lists] for lists in all_lists]
-    _check_equal(comparable, "the ranks gave different process_sets to init()")
-
-
 def _check_equal(values: Sequence[object], message: str) -> None:
     """Raise a MismatchError with this message unless all ranks' values are equal."""
     if any(value != values[0] for value in values):
         details = {rank: str(value) for rank, value in enumerate(values)}
         raise MismatchError(message, ranks=range(len(values)), details=details)
-
-
-def _resolve_ranks(job: context.Context, process_set: ProcessSet) -> list[int]:
-    if process_set.mpi_comm is None:
-        return process_set.ranks or []
-    return sorted(translate_ranks(process_set.mpi_comm, job.rank))
 
 
 def _require_dynamic() -> context.Context:

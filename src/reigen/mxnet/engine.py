@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mxnet.base import _LIB, check_call
@@ -64,22 +65,17 @@ class AsyncOperation(Protocol):
         """Raise its error, if it has failed."""
 
 
+@dataclass(slots=True, eq=False)
 class _Operation:
-    """Operation that was pushed and is not over.
+    """Operation that was pushed and is not over."""
 
-    Attributes:
-        begin: submits the collective.
-        forgotten: called when it has left.
-        error: why it failed.
-        thread: the one that began it.
-    """
-
-    __slots__ = ("begin", "error", "forgotten", "thread")
-
-    def __init__(self, begin: Callable[[], AsyncOperation], forgotten: Callable[[], None] | None) -> None:
-        self.begin, self.forgotten = begin, forgotten
-        self.error: BaseException | None = None
-        self.thread: int | None = None
+    #: submits the collective
+    begin: Callable[[], AsyncOperation]
+    #: called when it has left
+    forgotten: Callable[[], None] | None
+    error: BaseException | None = None
+    #: the one that began it
+    thread: int | None = None
 
 
 class _KnownThreads(threading.local):

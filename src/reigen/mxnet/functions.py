@@ -12,7 +12,6 @@ from mxnet.gluon.parameter import DeferredInitializationError, Parameter, Parame
 from reigen import context
 from reigen.api import functions
 from reigen.api.operations import check_root
-from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.errors import ArgumentError
 from reigen.mxnet.errors import raises_mxnet_errors
 from reigen.mxnet.ops import broadcast_
@@ -72,15 +71,5 @@ def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> No
     parameter._init_impl = types.MethodType(initialise, parameter)
 
 
-@raises_mxnet_errors
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the root's object, on every rank; see :func:`reigen.api.functions.broadcast_object`."""
-    return functions.broadcast_object(obj, root_rank, name, process_set)
-
-
-@raises_mxnet_errors
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's object, as a list by rank."""
-    return functions.allgather_object(obj, name)
+broadcast_object = raises_mxnet_errors(functions.broadcast_object)
+allgather_object = raises_mxnet_errors(functions.allgather_object)

@@ -10,9 +10,8 @@ The memory is given back with its last array.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
@@ -28,16 +27,14 @@ from reigen.api.gradients.bucket_plan import (
     split_evenly,
 )
 from reigen.api.gradients.compressed_buckets import CompressedBuckets
-from reigen.api.gradients.plan_agreement import PlanProposal
+from reigen.api.gradients.plan_agreement import PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.context import MemoryRegion
 from reigen.engine.handle import Handle
 from reigen.errors import UnsupportedTypeError
 from reigen.mxnet import arrays
 from reigen.mxnet.engine import get_engine_queue
 from reigen.types import DTYPES, DType
-
-if TYPE_CHECKING:
-    from reigen.context import MemoryRegion
 
 #: gluon Parameter.
 Parameter = Any
@@ -58,21 +55,8 @@ class _ParameterSignature(NamedTuple):
         return f"parameter {self.number}: {self.dtype.name} as {self.wire.name}, shape {self.shape}"
 
 
-class _RegisteredMemory:
-    """Registered memory, until its last reference is gone."""
-
-    def __init__(self, region: MemoryRegion) -> None:
-        self.__array_interface__ = region.array.__array_interface__
-
-
 class GradientBuckets:
-    """Buckets of one trainer.
-
-    Args:
-        group: the ranks that reduce them, with the operator.
-        num_groups: so many groups of gradients, each reduced as one; 0: buckets of the usual size.
-        compression: the element type in which gradients travel, or their codec.
-    """
+    """Buckets of one trainer, reduced by ``group``: ``num_groups`` of gradients, each as one; 0: of the usual size."""
 
     def __init__(self, group: ReduceGroup, num_groups: int, compression: CastCompression | CodecCompression) -> None:
         self._group, self._num_groups, self._compression = group, num_groups, compression
@@ -128,7 +112,7 @@ class GradientBuckets:
         group, how = self._group, self._group.how
         options = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}, {self._num_groups} groups, "
         options += describe(self._compression)
-        group.agree(PlanProposal((options, *map(str, trained)), (), ()))
+        agree_on_plan(group, PlanProposal((options, *map(str, trained)), (), ()))
         specs = [ParameterSpec(int(np.prod(each.shape)), each.wire.itemsize, each.wire.name) for each in trained]
         order = arrival_order((), len(specs))
         groups = split_evenly(order, self._num_groups) if self._num_groups else ()
@@ -156,9 +140,7 @@ class GradientBuckets:
         if isinstance(self._compression, CodecCompression):
             return np.empty(nbytes, np.uint8)
         self._region = self._group.allocate(nbytes)
-        owner = _RegisteredMemory(self._region)
-        weakref.finalize(owner, self._group.free, self._region).atexit = False
-        return np.asarray(owner)
+        return self._group.memory_of(self._region)
 
     def _submit(self, bucket: int) -> None:
         plan = self._plan.buckets[bucket]

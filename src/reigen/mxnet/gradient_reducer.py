@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from reigen import context
+from reigen.api.gradients.bucket_plan import split_evenly
 from reigen.api.gradients.reduce_group import ReduceGroup, choose_reduction
-from reigen.api.horovod_basics import split_list
 from reigen.api.operations import Average
 from reigen.api.process_sets import ProcessSet, process_set_number
 from reigen.engine.operation_builders import ReductionSpec
@@ -54,7 +54,7 @@ class GradientReducer:
         team = self.team
         if team is None or not named:
             return
-        groups = split_list(named, min(self.num_groups, len(named))) if self.num_groups else [[each] for each in named]
+        groups = split_evenly(named, self.num_groups or len(named))
         for group in groups:
             label, priority, _ = group[0]
             arrays = [array for _, _, array in group]

@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import mxnet as mx
@@ -38,13 +39,6 @@ from reigen.mxnet.optimizer_conversion import LocalLearningRate, convert_optimiz
 
 #: Types that have no counterpart, or another meaning, in MXNet 1.9.1; those of one process stay MXNet's.
 NAMES = tuple(sorted(name for name, meant in STORE_TYPES.items() if meant.where != "local"))
-
-
-class _UpdaterView:
-    """Attribute that a Trainer reads after it has loaded states: ``kvstore._updater.optimizer``."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
 
 
 class KVStore(mx.kvstore.KVStore):
@@ -206,7 +200,8 @@ class KVStore(mx.kvstore.KVStore):
             converted, self._rate = optimizer, None
         else:
             converted, self._rate = convert_optimizer(optimizer)
-            self._updater = _UpdaterView(optimizer)
+            # a Trainer reads it after it has loaded states: ``kvstore._updater.optimizer``
+            self._updater = SimpleNamespace(optimizer=optimizer)
         before, self._converted = self._converted, converted
         if before is not None and _is_same_but_for_rate(before, converted):
             self._send_rate(converted.learning_rate)  # a common way to change the rate: MXNet's servers see no other
@@ -277,15 +272,12 @@ class KVStore(mx.kvstore.KVStore):
             try:
                 if not self._is_ring:  # servers may wait until they know that this worker has nothing more to push
                     self._queue.wait_until_begun()
-                    self._leave()
+                    with contextlib.suppress(PeerLostError, ArgumentError):  # no servers are left; it was closed
+                        self.store.leave()
             finally:
                 self._queue.wait_until_done()
                 self.store.close()
                 self._queue.close()
-
-    def _leave(self) -> None:
-        with contextlib.suppress(PeerLostError, ArgumentError):  # no servers are left; it was closed
-            self.store.leave()
 
     def _at_exit(self) -> None:
         """Close the store: MXNet's engine must not call Python any more when this process has left it."""
@@ -341,9 +333,8 @@ class KVStore(mx.kvstore.KVStore):
 
     def _update_rate(self, keys: Sequence[Key]) -> None:
         """Send a new learning rate to the servers, before its pushes and behind all others."""
-        if self._rate is None:
-            return
-        self._send_rate(self._rate.before(keys))
+        if self._rate is not None:
+            self._send_rate(self._rate.before(keys))
 
     def _send_rate(self, rate: float) -> None:
         if rate == self._sent_rate:

@@ -47,11 +47,7 @@ class KVStoreKey:
             )
 
     def view(self, array: Any) -> NDArray[Any]:
-        """Return the memory of a checked NDArray, dense and in host memory, in an operation of MXNet's engine.
-
-        Raises:
-            UnsupportedTypeError: it is in a layout of oneDNN's.
-        """
+        """Return a checked NDArray's memory, in an engine operation; UnsupportedTypeError for a layout of oneDNN's."""
         return known_view_in_engine(array, self._shape, self._dtype)
 
 

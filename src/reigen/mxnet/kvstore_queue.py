@@ -16,6 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from reigen.errors import CollectiveError, ReigenError
@@ -30,21 +31,16 @@ StartOperation = Callable[[], Pending | None]
 _LOOK_SECONDS = 0.005
 
 
+@dataclass(slots=True, eq=False)
 class _InputsReady:
-    """`reigen.mxnet.engine.AsyncOperation` of an operation whose NDArrays are ready.
+    """`reigen.mxnet.engine.AsyncOperation` of an operation whose NDArrays are ready."""
 
-    Attributes:
-        begin: begins it in the store; that returns ``pending``.
-        error: why it failed.
-    """
-
-    __slots__ = ("_callback", "_queue", "begin", "error", "pending")
-
-    def __init__(self, queue: KVStoreQueue, begin: StartOperation) -> None:
-        self._queue, self.begin = queue, begin
-        self.pending: Pending | None = None
-        self.error: Exception | None = None
-        self._callback: Callable[[], None] | None = None
+    _queue: KVStoreQueue
+    #: begins it in the store; that returns ``pending``
+    begin: StartOperation
+    pending: Pending | None = None
+    error: Exception | None = None
+    _callback: Callable[[], None] | None = None
 
     def complete(self) -> None:
         """Call the callback: it is over."""

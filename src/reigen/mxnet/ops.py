@@ -29,5 +29,6 @@ from reigen.mxnet.errors import raises_mxnet_errors
 
 NDArray = Any
 
-for _name, _function in make_functions(COLLECTIVES, MXNET, globals()).items():
-    globals()[_name] = raises_mxnet_errors(_function)
+_FUNCTIONS = make_functions(COLLECTIVES, MXNET, globals())
+globals().update({name: raises_mxnet_errors(function) for name, function in _FUNCTIONS.items()})
+__all__ = list(_FUNCTIONS)

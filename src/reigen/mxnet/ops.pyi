@@ -7,6 +7,20 @@ from reigen.api.process_sets import ProcessSet
 
 NDArray: TypeAlias = Any
 
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
 def allreduce(
     tensor: NDArray,
     average: bool | None = None,

@@ -17,6 +17,15 @@ from reigen.mxnet.gradient_reducer import GradientReducer
 _OWN = {"_optimizer", "_gradients", "_buckets"}
 
 
+def _delegated(name: str) -> Any:
+    """Return a method that is the optimizer's own, where MXNet's base class would answer in its place."""
+
+    def call(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._optimizer, name)(*args, **kwargs)
+
+    return call
+
+
 class DistributedOptimizer(mx.optimizer.Optimizer):
     """Wrapper of an optimizer: before a weight is updated, its gradient is averaged over all ranks.
 
@@ -76,13 +85,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self._optimizer.rescale_grad /= self._gradients.factor
         return self._optimizer
 
-    def create_state(self, index: Any, weight: Any) -> Any:
-        """Create the optimizer's state."""
-        return self._optimizer.create_state(index, weight)
-
-    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """Create the optimizer's state."""
-        return self._optimizer.create_state_multi_precision(index, weight)
+    create_state = _delegated("create_state")
+    create_state_multi_precision = _delegated("create_state_multi_precision")
+    set_learning_rate = _delegated("set_learning_rate")
+    set_lr_mult = _delegated("set_lr_mult")
+    set_wd_mult = _delegated("set_wd_mult")
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Average the gradient, or gradients, and update. Does not wait."""
@@ -91,18 +98,6 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Average the gradient, or gradients, and update. Does not wait."""
         self._optimizer.update_multi_precision(index, weight, self._reduced(index, grad), state)
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the optimizer's learning rate."""
-        self._optimizer.set_learning_rate(lr)
-
-    def set_lr_mult(self, args_lr_mult: Any) -> None:
-        """Set the optimizer's factors of the learning rate."""
-        self._optimizer.set_lr_mult(args_lr_mult)
-
-    def set_wd_mult(self, args_wd_mult: Any) -> None:
-        """Set the optimizer's factors of the weight decay."""
-        self._optimizer.set_wd_mult(args_wd_mult)
 
     @raises_mxnet_errors
     def _reduced(self, index: Any, grad: Any) -> Any:

@@ -18,30 +18,27 @@ import mxnet as mx
 from reigen import optim
 from reigen.errors import ConfigError
 
-#: MXNet's class: Reigen's name, and MXNet's names of parameters where they differ.
-_COUNTERPARTS: dict[str, tuple[str, dict[str, str]]] = {
-    "SGD": ("sgd", {"momentum": "momentum", "lazy_update": "lazy_update"}),
-    "ccSGD": ("sgd", {"momentum": "momentum", "lazy_update": "lazy_update"}),
-    "NAG": ("nag", {"momentum": "momentum"}),
-    "Signum": ("signum", {"momentum": "momentum", "wd_lh": "wd_lh"}),
-    "Adam": ("adam", {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon", "lazy_update": "lazy_update"}),
-    "AdaGrad": ("adagrad", {"eps": "float_stable_eps"}),
-    "RMSProp": ("rmsprop", {name: name for name in ("gamma1", "gamma2", "epsilon", "centered", "clip_weights")}),
-    "Ftrl": ("ftrl", {"lamda1": "lamda1", "beta": "beta"}),
-    "LAMB": (
-        "lamb",
-        {name: name for name in ("beta1", "beta2", "epsilon", "lower_bound", "upper_bound", "bias_correction")},
-    ),
-    "LARS": ("lars", {name: name for name in ("momentum", "eta", "eps", "momentum_correction")}),
-    "Test": ("test", {}),
+#: MXNet's class: Reigen's name, and the names of parameters: Reigen's=MXNet's where they differ.
+_COUNTERPARTS = {
+    "SGD": ("sgd", "momentum lazy_update"),
+    "ccSGD": ("sgd", "momentum lazy_update"),
+    "NAG": ("nag", "momentum"),
+    "Signum": ("signum", "momentum wd_lh"),
+    "Adam": ("adam", "beta1 beta2 epsilon lazy_update"),
+    "AdaGrad": ("adagrad", "eps=float_stable_eps"),
+    "RMSProp": ("rmsprop", "gamma1 gamma2 epsilon centered clip_weights"),
+    "Ftrl": ("ftrl", "lamda1 beta"),
+    "LAMB": ("lamb", "beta1 beta2 epsilon lower_bound upper_bound bias_correction"),
+    "LARS": ("lars", "momentum eta eps momentum_correction"),
+    "Test": ("test", ""),
 }
-_SCHEDULES: dict[str, tuple[type[optim.Schedule], dict[str, str]]] = {
-    "FactorScheduler": (optim.FactorScheduler, {n: n for n in ("step", "factor", "stop_factor_lr")}),
-    "MultiFactorScheduler": (optim.MultiFactorScheduler, {n: n for n in ("step", "factor")}),
-    "PolyScheduler": (optim.PolyScheduler, {"max_update": "max_update", "final_lr": "final_lr", "pwr": "power"}),
-    "CosineScheduler": (optim.CosineScheduler, {n: n for n in ("max_update", "final_lr")}),
+_SCHEDULES: dict[str, tuple[type[optim.Schedule], str]] = {
+    "FactorScheduler": (optim.FactorScheduler, "step factor stop_factor_lr"),
+    "MultiFactorScheduler": (optim.MultiFactorScheduler, "step factor"),
+    "PolyScheduler": (optim.PolyScheduler, "max_update final_lr pwr=power"),
+    "CosineScheduler": (optim.CosineScheduler, "max_update final_lr"),
 }
-_WARMUP = ("warmup_steps", "warmup_begin_lr", "warmup_mode")
+_WARMUP = "warmup_steps warmup_begin_lr warmup_mode"
 
 #: names of MXNet's classes that can be converted
 CONVERTIBLE_OPTIMIZERS = tuple(_COUNTERPARTS)
@@ -82,7 +79,7 @@ def convert_optimizer(optimizer: Any) -> tuple[optim.Optimizer, LocalLearningRat
         ConfigError: it has no counterpart; or numbers that make no sense.
     """
     name, places = _counterpart(optimizer)
-    parameters = {name: _plain(getattr(optimizer, attribute)) for name, attribute in places.items()}
+    parameters = _read_parameters(optimizer, places)
     schedule, rate = _schedule(optimizer)
     made = optim.create(
         name,
@@ -101,7 +98,7 @@ def convert_optimizer(optimizer: Any) -> tuple[optim.Optimizer, LocalLearningRat
     return made, rate
 
 
-def _counterpart(optimizer: Any) -> tuple[str, dict[str, str]]:
+def _counterpart(optimizer: Any) -> tuple[str, str]:
     kind = type(optimizer)
     if kind is getattr(mx.optimizer, kind.__name__, None) and kind.__name__ in _COUNTERPARTS:
         return _COUNTERPARTS[kind.__name__]
@@ -127,9 +124,14 @@ def _schedule(optimizer: Any) -> tuple[optim.Schedule | None, LocalLearningRate 
     if getattr(schedule, "count", 0) or schedule.base_lr != schedule.warmup_final_lr:
         return None, LocalLearningRate(optimizer, schedule)
     made, places = _SCHEDULES[kind.__name__]
-    parameters = {name: _plain(getattr(schedule, attribute)) for name, attribute in places.items()}
-    warmup = {name: _plain(getattr(schedule, name)) for name in _WARMUP}
-    return made(base_lr=float(schedule.base_lr), **parameters, **warmup), None
+    parameters = _read_parameters(schedule, f"{places} {_WARMUP}")
+    return made(base_lr=float(schedule.base_lr), **parameters), None
+
+
+def _read_parameters(source: Any, names: str) -> dict[str, Any]:
+    """Return attributes by Reigen's names, as the tables have them."""
+    pairs = (name.partition("=") for name in names.split())
+    return {name: _plain(getattr(source, attribute or name)) for name, _, attribute in pairs}
 
 
 def _factors(optimizer: Any, name: str) -> dict[int | str, float]:

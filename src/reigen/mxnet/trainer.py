@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from reigen import context
 from reigen.api.compression import CastCompression, parse_compression
-from reigen.api.gradients.replica_check import ReplicaCheckSchedule
+from reigen.api.gradients.replica_check import ReplicaCheckSchedule, check_replicas
 from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.errors import UnsupportedTypeError
 from reigen.mxnet.adapter import MXNetAdapter
@@ -101,7 +101,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         team = self._gradients.team
         if team is not None and self._comparisons.due(team.context.config.check_replicas, team.context.num_joins):
             names = [parameter.name for parameter in self._params]
-            team.check_replicas([_bytes_of(parameter) for parameter in self._params], names)
+            check_replicas(team, [_bytes_of(parameter) for parameter in self._params], names)
         context.mark("STEP")
 
     def _reduce_compressed(self, gradients: list[tuple[int, Any]]) -> None:

@@ -52,11 +52,9 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
     lender: TorchDeviceTensorAdapter | None = DEVICE_TENSOR_ADAPTER
 
     def dtype(self, tensor: torch.Tensor) -> DType:
-        """The element type; raises UnsupportedTypeError if it cannot be communicated."""
         return DTYPE_OF.get(tensor.dtype) or dtype_of(tensor.dtype)
 
     def as_tensor(self, value: Any, *, writable: bool = False) -> torch.Tensor:
-        """The value itself, if it is a dense tensor."""
         if not isinstance(value, torch.Tensor):
             raise UnsupportedTypeError(f"a torch.Tensor is needed, got {type(value).__name__}")
         if value.layout is not torch.strided:
@@ -64,11 +62,9 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         return value
 
     def device(self, tensor: torch.Tensor) -> str:
-        """``cpu``, ``cuda``, ..."""
         return tensor.device.type
 
     def array(self, tensor: torch.Tensor) -> tuple[Array, bool]:
-        """The contents, and whether the array is the tensor's memory."""
         if tensor.requires_grad:
             tensor = tensor.detach()
         aliases = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
@@ -86,14 +82,12 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         return tensor_over(array, dtype_of(like.dtype)).to(like.device)
 
     def write(self, tensor: torch.Tensor, array: Array) -> None:
-        """Copy ``array`` into the tensor, whatever its layout and device."""
         tensor.detach().copy_(tensor_over(array, dtype_of(tensor.dtype)))
 
     #: lets autograd know, so that backward through an overwritten value is an error and not a wrong gradient
     mark_modified = staticmethod(torch.autograd.graph.increment_version)
 
     def needs_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether autograd follows any of the tensors."""
         return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
     def differentiate(
@@ -102,7 +96,6 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         backward: Callable[[Sequence[torch.Tensor]], list[torch.Tensor | None]],
         tensors: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Run ``forward`` as a function of autograd whose backward is ``backward``."""
         apply: Callable[..., tuple[torch.Tensor, ...]] = _DifferentiableCollective.apply
         return list(apply(forward, backward, *tensors))
 

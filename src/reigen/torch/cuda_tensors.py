@@ -49,7 +49,6 @@ class CudaEvent:
         self.event = event
 
     def passed(self) -> bool:
-        """Return whether the stream has passed it."""
         return bool(self.event.query())
 
 
@@ -61,16 +60,13 @@ class CudaStream:
 
     @property
     def handle(self) -> int:
-        """Return CUDA's handle of the stream."""
         handle: int = self.stream.cuda_stream
         return handle
 
     def record(self) -> CudaEvent:
-        """Record an event."""
         return CudaEvent(self.stream.record_event())
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let the stream wait for an event."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
@@ -92,30 +88,22 @@ class CudaDevice:
         #: without an UUID (torch before 2.3): what this process sees, and which of it this is
         self.identity = f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{index}" if uuid is None else str(uuid)
         make_stream: Any = torch.cuda.Stream
-        self._side = CudaStream(make_stream(index))
+        #: the stream for collectives
+        self.side = CudaStream(make_stream(index))
 
     def library(self) -> tuple[str, str]:
-        """Name of the library."""
         return nccl_library()
 
     def connect(self, store: ReplicatedStore, rank: int, size: int) -> DeviceGroup:
-        """Connect the devices of a group of ranks."""
         from reigen.torch.process_group import connect_nccl  # not every torch has torch.distributed
 
         return connect_nccl(store, rank, size, torch.device(self.name))
 
-    @property
-    def side(self) -> CudaStream:
-        """Return the stream for collectives."""
-        return self._side
-
     def current(self) -> CudaStream:
-        """Return the calling thread's current stream."""
         return CudaStream(torch.cuda.current_stream(self._index))
 
     def aside(self) -> AbstractContextManager[object]:
-        """Let the calling thread be on this device, and enqueue into the side stream, within a ``with`` block."""
-        within: AbstractContextManager[object] = torch.cuda.stream(self._side.stream)
+        within: AbstractContextManager[object] = torch.cuda.stream(self.side.stream)
         return within
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
@@ -124,12 +112,10 @@ class CudaDevice:
             return as_device_array(self, torch.empty(shape, dtype=torch_dtype(dtype), device=self.name))
 
     def full(self, num_elements: int, dtype: DType, value: float) -> DeviceArray:
-        """Return memory on the device, filled with a number."""
         with torch.inference_mode(mode=False):
             return as_device_array(self, torch.full((num_elements,), value, dtype=torch_dtype(dtype), device=self.name))
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Let the calling thread's stream use a tensor that may belong to the side stream."""
         tensor.record_stream(torch.cuda.current_stream(self._index))
 
 
@@ -150,21 +136,15 @@ def as_device_array(device: Device, tensor: torch.Tensor, ready: DeviceEvent | N
 
 
 class TorchDeviceTensorAdapter:
-    """`reigen.api.adapter.DeviceTensorAdapter` for dense tensors.
-
-    Args:
-        device_of: the device that holds a tensor, if it is for lending.
-    """
+    """`reigen.api.adapter.DeviceTensorAdapter` for dense tensors; ``device_of`` gives their device, if it lends."""
 
     def __init__(self, device_of: Callable[[torch.Tensor], TorchDevice | None]) -> None:
         self._device_of = device_of
 
     def device(self, tensor: torch.Tensor) -> TorchDevice | None:
-        """Return the device of a tensor."""
         return self._device_of(tensor)
 
     def lend(self, tensor: torch.Tensor) -> tuple[DeviceArray, bool]:
-        """Lend a tensor to the backend for devices."""
         own = tensor.detach()
         aliases = own.is_contiguous() and not own.is_neg()
         if not aliases:
@@ -174,7 +154,6 @@ class TorchDeviceTensorAdapter:
         return as_device_array(device, own, device.current().record()), aliases
 
     def receive(self, array: DeviceArray) -> torch.Tensor:
-        """Return memory on the device for a result."""
         tensor = array.owner
         assert isinstance(tensor, torch.Tensor)
         device = self._device_of(tensor)
@@ -185,7 +164,6 @@ class TorchDeviceTensorAdapter:
         return tensor
 
     def copy(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
-        """Copy device memory into a tensor."""
         tensor.detach().copy_(contents)
 
 

@@ -115,10 +115,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             raise ArgumentError("share_parameters does not go with op=Adasum, for which every rank updates all weights")
         check_adasum_options(gradient_predivide_factor, process_set)
         if contexts.current().size > 1:
-            exchange = DeltaReducer(named, choose_compressor(compression), backward_passes_per_step, sparse_as_dense)
-            combining = wrap_optimizer(optimizer, AdasumOptimizer)
-            combining.attach(exchange)
-            return combining
+            deltas = DeltaReducer(named, choose_compressor(compression), backward_passes_per_step, sparse_as_dense)
+            return wrap_optimizer(optimizer, AdasumOptimizer, deltas)
         op = Average  # of one rank
     how = choose_reduction(op, gradient_predivide_factor)
     choice = choose_compression(compression, how.op)
@@ -130,7 +128,5 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         process_set=process_set,
         owned=choose_parameter_sharing(optimizer, share_parameters, choice, process_set, vouched=elementwise),
     )
-    averager = GradientSynchronizer(named, options, backward_passes_per_step, in_backward=synchronize_in_backward)
-    wrapped = wrap_optimizer(optimizer, SharedParametersOptimizer if options.owned else AllreduceOptimizer)
-    wrapped.attach(averager)
-    return wrapped
+    reducer = GradientSynchronizer(named, options, backward_passes_per_step, in_backward=synchronize_in_backward)
+    return wrap_optimizer(optimizer, SharedParametersOptimizer if options.owned else AllreduceOptimizer, reducer)

@@ -12,11 +12,7 @@ DTYPE_OF: dict[torch.dtype, DType] = {_TORCH_DTYPES[name]: dtype for name, dtype
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """The element type that travels for torch's ``dtype``.
-
-    Raises:
-        UnsupportedTypeError: there is none.
-    """
+    """The element type that travels for torch's ``dtype``; raises UnsupportedTypeError if there is none."""
     return DTYPE_OF.get(dtype) or dtype_named(str(dtype).removeprefix("torch."))
 
 

@@ -13,10 +13,7 @@ from reigen.errors import ArgumentError
 
 
 def check_not_sharded(named_tensors: Iterable[tuple[str | None, Any]]) -> None:
-    """Check that every tensor is whole on this rank.
-
-    Args:
-        named_tensors: names, or None, and tensors; other objects are let pass.
+    """Check that every tensor is whole on this rank; other objects are let pass.
 
     Raises:
         ArgumentError: one is a DTensor, or is held by FullyShardedDataParallel.

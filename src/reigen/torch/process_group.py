@@ -16,16 +16,15 @@ Written for NCCL, and run over Gloo; not run on a GPU yet.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from reigen.api.horovod_basics import env
 from reigen.backends.device import DeviceArray, ReplicatedStore
 from reigen.backends.device.rules import DeviceReduction, make_device_reduction
 from reigen.kernels.reduce import Reduction
@@ -50,7 +49,7 @@ def connect_nccl(store: ReplicatedStore, rank: int, size: int, device: torch.dev
     options._timeout = GROUP_TIMEOUT
     shared = SharedStore(store)
     with torch.cuda.device(device):
-        with _environment(_ENVIRONMENT):
+        with _environment_lock, env(**_ENVIRONMENT):
             group: Any = nccl(shared, rank, size, options)
         group.eager_connect_single_device(device)
     return C10dGroup(group, shared, rank, group.abort)
@@ -65,19 +64,15 @@ class SharedStore(c10d.Store):
         self._clones: list[SharedStore] = []
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Give a key a value."""
         self._store.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once it has one."""
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
         return self._store.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have values."""
         return self._store.check(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -92,20 +87,15 @@ class SharedStore(c10d.Store):
 
 
 class C10dGroup:
-    """`reigen.backends.device.DeviceGroup` over a process group of torch's.
+    """`reigen.backends.device.DeviceGroup` over a process group: a backend of `torch.distributed`, connected.
 
-    Args:
-        group: a backend of `torch.distributed`, connected.
-        store: it was connected by that, and may ask it as long as it lives.
-        rank: of this process in the group.
-        abort: ends what is pending.
+    It was connected by ``store``, and may ask it as long as it lives; ``abort`` ends what is pending.
     """
 
     def __init__(self, group: Any, store: SharedStore, rank: int, abort: Callable[[], None]) -> None:
         self._group, self._store, self._rank, self._abort = group, store, rank, abort
 
     def allreduce(self, buffers: Sequence[tuple[DeviceArray, DeviceArray]], reduction: Reduction) -> list[Any]:
-        """Allreduce all arrays by one call."""
         how = make_device_reduction(reduction)
         tensors = []
         for source, target in (pair for pair in buffers if pair[0].size):
@@ -148,7 +138,6 @@ class C10dGroup:
         return self._wait(*(self._broadcast(part, root) for root, part in enumerate(parts) if part.numel()))
 
     def broadcast(self, source: DeviceArray, target: DeviceArray, root: int) -> list[Any]:
-        """Broadcast from the root."""
         result = _bytes(target)
         if not result.numel():
             return []
@@ -157,7 +146,6 @@ class C10dGroup:
         return self._wait(self._broadcast(result, root))
 
     def alltoall(self, source: DeviceArray, counts: Sequence[Sequence[int]], target: DeviceArray) -> list[Any]:
-        """Exchange blocks between all ranks."""
         width, rank = source.dtype.itemsize, self._rank
         if not any(map(any, counts)):
             return []
@@ -166,11 +154,9 @@ class C10dGroup:
         return self._wait(self._group.alltoall_base(_bytes(target), given, received, sent, _options("AllToAll")))
 
     def abort(self) -> None:
-        """Abort all operations of the group."""
         self._abort()
 
     def close(self) -> None:
-        """Destroy the group."""
         self._group.shutdown()
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Any:
@@ -213,22 +199,6 @@ def _options(name: str, **values: Any) -> Any:
     for key, value in values.items():
         setattr(options, key, value)
     return options
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for as long as a constructor runs that reads them."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 _AS_BYTES = DeviceReduction("SUM", as_bytes=True)

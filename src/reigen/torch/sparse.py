@@ -52,12 +52,7 @@ def sparse_allreduce_async(
 
 
 class SparseGradients:
-    """Gathers the gradients that are sparse on some rank.
-
-    Args:
-        dims: parameter -> number of sparse dimensions, the same on every rank.
-        average: divide the values by the number of ranks.
-    """
+    """Gathers the gradients that are sparse on some rank; ``dims`` are their sparse dimensions, alike on all ranks."""
 
     def __init__(self, dims: dict[int, int], *, average: bool = False) -> None:
         self._dims = dims

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from reigen import context
 from reigen.api import objects
-from reigen.api.collectives import synchronize
 from reigen.api.gradients.plan_agreement import check_digests, compute_digest
 from reigen.api.operations import check_root
 from reigen.errors import ArgumentError
@@ -40,11 +39,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     check_root(root_rank, context.current().size)
     if context.current().size > 1:
         check_not_sharded(items)
-    handles = [
-        broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}") for name, tensor in items
-    ]
-    for handle in handles:
-        synchronize(handle)
+    _broadcast_all([(None if name is None else f"parameters.{name}", tensor) for name, tensor in items], root_rank)
 
 
 def broadcast_optimizer_state(
@@ -80,15 +75,18 @@ def broadcast_optimizer_state(
     received = objects.broadcast_bytes(current, data, root_rank, "optimizer_state")
     if not is_root:
         snapshot, tensors = _unpack_optimizer(received, parameters)
-    handles = [broadcast_async_(tensor, root_rank, f"optimizer_state.{i}") for i, tensor in enumerate(tensors)]
-    for handle in handles:
-        synchronize(handle)
+    _broadcast_all([(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
     if not is_root:
         _install(optimizer, parameters, snapshot)
     if not optimizer.state and not isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def _broadcast_all(named: Iterable[tuple[str | None, Any]], root_rank: int) -> None:
+    for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in named]:
+        handle.wait()
 
 
 class _Pickler(pickle.Pickler):
@@ -138,8 +136,7 @@ def _pack_optimizer(
 
 
 def _unpack_optimizer(data: bytes, parameters: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    device = parameters[0].device if parameters else torch.device("cpu")
-    unpickler = _Unpickler(io.BytesIO(data), device)
+    unpickler = _Unpickler(io.BytesIO(data), parameters[0].device if parameters else torch.device("cpu"))
     snapshot = unpickler.load()
     return snapshot, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +13,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from reigen import context as contexts
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.context import Context
 from reigen.errors import ArgumentError
 from reigen.torch.ops import allreduce_
 from reigen.types import ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -85,8 +83,8 @@ class SyncBatchNorm(_BatchNorm):
         if moments.count == 1:
             raise ArgumentError("Expected more than 1 value per channel in all ranks together when training")
         self._track(moments)
-        normalised: torch.Tensor = _apply(_Normalize, input, self.weight, self.bias, moments, self.eps, self._sum)
-        return normalised
+        apply: Callable[..., torch.Tensor] = _Normalize.apply
+        return apply(input, self.weight, self.bias, moments, self.eps, self._sum)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
@@ -169,12 +167,9 @@ class SyncBatchNorm(_BatchNorm):
 
 @dataclass(frozen=True)
 class _Moments:
-    """Of each channel's values.
+    """Moments of each channel's values, (C,) in float32 or float64; ``count`` is how many values a channel has.
 
-    Attributes:
-        count: how many values a channel has.
-        mean: (C,), in float32 or float64.
-        squares: (C,), the sum of the squared deviations from the mean.
+    ``squares`` are sums of squared deviations from the mean.
     """
 
     count: int
@@ -254,11 +249,6 @@ class _Normalize(torch.autograd.Function):
             dx = deviations.mul_(_per_channel(-scale.square() * mean_product, x))
             dx = dx.add_(dy).sub_(_per_channel(mean_dy, x)).mul_(_per_channel(factor, x)).to(x.dtype)
         return dx, dweight, dbias, None, None, None
-
-
-def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    apply: Callable[..., Any] = function.apply
-    return apply(*args)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

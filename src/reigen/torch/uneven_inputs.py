@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from reigen import context as contexts
+from reigen.context import Context
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.gradient_sync import GradientSynchronizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 from reigen.types import DTYPES, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context
 
 
 @contextmanager
@@ -58,24 +56,24 @@ def uneven_data(optimizer: Any, model: torch.nn.Module | None = None) -> Iterato
                         optimizer.step()
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    averagers = [_gradient_sync_of(each) for each in optimizers]
+    reducers = [_gradient_sync_of(each) for each in optimizers]
     job = contexts.current()
     if job.counts_active:
         raise ArgumentError("uneven_data() is running already; give it all optimizers of the loop as a list")
-    _check_nothing_waits(averagers, "uneven_data() was entered")
-    before = [averager.num_passes for averager in averagers]
+    _check_nothing_waits(reducers, "uneven_data() was entered")
+    before = [reducer.num_passes for reducer in reducers]
     job.counts_active = True
     try:
         yield
-        _check_nothing_waits(averagers, "the loop in uneven_data() ended")
+        _check_nothing_waits(reducers, "the loop in uneven_data() ended")
         for each in optimizers:
             each.zero_grad()
         last = job.join(blocking=True).wait().value
     finally:
         job.counts_active = False
-    counts = [averager.num_passes - start for averager, start in zip(averagers, before, strict=True)]
+    counts = [reducer.num_passes - start for reducer, start in zip(reducers, before, strict=True)]
     if _step_counts_differ(job, counts):
-        _broadcast_state(optimizers, averagers, model, last)
+        _broadcast_state(optimizers, model, last)
 
 
 def _gradient_sync_of(optimizer: object) -> GradientSynchronizer:
@@ -87,14 +85,14 @@ def _gradient_sync_of(optimizer: object) -> GradientSynchronizer:
         raise ArgumentError("uneven_data() cannot be used with share_parameters: a rank without data updates nothing")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("uneven_data() cannot be used with LBFGS, whose state cannot be broadcast")
-    averager = optimizer._averager
-    if averager.process_set.process_set_id:
+    reducer = optimizer._reducer
+    if reducer.process_set.process_set_id:
         raise ArgumentError("uneven_data() needs an optimizer of all ranks, not of a process set")
-    return averager
+    return reducer
 
 
-def _check_nothing_waits(averagers: Sequence[GradientSynchronizer], when: str) -> None:
-    if any(averager.outstanding for averager in averagers):
+def _check_nothing_waits(reducers: Sequence[GradientSynchronizer], when: str) -> None:
+    if any(reducer.outstanding for reducer in reducers):
         raise StepOrderError(f"{when} while complete gradients wait for optimizer.step(); call that first")
 
 
@@ -107,18 +105,13 @@ def _step_counts_differ(job: Context, counts: Sequence[int]) -> bool:
     return bool((most != -least).any())
 
 
-def _broadcast_state(
-    optimizers: Sequence[AllreduceOptimizer],
-    averagers: Sequence[GradientSynchronizer],
-    model: torch.nn.Module | None,
-    root: int,
-) -> None:
+def _broadcast_state(optimizers: Sequence[AllreduceOptimizer], model: torch.nn.Module | None, root: int) -> None:
     """Collective: broadcast the root's parameters and optimizer state."""
     given: set[torch.Tensor] = set()
     if model is not None:
         broadcast_parameters(model.state_dict(), root)
         given.update(model.parameters())
-    for number, (optimizer, averager) in enumerate(zip(optimizers, averagers, strict=True)):
-        named = averager.named(p for p in optimizer._parameters() if p not in given)
+    for number, optimizer in enumerate(optimizers):
+        named = optimizer._reducer.named(p for p in optimizer._parameters() if p not in given)
         broadcast_parameters([(f"{number}.{name}", parameter) for name, parameter in named], root)
         broadcast_optimizer_state(optimizer, root)

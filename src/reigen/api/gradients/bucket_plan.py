@@ -14,10 +14,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from reigen.context import Context
+from reigen.context import Context
+
+Item = TypeVar("Item")
 
 #: Size of a bucket where it costs little to move one; where its last byte takes its time; and where backward hides
 #: nothing, so that what each costs besides its sums should be little beside them.
@@ -32,13 +33,7 @@ FIRST_BUCKET_DIVISOR = 4
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """Facts of one parameter that a plan needs.
-
-    Attributes:
-        numel: number of elements.
-        itemsize: bytes per element as communicated.
-        dtype: name of the element type as communicated.
-    """
+    """Facts of one parameter that a plan needs: its elements, and their bytes and type as communicated."""
 
     numel: int
     itemsize: int
@@ -96,11 +91,16 @@ def arrival_order(observed: Iterable[int], num_parameters: int) -> tuple[int, ..
     return tuple(index for index in dict.fromkeys(guessed) if 0 <= index < num_parameters)
 
 
-def split_evenly(order: Sequence[int], num_groups: int) -> list[Sequence[int]]:
-    """``order`` in ``num_groups`` runs whose lengths differ by one at most; fewer if there are too few numbers."""
-    each, longer = divmod(len(order), num_groups)
-    ends = [each * number + min(number, longer) for number in range(num_groups + 1)]
-    return [order[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
+def split_list(items: Sequence[Item], num_parts: int) -> list[Sequence[Item]]:
+    """``num_parts`` pieces of nearly one length, in order; the last ones are the shorter. Horovod's helper, too."""
+    each, longer = divmod(len(items), num_parts)
+    ends = [each * number + min(number, longer) for number in range(num_parts + 1)]
+    return [items[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def split_evenly(items: Sequence[Item], num_parts: int) -> list[Sequence[Item]]:
+    """``items`` in ``num_parts`` runs whose lengths differ by one at most; fewer if there are too few items."""
+    return [part for part in split_list(items, num_parts) if part]
 
 
 def choose_bucket_bytes(context: Context, overlaps: bool = True) -> int:

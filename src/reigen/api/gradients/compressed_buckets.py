@@ -10,18 +10,16 @@ an allreduce can do without data of the ranks that have joined.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.compression import Codec, Residual, add_up
+from reigen.context import Handle
 from reigen.kernels import half_precision
 from reigen.types import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Handle
 
 
 @dataclass(slots=True)
@@ -35,14 +33,7 @@ class _CompressedBucket:
 
 
 class CompressedBuckets:
-    """The buckets of one plan.
-
-    Args:
-        codec: how they travel.
-        team: the ranks that reduce them.
-        arrays: the memory of each bucket: flat, in storage types.
-        dtypes: their element types, floating-point.
-    """
+    """The buckets of one plan, in the memory ``arrays``: flat, in the storage types of floating-point ``dtypes``."""
 
     def __init__(self, codec: Codec, team: ReduceGroup, arrays: list[NDArray[Any]], dtypes: list[DType]) -> None:
         self._codec = codec

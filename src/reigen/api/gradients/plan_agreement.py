@@ -7,13 +7,11 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.objects import allgather_bytes, allgather_object
+from reigen.context import Context
 from reigen.errors import MismatchError
-
-if TYPE_CHECKING:
-    from reigen.context import Context
 
 
 @dataclass(frozen=True)
@@ -31,26 +29,23 @@ class PlanProposal:
     sparse_dims: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PlanAgreement:
-    """Merge the ranks' knowledge: the first rank's order, and each parameter's largest ``sparse_dims`` of any rank."""
+def agree_on_plan(team: ReduceGroup, proposal: PlanProposal) -> tuple[list[int], list[int]]:
+    """Collective over the group: every rank's proposal in, the same agreement out.
 
-    order: tuple[int, ...]
-    sparse_dims: tuple[int, ...]
-
-
-def agree_on_plan(context: Context, proposal: PlanProposal, name: str, process_set: int = 0) -> PlanAgreement:
-    """Collective over the process set: every rank's proposal in, the same agreement out.
+    Returns:
+        The first rank's order, and each parameter's largest ``sparse_dims`` of any rank.
 
     Raises:
         MismatchError: the descriptions differ. Every rank raises it; it says where each one first differs from rank 0.
     """
-    replies = allgather_bytes(context, _pack_proposal(proposal), f"{name}.agreement", process_set)
-    check_digests(context, [reply[:32] for reply in replies], proposal.description, name, process_set)
+    order_bytes = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
+    packed = compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order_bytes
+    replies = allgather_bytes(team.context, packed, f"{team.name}.agreement", team.number)
+    check_digests(team.context, [reply[:32] for reply in replies], proposal.description, team.name, team.number)
     num_parameters = len(proposal.sparse_dims)
     dims = [reply[32 : 32 + num_parameters] for reply in replies]
     order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]
-    return PlanAgreement(tuple(order), tuple(max(column) for column in zip(*dims, strict=True)))
+    return order, [max(column) for column in zip(*dims, strict=True)]
 
 
 def check_digests(
@@ -79,8 +74,3 @@ def first_differences(descriptions: Sequence[Sequence[str]]) -> list[str]:
         if len(set(lines)) > 1:
             return list(lines)
     return ["the same"] * len(descriptions)
-
-
-def _pack_proposal(proposal: PlanProposal) -> bytes:
-    order = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
-    return compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order

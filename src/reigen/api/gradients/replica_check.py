@@ -20,16 +20,13 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.errors import ReplicaError
-from reigen.types import DTYPES, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context
+from reigen.types import ReduceOp
 
 _log = logging.getLogger(__name__)
 
@@ -61,11 +58,9 @@ class ReplicaCheckSchedule:
         self._num_joins = 0
 
     def due(self, every: int, num_joins: int) -> bool:
-        """One more step was taken: whether it is to be compared.
+        """One more step was taken: whether it is to be compared, as one of ``every`` so many (0: never).
 
-        Args:
-            every: compare each so many steps; 0 for never.
-            num_joins: how often this rank has joined.
+        ``num_joins`` says how often this rank has joined.
         """
         if num_joins != self._num_joins:
             self._num_joins, self._num_steps = num_joins, 0
@@ -91,9 +86,7 @@ class Divergence:
 def find_divergence(ranks: Sequence[int], table: Fingerprints) -> Divergence | None:
     """The first tensor that differs, or None.
 
-    Args:
-        ranks: who was compared, ascending.
-        table: one row for each of them, one column for each tensor.
+    ``table`` has a row for each of the ``ranks``, which ascend, and a column for each tensor.
     """
     differing = np.flatnonzero((table != table[:1]).any(axis=0))
     if not differing.size:
@@ -107,17 +100,8 @@ def find_divergence(ranks: Sequence[int], table: Fingerprints) -> Divergence | N
     return Divergence(tensor, strangers, differing.size)
 
 
-def check_replicas(
-    context: Context, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str], name: str, process_set: int = 0
-) -> None:
-    """Collective: compare the bytes of all tensors between the ranks that take part.
-
-    Args:
-        context: the job.
-        tensors: this rank's, in the same order on every rank.
-        names: what they are called in the error.
-        name: matches the ranks' calls.
-        process_set: whose ranks are compared.
+def check_replicas(team: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:
+    """Collective: compare the bytes of all tensors, in the same order on every rank, between the ranks that take part.
 
     Raises:
         ReplicaError: they differ; raised on every rank, with the first tensor and the ranks whose values are strange.
@@ -126,13 +110,13 @@ def check_replicas(
     combined = fingerprint(prints.view(np.uint8))
     # The maximum of ~x is the complement of the minimum of x.
     extremes = np.array([combined, ~combined], np.int64)
-    _allreduce(context, extremes, ReduceOp.MAX, f"{name}.replicas", process_set)
+    team.combine(extremes, ReduceOp.MAX, "replicas")
     if extremes[0] == ~extremes[1]:
         return
     # A row for every rank of the job: who has joined leaves his empty, and so does who is not in the set.
-    table = np.zeros((context.size, 1 + len(tensors)), np.int64)
-    table[context.rank] = [1, *prints]
-    _allreduce(context, table, ReduceOp.SUM, f"{name}.replicas.tensors", process_set)
+    table = np.zeros((team.context.size, 1 + len(tensors)), np.int64)
+    table[team.context.rank] = [1, *prints]
+    team.combine(table, ReduceOp.SUM, "replicas.tensors")
     ranks = np.flatnonzero(table[:, 0]).tolist()
     prints_by_rank = table[ranks, 1:]
     found = find_divergence(ranks, prints_by_rank)
@@ -150,27 +134,20 @@ def check_replicas(
     )
 
 
-def check_first_step(
-    context: Context, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str], name: str, process_set: int = 0
-) -> None:
-    """Collective: warn, on the lowest rank, if the ranks begin with different parameters.
+def check_first_step(team: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:
+    """Collective: warn, on the lowest rank, if the ranks begin with different parameters; see `check_replicas`.
 
-    Args:
-        context: the job.
-        tensors: this rank's, or some bytes of each.
-        names: what they are called.
-        name: matches the ranks' calls.
-        process_set: whose ranks are compared.
+    Some bytes of each tensor may stand for it.
 
     Raises:
         ReplicaError: they differ, and REIGEN_CHECK_REPLICAS is set; raised on every rank.
     """
     try:
-        check_replicas(context, tensors, names, name, process_set)
+        check_replicas(team, tensors, names)
     except ReplicaError as error:
-        if context.config.check_replicas:
+        if team.context.config.check_replicas:
             raise
-        if context.rank == min(context.process_sets[process_set]):
+        if team.context.rank == min(team.ranks):
             _log.warning(
                 "the ranks begin to train with different parameters: %s not what the others hold in %s. Each rank "
                 "trains a model of its own; call broadcast_parameters(model.state_dict(), root_rank=0) before",
@@ -181,7 +158,3 @@ def check_first_step(
 
 def _format_holders(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
-
-
-def _allreduce(context: Context, array: NDArray[Any], op: ReduceOp, name: str, process_set: int) -> None:
-    context.allreduce(array, array, DTYPES["int64"], op=op, name=name, process_set=process_set, blocking=True).wait()

@@ -90,11 +90,7 @@ class GradientTracker:
         return self._passes
 
     def gradient(self, parameter: int) -> GradientAction:
-        """Backward has produced one more gradient of ``parameter``.
-
-        Raises:
-            StepOrderError: it already had as many as it may have before ``finish()``.
-        """
+        """Backward has produced one more gradient of ``parameter``; raises StepOrderError if that is one too many."""
         count = self._counts[parameter] + 1
         if count > self._passes:
             raise StepOrderError(
@@ -191,11 +187,7 @@ class GradientTracker:
 
 
 def check_passes(passes: object) -> int:
-    """``passes`` itself, if it can be a ``backward_passes_per_step``.
-
-    Raises:
-        ArgumentError: it is not a positive integer.
-    """
+    """``passes`` itself; raises ArgumentError if ``backward_passes_per_step`` cannot be that."""
     if not isinstance(passes, int) or isinstance(passes, bool) or passes <= 0:
         raise ArgumentError(f"backward_passes_per_step must be a positive integer, got {passes!r}")
     return passes

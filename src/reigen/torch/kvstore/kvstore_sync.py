@@ -23,13 +23,9 @@ from reigen.torch.kvstore.trainer_params import ROW_SPARSE, TrainerParam
 
 
 class KVStoreSync:
-    """All parameters of a Trainer, in one store.
+    """All parameters of a Trainer in one store: a `KVStore`, or something with its ``init``, ``pull`` and ``pushpull``.
 
-    Args:
-        store: a `KVStore`, or something with its ``init``, ``pull`` and ``pushpull``.
-        kind: what it is.
-        entries: the parameters; those come back first which the next forward pass needs first.
-        on_store: the store updates the weights.
+    Those ``entries`` come back first which the next forward pass needs first. ``on_store``: it updates the weights.
     """
 
     def __init__(self, store: Any, kind: StoreKind, entries: Sequence[TrainerParam], *, on_store: bool) -> None:
@@ -152,11 +148,7 @@ def decide_update_location(
 ) -> tuple[UpdateLocation, str]:
     """Decide where the weights of these parameters are updated, with the reason: `reigen.kv.update_on_kvstore`.
 
-    Args:
-        store: or None.
-        entries: the parameters.
-        wanted: the user's ``update_on_kvstore``.
-        by_name: the store was made for them.
+    ``wanted`` is the user's ``update_on_kvstore``; ``by_name``: the store was made for them.
 
     Raises:
         ArgumentError: what is wanted cannot be.

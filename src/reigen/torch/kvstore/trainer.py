@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from reigen import kv, optim
@@ -18,12 +19,12 @@ from reigen.cluster.environ import detect_job
 from reigen.compression import means_none
 from reigen.errors import ArgumentError, ConfigError, StepOrderError
 from reigen.kv.update_on_kvstore import StoreKind, store_kind
+from reigen.torch.adapter import TorchAdapter
 from reigen.torch.kvstore.kvstore_sync import KVStoreSync, decide_update_location
-from reigen.torch.kvstore.local_update import LocalUpdater
-from reigen.torch.kvstore.trainer_gradients import TrainerGradients
-from reigen.torch.kvstore.trainer_params import ROW_SPARSE, TrainerParam, parse_trainer_params
+from reigen.torch.kvstore.trainer_params import ROW_SPARSE, TrainerGradients, TrainerParam, parse_trainer_params
 
 _log = logging.getLogger(__name__)
+_ADAPTER = TorchAdapter()
 
 
 class Trainer:
@@ -78,7 +79,7 @@ class Trainer:
         self._entries = parse_trainer_params(params)
         self._optimizer = _with_multipliers(optim.create(optimizer, **dict(optimizer_params or {})), self._entries)
         #: what gradients are multiplied with besides; of the store, once it has the optimizer, with the batch size
-        self._scale, self._told_scale = self._optimizer.rescale_grad, 0.0
+        self._scale, self._sent_scale = self._optimizer.rescale_grad, 0.0
         self._num_steps = 0
         self._has_left = False
         if means_none(compression_params):
@@ -87,19 +88,19 @@ class Trainer:
         self._owns_store = isinstance(kvstore, str)
         self.kvstore: Any = kv.create(kvstore) if isinstance(kvstore, str) else kvstore
         try:
-            self._exchange = self._connect(update_on_kvstore, compression_params)
+            self._sync = self._connect(update_on_kvstore, compression_params)
         except BaseException:
             self.close()
             raise
-        self.update_on_kvstore = self._exchange is not None and self._exchange.on_store
-        if self._exchange is not None and self.update_on_kvstore:
-            self._num_steps = self._exchange.resume()
-        self._here = None if self.update_on_kvstore else LocalUpdater(self._optimizer, self._entries)
-        self._mine = TrainerGradients(
+        self.update_on_kvstore = self._sync is not None and self._sync.on_store
+        if self._sync is not None and self.update_on_kvstore:
+            self._num_steps = self._sync.resume()
+        self._updater = None if self.update_on_kvstore else optim.Updater(self._optimizer)
+        self._gradients = TrainerGradients(
             self._entries,
             on_store=self.update_on_kvstore,
-            keeps_sparse=self._exchange is None,
-            counts=self._exchange is not None and self._exchange.counts_workers,
+            keeps_sparse=self._sync is None,
+            counts=self._sync is not None and self._sync.counts_workers,
         )
 
     # -- the steps ----------------------------------------------------------------------------------------------------
@@ -119,20 +120,20 @@ class Trainer:
             CollectiveError: another worker or a server was lost, or did not come before the deadline.
         """
         self._check_can_step()
-        if self._exchange is not None:
-            self._exchange.begin()
+        if self._sync is not None:
+            self._sync.begin()
         scale, overflow = self._loss_scale()
         if not self.update_on_kvstore:
-            if overflow and self._exchange is None:
+            if overflow and self._sync is None:
                 return
             _check_batch(batch_size)
             self._sum(ignore_stale_grad, 1.0 / scale, overflow)
-            self._update_here(batch_size)
+            self._update_locally(batch_size)
             return
-        assert self._exchange is not None
-        gradients = self._mine.gradients(ignore_stale_grad)
-        factor = self._tell_optimizer(batch_size) / scale
-        self._exchange.update([(index, self._mine.of(index, each, factor, overflow)) for index, each in gradients])
+        assert self._sync is not None
+        gradients = self._gradients.gradients(ignore_stale_grad)
+        factor = self._send_optimizer(batch_size) / scale
+        self._sync.update([(index, self._gradients.of(index, each, factor, overflow)) for index, each in gradients])
         self._num_steps += 1
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
@@ -143,10 +144,9 @@ class Trainer:
         Raises:
             ArgumentError: the store updates the weights; otherwise as :meth:`step`.
         """
-        self._check_updates_here("allreduce_grads")
-        self._check_can_step()
-        if self._exchange is not None:
-            self._exchange.begin()
+        self._check_can_step("allreduce_grads")
+        if self._sync is not None:
+            self._sync.begin()
         self._sum(ignore_stale_grad, 1.0, False)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
@@ -155,10 +155,9 @@ class Trainer:
         Raises:
             ArgumentError: the store updates the weights; otherwise as :meth:`step`.
         """
-        self._check_updates_here("update")
-        self._check_can_step()
-        self._mine.gradients(ignore_stale_grad)
-        self._update_here(batch_size)
+        self._check_can_step("update")
+        self._gradients.gradients(ignore_stale_grad)
+        self._update_locally(batch_size)
 
     def zero_grad(self) -> None:
         """Forget the gradients: the next backward pass begins with none."""
@@ -176,12 +175,12 @@ class Trainer:
             ArgumentError: the parameter is not one of these, or a row does not exist.
         """
         entry = next((each for each in self._entries if each.parameter is parameter), None)
-        if entry is None or entry.stype != ROW_SPARSE or self._exchange is None:
+        if entry is None or entry.stype != ROW_SPARSE or self._sync is None:
             raise ArgumentError(
                 'row_sparse_pull() takes a parameter of this Trainer that was given with stype="row_sparse"'
             )
-        self._exchange.begin()
-        self._exchange.pull_rows(entry, row_ids)
+        self._sync.begin()
+        self._sync.pull_rows(entry, row_ids)
 
     def leave(self) -> None:
         """Leave for want of batches; the other workers go on: for parts of different length.
@@ -195,13 +194,13 @@ class Trainer:
         Warns:
             UserWarning: the workers update the weights, and there are several.
         """
-        if self._exchange is None or self._has_left:
+        if self._sync is None or self._has_left:
             return
         self._has_left = True
         self.kvstore.leave()
         self.kvstore.barrier()
-        if self.update_on_kvstore and self._exchange.has_servers:
-            self._exchange.refresh()
+        if self.update_on_kvstore and self._sync.has_servers:
+            self._sync.refresh()
         elif self.num_workers > 1:
             warnings.warn(
                 "a worker that left early keeps the weights of its last step, as each worker updates its own; use "
@@ -233,7 +232,7 @@ class Trainer:
             ConfigError: there can be no such rate.
         """
         self._optimizer = self._optimizer.with_learning_rate(lr)
-        if self._told_scale and (self.rank == 0 or store_kind(self.kvstore) is not StoreKind.ASYNCHRONOUS):
+        if self._sent_scale and (self.rank == 0 or store_kind(self.kvstore) is not StoreKind.ASYNCHRONOUS):
             self.kvstore.set_learning_rate(lr)
 
     @property
@@ -271,10 +270,11 @@ class Trainer:
             ArgumentError: the store updates the weights, and there was no step yet.
             OSError: the file cannot be written.
         """
-        if self._here is None:
+        if self._updater is None:
             self.kvstore.save_optimizer_states(fname, dump_optimizer=True)
             return
-        self._here.save(fname, self._optimizer)
+        self._updater.set_optimizer(self._optimizer)
+        self._updater.save(fname, dump_optimizer=True)
         if self._is_compressed:
             self.kvstore.save_optimizer_states(_residuals_path(fname))
 
@@ -292,8 +292,8 @@ class Trainer:
             raise StepOrderError("load_states() comes before the first step; make another Trainer")
         states = optim.States.load(fname)
         optimizer = states.optimizer or self._optimizer
-        if self._here is not None:
-            self._here.load(states)
+        if self._updater is not None:
+            self._updater.set_states(states)
             if self._is_compressed and _residuals_path(fname).exists():
                 self.kvstore.load_optimizer_states(_residuals_path(fname))
         else:
@@ -320,9 +320,8 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._owns_store and self.kvstore is not None:
-            self.kvstore.__exit__(
-                kind, error, traceback
-            )  # after an error, the others must not go on without this worker
+            # after an error, the others must not go on without this worker
+            self.kvstore.__exit__(kind, error, traceback)
 
     # -- how it is done -----------------------------------------------------------------------------------------------
 
@@ -356,18 +355,17 @@ class Trainer:
                 stacklevel=4,
             )
 
-    def _check_can_step(self) -> None:
+    def _check_can_step(self, half: str = "") -> None:
+        """Check that this worker can take a step, or ``half`` of one, by the name of its method."""
+        if half and self.update_on_kvstore:
+            raise ArgumentError(
+                f"{half}() is for weights that the worker updates; here the store does: use step(), or make the "
+                "Trainer with update_on_kvstore=False"
+            )
         if self._has_left:
             raise StepOrderError("this worker has left (Trainer.leave()); it cannot take another step")
 
-    def _check_updates_here(self, method: str) -> None:
-        if self.update_on_kvstore:
-            raise ArgumentError(
-                f"{method}() is for weights that the worker updates; here the store does: use step(), or make the "
-                "Trainer with update_on_kvstore=False"
-            )
-
-    def _tell_optimizer(self, batch_size: float) -> float:
+    def _send_optimizer(self, batch_size: float) -> float:
         """Send the optimizer, once; what gradients are multiplied with so that they are divided by ``batch_size``.
 
         Servers divide by the first batch size. A worker whose batch is of another one corrects its gradients before
@@ -375,13 +373,13 @@ class Trainer:
         """
         _check_batch(batch_size)
         scale = self._scale / batch_size
-        if not self._told_scale:
+        if not self._sent_scale:
             self._set_optimizer(self._optimizer.replace(rescale_grad=scale))
-        return scale / self._told_scale
+        return scale / self._sent_scale
 
     def _set_optimizer(self, optimizer: optim.Optimizer) -> None:
         self.kvstore.set_optimizer(optimizer)
-        self._told_scale = optimizer.rescale_grad
+        self._sent_scale = optimizer.rescale_grad
 
     def _loss_scale(self) -> tuple[float, bool]:
         """Return GradScaler's factor of the loss, and whether some gradient of this worker is not finite."""
@@ -391,19 +389,42 @@ class Trainer:
     def _sum(self, ignore_stale: bool, factor: float, overflow: bool) -> None:
         """Every gradient becomes the sum over all workers, multiplied with ``factor`` before."""
         sums = []
-        for index, gradient in self._mine.gradients(ignore_stale):
-            mine = self._mine.of(index, gradient, factor, overflow)
+        for index, gradient in self._gradients.gradients(ignore_stale):
+            mine = self._gradients.of(index, gradient, factor, overflow)
             self._entries[index].parameter.grad = mine
             if mine is not None:
                 sums.append((index, mine))
-        if self._exchange is not None:
-            self._exchange.sum(sums)
+        if self._sync is not None:
+            self._sync.sum(sums)
 
-    def _update_here(self, batch_size: float) -> None:
+    def _update_locally(self, batch_size: float) -> None:
+        """Update every parameter that requires and has a gradient."""
         _check_batch(batch_size)
         self._num_steps += 1
-        assert self._here is not None
-        self._here.update(self._optimizer.replace(rescale_grad=self._scale / batch_size))
+        assert self._updater is not None
+        self._updater.set_optimizer(self._optimizer.replace(rescale_grad=self._scale / batch_size))
+        for entry in self._entries:
+            if entry.parameter.requires_grad and entry.parameter.grad is not None:
+                _update_parameter(self._updater, entry, entry.parameter.grad)
+
+
+def _update_parameter(updater: optim.Updater, entry: TrainerParam, gradient: torch.Tensor) -> None:
+    """Update weights: in place in the memory of a CPU, otherwise on a copy on the host that is written back."""
+    parameter = entry.parameter
+    dtype = _ADAPTER.dtype(parameter)
+    weight, aliases = _ADAPTER.array(parameter)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        rows = gradient.indices()[0].cpu().numpy().astype(np.int64, copy=False)
+        values, _ = _ADAPTER.array(gradient.values())
+        updater.update_rows(entry.key, rows, values, weight, dtype)
+    else:
+        values, _ = _ADAPTER.array(gradient)
+        updater(entry.key, values, weight, dtype)
+    if aliases:
+        _ADAPTER.mark_modified(parameter)
+    else:
+        _ADAPTER.write(parameter, weight)
 
 
 def _with_multipliers(optimizer: optim.Optimizer, entries: Sequence[TrainerParam]) -> optim.Optimizer:

@@ -7,27 +7,27 @@ each rank's, as in Horovod.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from reigen import context as contexts
-from reigen.api.gradients.replica_check import ReplicaCheckSchedule, check_first_step, check_replicas
-from reigen.api.gradients.tracker import GradientTracker, check_passes
-from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.api.gradients.replica_check import check_first_step, check_replicas
+from reigen.api.gradients.tracker import GradientTracker
+from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.backends.adasum import check_adasum
+from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, StepOrderError, UnsupportedError
 from reigen.torch.adapter import bytes_to_compare, tensor_bytes
 from reigen.torch.compression import Compressor
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.ops import grouped_allreduce_
-from reigen.torch.optimizers.optimizer_wrapper import Closure, WrappedOptimizer
+from reigen.torch.optimizers.optimizer_wrapper import Closure, OptimizerReducer, WrappedOptimizer
 from reigen.torch.reducer.reducer import set_grad_hook
-from reigen.types import DTYPES, ReduceOp
+from reigen.types import ReduceOp
 
 
 def check_adasum_options(predivide: float, process_set: ProcessSet) -> None:
@@ -43,99 +43,62 @@ def check_adasum_options(predivide: float, process_set: ProcessSet) -> None:
         raise UnsupportedError(f"op=Adasum works on all ranks only, not in {process_set!r}")
 
 
-class DeltaReducer:
+class DeltaReducer(OptimizerReducer):
     """Reducer of the ranks' updates of their parameters.
 
     Every parameter takes part from when it is first found trainable, with whatever it has done: a rank that did not
-    change it contributes zeros, which are neutral.
-
-    Args:
-        named: names and parameters, in the same order on every rank.
-        compression: the element type in which deltas travel.
-        passes: gradients that are summed up locally before a step.
-        sparse_as_dense: make sparse gradients dense before the optimizer sees them.
+    change it contributes zeros, which are neutral. Deltas travel in the element type of ``compression``.
 
     Raises:
         UnsupportedTypeError: a parameter's dtype is none of Adasum's.
         UnsupportedError: the number of ranks is not a power of two.
     """
 
-    #: Whether the ranks' parameters were compared in this job, and how often this rank had joined before.
-    _is_compared: bool
-    _num_joins: int
-
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], compression: Compressor, passes: int, sparse_as_dense: bool
     ) -> None:
-        self._compression = compression
-        self._sparse_as_dense = sparse_as_dense
-        self.names = {parameter: name for name, parameter in named}
-        #: in the order in which they were found trainable; and their ids, which are faster to look up
-        self._parameters: list[torch.Tensor] = []
-        self._known: set[int] = set()
+        self._compression, self._sparse_as_dense = compression, sparse_as_dense
         self._trackers: list[GradientTracker] = []
         self._hooks: list[RemovableHandle] = []
-        self.passes = check_passes(passes)
-        self._bind()
-        self.adopt([parameter for _, parameter in named])
+        super().__init__(named, passes)
 
     @property
-    def outstanding(self) -> bool:
-        """Return whether complete gradients wait for a step."""
-        return any(tracker.outstanding for tracker in self._trackers)
+    def trackers(self) -> Sequence[GradientTracker]:
+        """One for each lot of parameters."""
+        return self._trackers
 
-    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let these parameters take part from now on, unless they do or need no gradient."""
-        new = [p for p in parameters if p.requires_grad and id(p) not in self._known]
-        for parameter in new:
-            check_adasum(dtype_of(parameter.dtype), self._context.size)
-        if not new:
-            return
-        tracker = GradientTracker(len(new), self.passes)
+    def check_dtype(self, parameter: torch.Tensor) -> None:
+        """Raise UnsupportedTypeError unless Adasum can combine the dtype."""
+        check_adasum(dtype_of(parameter.dtype), self._context.size)
+
+    def watch(self, parameters: list[torch.Tensor]) -> None:
+        """Count their gradients in a tracker of their own."""
+        tracker = GradientTracker(len(parameters), self.backward_passes_per_step)
         self._trackers.append(tracker)
-        for number, parameter in enumerate(new):
-            self._parameters.append(parameter)
-            self._known.add(id(parameter))
-            self._hooks.append(set_grad_hook(parameter, _count_passes(tracker, number)))
+        self._hooks += [set_grad_hook(p, _count_passes(tracker, number)) for number, p in enumerate(parameters)]
 
-    def check_no_gradient_waits(self, action: str) -> None:
-        """Accept if no complete gradient waits for a step.
-
-        Raises:
-            StepOrderError: one does.
-        """
+    def check_not_outstanding(self, action: str) -> None:
+        """Raise StepOrderError if complete gradients wait for a step: ``action`` came too early."""
         if self.outstanding:
             raise StepOrderError(
                 f"{action} was called after loss.backward() but before optimizer.step(), which would lose gradients; "
                 "call that first"
             )
 
-    def set_passes(self, passes: int) -> None:
-        """Change how many gradients are summed up locally before a step."""
-        self.passes = check_passes(passes)
-        for tracker in self._trackers:
-            tracker.set_backward_passes_per_step(passes)
-
     def begin(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """A step begins: copies of the parameters that take part, of which ``parameters`` may add some."""
         self._follow_context()
         self.adopt(parameters)
-        if not self._is_compared and self._context.num_joins == self._num_joins:
+        if self._is_first_step():
             whole = self._context.config.check_replicas > 0
             data = [bytes_to_compare(parameter, whole=whole) for parameter in self._parameters]
-            self._is_compared = True
-            check_first_step(self._context, data, self._parameter_names(), self._name)
+            check_first_step(self._team, data, self._parameter_names())
         self.take_gradients()
         return [p.detach().clone(memory_format=torch.preserve_format) for p in self._parameters]
 
-    def new_pass(self) -> None:
-        """The gradients are about to be used, or cleared."""
-        for tracker in self._trackers:
-            tracker.reset()
-
     def take_gradients(self) -> None:
         """The gradients are about to be used."""
-        self.new_pass()
+        self._reset()
         if self._sparse_as_dense:
             for parameter in self._parameters:
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -160,7 +123,9 @@ class DeltaReducer:
             raise
         for delta, start in zip(deltas, starts, strict=True):
             delta.add_(start)
-        self._check_replicas()
+        if self._is_check_due():
+            data = [tensor_bytes(parameter) for parameter in self._parameters]
+            check_replicas(self._team, data, self._parameter_names())
 
     def share_overflow(self) -> None:
         """Collective: where a rank has a gradient with infinity or NaN, every rank gets one.
@@ -172,14 +137,11 @@ class DeltaReducer:
             return
         gradients = [p.grad.detach() for p in self._parameters if p.grad is not None]
         values = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
-        here = not all(bool(value.isfinite().all()) for value in values)
-        flag = np.array([here], np.int32)
-        name = f"{self._name}.overflow"
-        self._context.allreduce(flag, flag, DTYPES["int32"], op=ReduceOp.MAX, name=name, blocking=True).wait()
-        if not flag[0]:
+        overflows = not all(bool(value.isfinite().all()) for value in values)
+        if not self._team.where(overflows, "overflow"):
             return
-        self.new_pass()  # without step(): zero_grad() is what follows
-        if not here:
+        self._reset()  # without step(): zero_grad() is what follows
+        if not overflows:
             for gradient in gradients:
                 gradient.mul_(torch.inf)
 
@@ -191,60 +153,40 @@ class DeltaReducer:
     def _follow_context(self) -> None:
         """After shutdown() and init(), belong to the new job."""
         if contexts.current() is not self._context:
-            self._bind()
+            self._begin_job()
 
-    def _bind(self) -> None:
-        self._context = contexts.current()
-        self._name = f"adasum.{next(self._context.gradient_sets[0])}"
-        self._comparisons = ReplicaCheckSchedule()
-        #: whether the parameters with which the ranks began have been compared
-        self._is_compared = False
-        #: who has joined before its first step would be the only one to compare
-        self._num_joins = self._context.num_joins
+    def _begin_job(self) -> None:
+        super()._begin_job()
+        self._team = ReduceGroup(self._context, global_process_set, ReductionSpec(ReduceOp.ADASUM, 1.0, 1.0))
+
+    def _reset(self) -> None:
+        for tracker in self._trackers:
+            tracker.reset()
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        """Those that take part, in the order in which they were found trainable."""
+        return [*self._known.values()]
 
     def _adasum(self, deltas: Sequence[torch.Tensor]) -> None:
         """In place, over all ranks."""
         sent = [self._compression.compress(delta)[0] for delta in deltas]
-        grouped_allreduce_(sent, name=self._name, op=ReduceOp.ADASUM)
+        grouped_allreduce_(sent, name=self._team.name, op=ReduceOp.ADASUM)
         for delta, tensor in zip(deltas, sent, strict=True):
             if tensor is not delta:
                 delta.copy_(tensor)
 
-    def _check_replicas(self) -> None:
-        if self._comparisons.due(self._context.config.check_replicas, self._context.num_joins):
-            data = [tensor_bytes(parameter) for parameter in self._parameters]
-            check_replicas(self._context, data, self._parameter_names(), self._name)
-
     def _parameter_names(self) -> list[str]:
-        return [self.names.get(p, f"parameter {index}") for index, p in enumerate(self._parameters)]
+        return [name for name, _ in self.named(self._parameters)]
 
 
 class AdasumOptimizer(WrappedOptimizer):
     """Base of ``DistributedOptimizer(..., op=Adasum)``, in front of an optimizer's own class."""
 
-    _exchange: DeltaReducer
-
-    def attach(self, exchange: DeltaReducer) -> None:
-        """Use this exchange from now on, and take its hooks off with this object."""
-        self._exchange = exchange
-        weakref.finalize(self, exchange.release).atexit = False
+    _reducer: DeltaReducer
 
     def _before_unscaling(self) -> None:
-        self._exchange.share_overflow()
-
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """The names by parameter: as in Horovod, for programs that look them up."""
-        return dict(self._exchange.names)
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """Gradients that are summed up locally before a step."""
-        return self._exchange.passes
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many gradients are summed up locally; not between ``backward()`` and ``step()``."""
-        self._exchange.set_passes(passes)
+        self._reducer.share_overflow()
 
     def synchronize(self) -> None:
         """Do nothing: gradients are this rank's own, ready to be clipped; ``step()`` communicates."""
@@ -267,35 +209,20 @@ class AdasumOptimizer(WrappedOptimizer):
             CollectiveError: a rank was lost; the parameters are what they were, the optimizer's state is not.
             ReplicaError: REIGEN_CHECK_REPLICAS is set, and the ranks hold different parameters after this step.
         """
-        starts = self._exchange.begin(self._parameters())
+        starts = self._reducer.begin(self._parameters())
         loss = super().step() if closure is None else super().step(self._taking(closure))
-        self._exchange.combine(starts)
+        self._reducer.combine(starts)
         return loss
 
     # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.
     step.hooked = True  # type: ignore[attr-defined]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
-
-        Raises:
-            StepOrderError: complete gradients wait for ``step()`` (an AssertionError, as in Horovod).
-        """
-        self._exchange.check_no_gradient_waits("optimizer.zero_grad()")
-        self._exchange.new_pass()
-        super().zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; they take part from the next step on. All ranks must do it at the same step."""
-        super().add_param_group(param_group)
-        self._exchange.adopt(param_group["params"])
 
     def _taking(self, closure: Closure) -> Closure:
         """The closure; the optimizer uses its gradients at once, so it may be called again."""
 
         def call() -> Any:
             loss = closure()
-            self._exchange.take_gradients()
+            self._reducer.take_gradients()
             return loss
 
         return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 
 from reigen import context as contexts
 from reigen.engine.handle import Handle
-from reigen.torch.optimizers.gradient_sync import FinishedBy, GradientSynchronizer, release_reducers
+from reigen.torch.optimizers.gradient_sync import FinishedBy, GradientSynchronizer
 from reigen.torch.optimizers.optimizer_wrapper import Closure, WrappedOptimizer
-from reigen.torch.reducer.reducer import check_no_pending_gradient
 
 #: Key of a state dict: what gradient compression with error feedback has not sent yet, and of which rank that is.
 RESIDUALS_KEY = "reigen.unsent"
@@ -23,23 +21,13 @@ RESIDUALS_KEY = "reigen.unsent"
 class AllreduceOptimizer(WrappedOptimizer):
     """Base of :func:`DistributedOptimizer`, in front of an optimizer's own class."""
 
-    _averager: GradientSynchronizer
-    _skips: bool
-
-    def attach(self, averager: GradientSynchronizer) -> None:
-        """Use this averager from now on, and free its memory with this object."""
-        self._averager = averager
-        self._skips = False
-        weakref.finalize(self, release_reducers, averager.reducers).atexit = False
+    _reducer: GradientSynchronizer
+    #: within `skip_synchronize`
+    _skips: bool = False
 
     def _before_unscaling(self) -> None:
-        if self._averager.finished is FinishedBy.NONE:
+        if self._reducer.finished is FinishedBy.NONE:
             self._finish(FinishedBy.READER)
-
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """The names by parameter: as in Horovod, for programs that look them up."""
-        return dict(self._averager.names)
 
     def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Handle[torch.Tensor], None]:
         """Begin to reduce ``p.grad`` in place by itself, as in Horovod, for programs that extend its optimizer.
@@ -47,16 +35,7 @@ class AllreduceOptimizer(WrappedOptimizer):
         Returns:
             What ``synchronize()`` takes, and nothing that ``decompress()`` would need.
         """
-        return self._averager.reduce_alone(p), None
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """Gradients that are summed up locally before they are communicated."""
-        return self._averager.backward_passes_per_step
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many gradients are summed up locally; not between ``backward()`` and ``step()``."""
-        self._averager.set_backward_passes_per_step(passes)
+        return self._reducer.reduce_alone(p), None
 
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the reduced gradient. Follow it with ``skip_synchronize()`` around ``step()``.
@@ -64,8 +43,8 @@ class AllreduceOptimizer(WrappedOptimizer):
         Raises:
             CollectiveError: a reduction failed; gradients are undefined then.
         """
-        if self._averager.finished is FinishedBy.BACKWARD:
-            self._averager.confirm()
+        if self._reducer.finished is FinishedBy.BACKWARD:
+            self._reducer.confirm()
         else:
             self._finish(FinishedBy.USER)
 
@@ -96,7 +75,7 @@ class AllreduceOptimizer(WrappedOptimizer):
         Raises:
             CollectiveError: a reduction failed.
         """
-        if self._averager.finished is FinishedBy.NONE:
+        if self._reducer.finished is FinishedBy.NONE:
             self._finish(FinishedBy.READER)
         parameters = [parameter for parameter in self._parameters() if parameter.numel()]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -113,32 +92,18 @@ class AllreduceOptimizer(WrappedOptimizer):
             CollectiveError: a reduction failed; no parameter has been changed.
             ReplicaError: REIGEN_CHECK_REPLICAS is set, and the ranks hold different parameters after this step.
         """
-        averager = self._averager
-        self._reduce_for_step(wanted=closure is None or averager.outstanding, stacklevel=3)
+        reducer = self._reducer
+        self._reduce_for_step(wanted=closure is None or reducer.outstanding, stacklevel=3)
         try:
             loss = super().step() if closure is None else super().step(self._reduced(closure))
         finally:
-            averager.stepped()
-        averager.updated(self._parameters())
+            reducer.stepped()
+        reducer.updated(self._parameters())
         contexts.mark("STEP")
         return loss
 
     # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.
     step.hooked = True  # type: ignore[attr-defined]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
-
-        Raises:
-            StepOrderError: complete gradients are on their way (an AssertionError, as in Horovod).
-        """
-        self._averager.discard()
-        super().zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their gradients are reduced from the next step on. All ranks must do it at the same step."""
-        super().add_param_group(param_group)
-        self._averager.adopt(param_group["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict; with error feedback, and what compression has not sent of this rank's.
@@ -146,7 +111,7 @@ class AllreduceOptimizer(WrappedOptimizer):
         That stands under a key of its own, `RESIDUALS_KEY`, which every optimizer of torch passes over when it loads.
         """
         state = super().state_dict()
-        if unsent := self._averager.unsent(self._parameters()):
+        if unsent := self._reducer.unsent(self._parameters()):
             state[RESIDUALS_KEY] = unsent
         return state
 
@@ -159,26 +124,26 @@ class AllreduceOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: what had not been sent is of another model.
         """
-        if self._averager.outstanding:
+        if self._reducer.outstanding:
             self._finish(FinishedBy.NONE)
         super().load_state_dict(state_dict)
-        self._averager.restore_residuals(state_dict.get(RESIDUALS_KEY), self._parameters())
+        self._reducer.restore_residuals(state_dict.get(RESIDUALS_KEY), self._parameters())
 
     def _finish(self, by: FinishedBy) -> None:
-        self._averager.finish(self._parameters(), by)
+        self._reducer.finish(self._parameters(), by)
 
     def _reduce_for_step(self, *, wanted: bool, stacklevel: int) -> None:
         """Reduce the gradients that a step begins with, if that is ``wanted`` and not done."""
-        averager = self._averager
+        reducer = self._reducer
         if self._skips:
-            check_no_pending_gradient(averager.reducers, "optimizer.step() within skip_synchronize()")
-        elif averager.finished is FinishedBy.USER:
+            reducer.check_not_outstanding("optimizer.step() within skip_synchronize()")
+        elif reducer.finished is FinishedBy.USER:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "The gradients are not reduced a second time.",
                 stacklevel=stacklevel,
             )
-        elif averager.finished is FinishedBy.NONE and wanted:
+        elif reducer.finished is FinishedBy.NONE and wanted:
             self._finish(FinishedBy.READER)
 
     def _reduced(self, closure: Closure) -> Closure:
@@ -186,11 +151,11 @@ class AllreduceOptimizer(WrappedOptimizer):
 
         def call() -> Any:
             loss = closure()
-            if self._averager.finished is FinishedBy.NONE:
+            if self._reducer.finished is FinishedBy.NONE:
                 self._finish(FinishedBy.READER)
             if isinstance(self, torch.optim.LBFGS):
-                self._averager.stepped()
-                return self._averager.average(torch.as_tensor(loss).detach())
+                self._reducer.stepped()
+                return self._reducer.average(torch.as_tensor(loss).detach())
             return loss
 
         return call

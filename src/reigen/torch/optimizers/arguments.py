@@ -31,11 +31,7 @@ def choose_compression(compression: object, op: ReduceOp) -> CastCompression | C
 
 
 def choose_compressor(compression: object) -> Compressor:
-    """Parse ``compression`` where tensors cannot travel as codes, with op=Adasum.
-
-    Raises:
-        ArgumentError: nothing of the kind, or codes.
-    """
+    """Parse ``compression`` for op=Adasum, where tensors cannot travel as codes; raises ArgumentError."""
     chosen = choose_compression(compression, ReduceOp.ADASUM)
     assert isinstance(chosen, CastCompression)
     return Compressor(chosen.wire)

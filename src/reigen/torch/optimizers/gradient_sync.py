@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from reigen import context as contexts
-from reigen.api.gradients.replica_check import ReplicaCheckSchedule
-from reigen.api.gradients.tracker import check_passes
-from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.api.gradients.replica_check import check_first_step, check_replicas
+from reigen.api.gradients.tracker import GradientTracker
+from reigen.api.process_sets import process_set_number
 from reigen.engine.handle import Handle
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.adapter import bytes_to_compare, tensor_bytes
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.ops import allreduce_async, allreduce_async_
+from reigen.torch.optimizers.optimizer_wrapper import OptimizerReducer
 from reigen.torch.parallel_wrappers import is_in_ddp
-from reigen.torch.reducer.reducer import ReduceOptions, Reducer, check_no_pending_gradient
+from reigen.torch.reducer.reducer import ReduceOptions, Reducer
 
 
 class FinishedBy(Enum):
@@ -30,22 +31,12 @@ class FinishedBy(Enum):
     BACKWARD = "backward() itself: synchronize_in_backward"
 
 
-class GradientSynchronizer:
+class GradientSynchronizer(OptimizerReducer):
     """Reducers for the parameters known at construction, and one more for each lot that is found trainable later.
 
     There are none where nothing is to be reduced, with one rank in the process set or this one outside it: nothing is
-    hooked, nothing is communicated.
-
-    Args:
-        named: names and parameters, in the same order on every rank.
-        options: how to reduce.
-        passes: gradients that are summed up locally before they are communicated.
-        in_backward: whether gradients are reduced when backward() returns.
+    hooked, nothing is communicated. With ``in_backward`` gradients are reduced when backward() returns.
     """
-
-    #: Whether the ranks' parameters were compared in this job, and how often this rank had joined before.
-    _is_compared: bool
-    _num_joins: int
 
     def __init__(
         self,
@@ -55,43 +46,21 @@ class GradientSynchronizer:
         *,
         in_backward: bool = False,
     ) -> None:
-        self._context = contexts.current()
-        process_set_number(
-            options.process_set
-        )  # a set that is not registered is a mistake on every rank, also outside it
-        self._options = options
-        self._passes = check_passes(passes)
+        process_set_number(options.process_set)  # one that is not registered is a mistake also on ranks outside it
+        self._options, self.process_set = options, options.process_set
         self._in_backward = in_backward
         #: the backward() that is asked to call back when it is over
         self._graph_task = -1
-        self.names = {parameter: name for name, parameter in named}
-        #: by id, which is faster to look up than a tensor; holding the tensor keeps its id its own
-        self._known: dict[int, torch.Tensor] = {}
         self._finished = FinishedBy.NONE
         #: passes that were finished
         self.num_passes = 0
-        self._begin_comparisons()
         self.reducers: list[Reducer] = []
-        self.adopt([parameter for _, parameter in named])
+        super().__init__(named, passes)
 
     @property
-    def backward_passes_per_step(self) -> int:
-        """Gradients that are summed up locally before they are communicated."""
-        return self._passes
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that reduce together."""
-        return self._options.process_set
-
-    def named(self, parameters: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """The parameters with their names."""
-        return [(self.names.get(p, f"parameter {index}"), p) for index, p in enumerate(parameters)]
-
-    @property
-    def outstanding(self) -> bool:
-        """Return whether complete gradients are on their way."""
-        return any(reducer.tracker.outstanding for reducer in self.reducers)
+    def trackers(self) -> Sequence[GradientTracker]:
+        """One for each reducer."""
+        return [reducer.tracker for reducer in self.reducers]
 
     @property
     def finished(self) -> FinishedBy:
@@ -100,22 +69,16 @@ class GradientSynchronizer:
             return FinishedBy.NONE
         return self._finished
 
-    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reduce these parameters' gradients too, from now on, unless they are known or need none.
+    def check_dtype(self, parameter: torch.Tensor) -> None:
+        """Implement `OptimizerReducer.check_dtype`."""
+        dtype_of(parameter.dtype)
 
-        Raises:
-            UnsupportedTypeError: the dtype of one cannot be communicated.
-        """
-        new = []
-        for parameter in parameters:
-            if id(parameter) not in self._known and parameter.requires_grad:
-                dtype_of(parameter.dtype)
-                self.names.setdefault(parameter, f"parameter.{len(self._known)}")
-                self._known[id(parameter)] = parameter
-                new.append(parameter)
-        if new and self._others:
-            named = [(self.names[parameter], parameter) for parameter in new]
-            self.reducers.append(Reducer(self._context, named, self._options, self._passes))
+    def watch(self, parameters: list[torch.Tensor]) -> None:
+        """Make a reducer for them, if there are other ranks."""
+        if self._has_others:
+            self.reducers.append(
+                Reducer(self._context, self.named(parameters), self._options, self.backward_passes_per_step)
+            )
             if self._in_backward:
                 self.reducers[-1].after_gradient = self._finish_after_backward
 
@@ -149,10 +112,12 @@ class GradientSynchronizer:
             del failure  # it holds this frame
         self._finished = by
         self.num_passes += 1
-        if not self._is_compared and self.reducers:
-            self._is_compared = True
-            if self._context.num_joins == self._num_joins:
-                self._check_first_step()
+        # shared parameters are compared where they come to exist once
+        if self.reducers and not self._options.owned and self._is_first_step():
+            watched = [parameter for reducer in self.reducers for parameter in reducer.parameters]
+            whole = self._context.config.check_replicas > 0
+            data = [bytes_to_compare(parameter, whole=whole) for parameter in watched]
+            check_first_step(self.reducers[0].team, data, [name for name, _ in self.named(watched)])
 
     def confirm(self) -> None:
         """The user, too, has called for the gradients that backward() has reduced."""
@@ -189,11 +154,7 @@ class GradientSynchronizer:
         self._finished = FinishedBy.NONE
 
     def reduce_alone(self, parameter: torch.Tensor) -> Handle[torch.Tensor]:
-        """Begin to reduce one parameter's gradient in place, under the parameter's name.
-
-        Raises:
-            ArgumentError: it has none.
-        """
+        """Begin to reduce one parameter's gradient in place, under its name; raises ArgumentError if it has none."""
         name, gradient = self.names[parameter], parameter.grad
         if gradient is None:
             raise ArgumentError(f"{name} has no gradient to reduce")
@@ -221,47 +182,34 @@ class GradientSynchronizer:
         Raises:
             ReplicaError: they are not the same on all ranks.
         """
-        due = self._comparisons.due(self._context.config.check_replicas, self._context.num_joins)
-        if due and self.reducers:
+        if self._is_check_due() and self.reducers:
             names = [name for name, _ in self.named(parameters)]
-            self.reducers[0].team.check_replicas([tensor_bytes(p) for p in parameters], names)
-
-    def _check_first_step(self) -> None:
-        parameters = [parameter for reducer in self.reducers for parameter in reducer.parameters]
-        whole = self._context.config.check_replicas > 0
-        data = [bytes_to_compare(parameter, whole=whole) for parameter in parameters]
-        self.reducers[0].team.check_first_step(data, [name for name, _ in self.named(parameters)])
+            check_replicas(self.reducers[0].team, [tensor_bytes(p) for p in parameters], names)
 
     def discard(self) -> None:
-        """The gradients are about to be cleared.
-
-        Raises:
-            StepOrderError: complete ones are on their way.
-        """
-        check_no_pending_gradient(self.reducers, "optimizer.zero_grad()")
-        for reducer in self.reducers:
-            if reducer.tracker.num_arrived:
-                reducer.tracker.reset()
+        """The gradients are about to be cleared; raises StepOrderError if complete ones are on their way."""
+        super().discard()
         self._finished = FinishedBy.NONE
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many gradients are summed up locally.
+    def check_not_outstanding(self, action: str) -> None:
+        """Raise StepOrderError if complete gradients are on their way: ``action`` came too early."""
+        if self.outstanding:
+            raise StepOrderError(
+                f"{action} was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
+                "while gradients are on their way to the other ranks; call one of those first. If a loss of another "
+                "model left gradients here that nobody wants, use requires_grad_(False) while it is computed"
+            )
 
-        Raises:
-            ArgumentError: not a positive integer.
-            StepOrderError: complete gradients are on their way.
-        """
-        check_passes(passes)
-        check_no_pending_gradient(self.reducers, "optimizer.set_backward_passes_per_step()")
-        self._passes = passes
+    def release(self) -> None:
+        """Take the hooks off and free the buckets: when the optimizer is gone."""
         for reducer in self.reducers:
-            reducer.tracker.set_backward_passes_per_step(passes)
+            reducer.release()
+        self.reducers.clear()
 
     @property
-    def _others(self) -> bool:
+    def _has_others(self) -> bool:
         """Return whether there are ranks with which this one reduces."""
-        members = self._options.process_set
-        return bool(members.included()) and (members.size() or 1) > 1
+        return bool(self.process_set.included()) and (self.process_set.size() or 1) > 1
 
     def _finish_after_backward(self) -> None:
         task: int = torch._C._current_graph_task_id()
@@ -294,25 +242,9 @@ class GradientSynchronizer:
         current = contexts.current()
         if current is self._context:
             return
-        if self._known and not self.reducers and self._others:
+        if self._known and not self.reducers and self._has_others:
             raise ArgumentError(
                 "this DistributedOptimizer was made in a job of one rank, so it has watched no gradient; "
                 f"make a new one for the job of {current.size} ranks"
             )
-        self._context = current
-        self._begin_comparisons()
-
-    def _begin_comparisons(self) -> None:
-        """Compare replicas from now on, as in a job that begins."""
-        self._comparisons = ReplicaCheckSchedule()
-        #: whether the parameters have been compared, or need not be: shared ones are where they come to exist once
-        self._is_compared = bool(self._options.owned)
-        #: who has joined before its first step would be the only one to compare
-        self._num_joins = self._context.num_joins
-
-
-def release_reducers(reducers: list[Reducer]) -> None:
-    """Take the hooks off and free the buckets: when the optimizer is gone."""
-    for reducer in reducers:
-        reducer.release()
-    reducers.clear()
+        self._begin_job()

@@ -1,14 +1,19 @@
-"""Base of all wrapped optimizers."""
+"""Base of all wrapped optimizers, and of what reduces their gradients or updates."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
+from reigen import context as contexts
+from reigen.api.gradients.replica_check import ReplicaCheckSchedule
+from reigen.api.gradients.tracker import GradientTracker, check_passes
 from reigen.errors import ArgumentError
 
 #: Computes the loss anew, with its gradients.
@@ -17,11 +22,117 @@ Closure = Callable[[], Any]
 WrapperType = TypeVar("WrapperType", bound="WrappedOptimizer")
 
 
+class OptimizerReducer(ABC):
+    """Base of what reduces gradients, or updates, over the ranks for one optimizer.
+
+    Args:
+        named: names and parameters, in the same order on every rank.
+        passes: gradients that are summed up locally before they are communicated.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], passes: int) -> None:
+        self.names = {parameter: name for name, parameter in named}
+        self.backward_passes_per_step = check_passes(passes)
+        #: by id, which is faster to look up than a tensor; holding the tensor keeps its id its own
+        self._known: dict[int, torch.Tensor] = {}
+        self._begin_job()
+        self.adopt([parameter for _, parameter in named])
+
+    @property
+    @abstractmethod
+    def trackers(self) -> Sequence[GradientTracker]:
+        """One for each lot of parameters that was adopted together."""
+
+    @abstractmethod
+    def check_dtype(self, parameter: torch.Tensor) -> None:
+        """Raise UnsupportedTypeError unless the parameter's dtype can be communicated."""
+
+    @abstractmethod
+    def watch(self, parameters: list[torch.Tensor]) -> None:
+        """Count the gradients of these parameters from now on."""
+
+    @abstractmethod
+    def check_not_outstanding(self, action: str) -> None:
+        """Raise StepOrderError if complete gradients wait: ``action`` came too early."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Take the hooks off and free all memory: the optimizer is gone."""
+
+    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let these parameters take part from now on, unless they do, or need no gradient.
+
+        Raises:
+            UnsupportedTypeError: the dtype of one cannot be communicated.
+        """
+        new = {id(p): p for p in parameters if id(p) not in self._known and p.requires_grad}
+        for parameter in new.values():
+            self.check_dtype(parameter)
+        for parameter in new.values():
+            self.names.setdefault(parameter, f"parameter.{len(self._known)}")
+            self._known[id(parameter)] = parameter
+        if new:
+            self.watch([*new.values()])
+
+    @property
+    def outstanding(self) -> bool:
+        """Return whether complete gradients wait for a step, or are on their way."""
+        return any(tracker.outstanding for tracker in self.trackers)
+
+    def named(self, parameters: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """The parameters with their names."""
+        return [(self.names.get(p, f"parameter {index}"), p) for index, p in enumerate(parameters)]
+
+    def discard(self) -> None:
+        """The gradients are about to be cleared; raises StepOrderError if complete ones wait, or are on their way."""
+        self.check_not_outstanding("optimizer.zero_grad()")
+        for tracker in self.trackers:
+            if tracker.num_arrived:
+                tracker.reset()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many gradients are summed up locally.
+
+        Raises:
+            ArgumentError: not a positive integer.
+            StepOrderError: complete gradients wait for a step, or are on their way.
+        """
+        check_passes(passes)
+        for tracker in sorted(self.trackers, key=lambda each: not each.outstanding):  # one that refuses comes first
+            tracker.set_backward_passes_per_step(passes)
+        self.backward_passes_per_step = passes
+
+    def _begin_job(self) -> None:
+        """Belong to the current job, and compare its replicas from the beginning."""
+        self._context = contexts.current()
+        self._comparisons = ReplicaCheckSchedule()
+        #: whether the parameters with which the ranks began have been compared
+        self._is_compared = False
+        #: who has joined before its first step would be the only one to compare
+        self._num_joins = self._context.num_joins
+
+    def _is_first_step(self) -> bool:
+        """Return whether the ranks' parameters are to be compared now; once in a job."""
+        is_first = not self._is_compared and self._context.num_joins == self._num_joins
+        self._is_compared = True
+        return is_first
+
+    def _is_check_due(self) -> bool:
+        """One more step was taken: whether REIGEN_CHECK_REPLICAS asks for a comparison."""
+        return self._comparisons.due(self._context.config.check_replicas, self._context.num_joins)
+
+
 class WrappedOptimizer(torch.optim.Optimizer):
     """Base of what stands in front of an optimizer's own class."""
 
     #: the attributes that it had
     _plain_names: frozenset[str]
+    _reducer: OptimizerReducer
+
+    def attach(self, reducer: OptimizerReducer) -> None:
+        """Use this reducer from now on, and release it with this object."""
+        self._reducer = reducer
+        weakref.finalize(self, reducer.release).atexit = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -46,6 +157,35 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.__dict__["param_groups"] for parameter in group["params"]]
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """The names by parameter: as in Horovod, for programs that look them up."""
+        return dict(self._reducer.names)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Gradients that are summed up locally before a step, or before they are communicated."""
+        return self._reducer.backward_passes_per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many gradients are summed up locally; not between ``backward()`` and ``step()``."""
+        self._reducer.set_backward_passes_per_step(passes)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            StepOrderError: complete gradients wait for ``step()``, or are on their way (an AssertionError, as in
+                Horovod).
+        """
+        self._reducer.discard()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; they take part from the next step on. All ranks must do it at the same step."""
+        super().add_param_group(param_group)
+        self._reducer.adopt(param_group["params"])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers: what we add belongs to this process and this object."""
         plain = type(self).__bases__[1]
@@ -53,16 +193,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
 
 def check_not_wrapped(optimizer: torch.optim.Optimizer) -> None:
-    """Accept an optimizer that is not wrapped.
-
-    Raises:
-        ArgumentError: it is.
-    """
+    """Raise ArgumentError if an optimizer is wrapped already."""
     if isinstance(optimizer, WrappedOptimizer):
         raise ArgumentError("this optimizer is a DistributedOptimizer already")
 
 
-def wrap_optimizer(optimizer: torch.optim.Optimizer, front: type[WrapperType]) -> WrapperType:
+def wrap_optimizer(
+    optimizer: torch.optim.Optimizer, front: type[WrapperType], reducer: OptimizerReducer
+) -> WrapperType:
     """An instance of a new subclass of ``front`` and the optimizer's class, with the optimizer's state."""
     _run_eagerly_in_compiled_code()
     base = type(optimizer)
@@ -71,6 +209,7 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, front: type[WrapperType]) -
     # A scheduler made before has put a bound `step` of the plain optimizer here; it would bypass the front.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     wrapped._plain_names = frozenset(vars(wrapped))
+    wrapped.attach(reducer)
     return wrapped
 
 

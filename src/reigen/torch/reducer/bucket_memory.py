@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from reigen.api.adapter import Array
 from reigen.api.compression import CastCompression, CodecCompression
 from reigen.api.gradients.bucket_plan import BucketPlan
 from reigen.api.gradients.compressed_buckets import CompressedBuckets
@@ -20,98 +20,74 @@ from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ShardAssignment, ShardGranularity, assign_shards
 from reigen.backends.device import DeviceArray, DeviceStream
 from reigen.compression import Codec
+from reigen.context import CollectiveResult, Handle, MemoryRegion
 from reigen.errors import CollectiveError, JoinedError
 from reigen.torch.adapter import TorchAdapter
 from reigen.torch.cuda_tensors import TorchDevice, TorchDeviceTensorAdapter
 from reigen.torch.reducer.bucket_views import BucketViews
 from reigen.types import DTYPES, DType
 
-if TYPE_CHECKING:
-    from reigen.context import CollectiveResult, Handle, MemoryRegion
 
+class BucketMemory:
+    """The memory of one plan at a time: the host's, unless a subclass says otherwise.
 
-class BucketMemory(Protocol):
-    """The memory of one plan at a time.
+    It is registered with the job, so that it is reduced in place: it is the memory that all ranks of the host share.
 
     Attributes:
         kind: ``cpu``, ``cuda``.
+        is_registered: it is kept for the passes to come.
     """
 
-    kind: str
+    kind = "cpu"
+    is_registered = False
 
-    @property
-    def is_registered(self) -> bool:
-        """Return whether it is kept for the passes to come."""
+    def __init__(self, places: BucketViews) -> None:
+        self._places = places
+        self._plan = BucketPlan((), 0, (), {})
+        self._region: MemoryRegion | None = None
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return whether a place in it could be the parameter's gradient, being on the same device."""
+        return parameter.device.type == "cpu"
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
         """Lay the buckets out, for all passes to come. Collective."""
+        self._region = team.allocate(plan.nbytes)
+        self._lay_out(plan, self._region.array)
+        self.is_registered = True
 
     def allocate_for_pass(self, plan: BucketPlan) -> None:
-        """Lay them out for one pass."""
+        """Lay them out for one pass, in memory that the gradients keep alive for as long as it is needed."""
+        self._lay_out(plan, np.empty(plan.nbytes, np.uint8))
 
     def filled(self) -> None:
         """The calling thread has filled a place, or enqueued work that does."""
 
-    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
+    def reduce(self, team: ReduceGroup, bucket: int, part: str, *, blocking: bool) -> Handle | None:
         """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
+        if not self._plan.buckets[bucket].nbytes:
+            return None
+        return self._submit(team, bucket, DTYPES[self._plan.buckets[bucket].dtype], part, blocking=blocking)
 
     def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """Wait for what `reduce` has submitted, by bucket: the calling thread needs it. Returns what failed."""
-
-    def release(self, team: ReduceGroup) -> None:
-        """Give registered memory back."""
-
-
-class HostBucketMemory:
-    """Registered with the job, so that it is reduced in place: it is the memory that all ranks of the host share."""
-
-    kind = "cpu"
-
-    def __init__(self, places: BucketViews) -> None:
-        self._places = places
-        self._region: MemoryRegion | None = None
-
-    @property
-    def is_registered(self) -> bool:
-        """Return whether a plan's memory is registered."""
-        return self._region is not None
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter is on the buckets' device."""
-        return parameter.device.type == "cpu"
-
-    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """Register the plan's memory."""
-        self._region = team.allocate(plan.nbytes)
-        self._places.lay_out(plan, self._region.array)
-
-    def allocate_for_pass(self, plan: BucketPlan) -> None:
-        """Lay the buckets out for one pass. Gradients keep the memory alive for as long as it is needed."""
-        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
-
-    def filled(self) -> None:
-        """Take note of a filled place."""
-
-    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """Submit a bucket."""
-        array = self._places.arrays[bucket]
-        return team.reduce(array, dtype, part, self._region, blocking=blocking) if array.size else None
-
-    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
-        """Wait for submitted buckets; return the errors."""
         return wait_for_all(handles)[1]
 
     def release(self, team: ReduceGroup) -> None:
         """Give registered memory back."""
-        region, self._region = self._region, None
+        region, self._region, self.is_registered = self._region, None, False
         if region is not None:
             team.free(region)
 
+    def _lay_out(self, plan: BucketPlan, memory: Array) -> None:
+        self._plan = plan
+        self._places.lay_out(plan, memory)
 
-class ShardedBucketMemory(HostBucketMemory):
+    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+        return team.reduce(self._places.arrays[bucket], dtype, part, self._region, blocking=blocking)
+
+
+class ShardedBucketMemory(BucketMemory):
     """Buckets whose sums stay with the slices' owners (`reigen.api.gradients.sharding`), registered with the job.
 
     Args:
@@ -120,7 +96,6 @@ class ShardedBucketMemory(HostBucketMemory):
 
     Attributes:
         shares: who owns what, once it is registered.
-        region: the buckets; those of the other owners, too.
     """
 
     def __init__(self, places: BucketViews, division: ShardGranularity) -> None:
@@ -131,26 +106,17 @@ class ShardedBucketMemory(HostBucketMemory):
 
     @property
     def region(self) -> MemoryRegion:
-        """Region of the buckets."""
+        """Region of the buckets; those of the other owners, too."""
         assert self._region is not None
         return self._region
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """Register the plan's memory."""
         super().register(team, plan)
         self.shares = assign_shards(plan, len(self.region.owned), SHARD_ALIGNMENT_BYTES, self.division)
 
-    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """Submit a bucket."""
-        array = self._places.arrays[bucket]
-        if not array.size:
-            return None
-        counts = self.shares.counts[bucket]
-        return team.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
-
-    def gather(self, team: ReduceGroup, plan: BucketPlan) -> None:
+    def gather(self, team: ReduceGroup) -> None:
         """Gather the other owners' sums into this rank's buckets; collective, with no reduction on its way."""
-        for bucket, counts in zip(plan.buckets, self.shares.counts, strict=True):
+        for bucket, counts in zip(self._plan.buckets, self.shares.counts, strict=True):
             itemsize = DTYPES[bucket.dtype].itemsize
             bounds = itertools.accumulate((count * itemsize for count in counts), initial=bucket.offset)
             for owner, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -158,51 +124,39 @@ class ShardedBucketMemory(HostBucketMemory):
                     self.region.array[begin:end] = self.region.owned[owner][begin:end]
         team.barrier("gathered")  # until now the others read what is here
 
+    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+        array, counts = self._places.arrays[bucket], self.shares.counts[bucket]
+        return team.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
 
-class DeviceBucketMemory:
+
+class DeviceBucketMemory(BucketMemory):
     """Ordinary memory of the device on which all parameters are."""
 
     def __init__(self, places: BucketViews, device: TorchDevice, lender: TorchDeviceTensorAdapter) -> None:
+        super().__init__(places)
         self.kind = device.kind
-        self.is_registered = False
-        self._places, self._device, self._lender = places, device, lender
+        self._device, self._lender = device, lender
         #: the streams by which places were filled in this pass: usually one
         self._producers: dict[int, DeviceStream] = {}
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter is on the buckets' device. All parameters are on that device."""
         return True
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """Register the plan's memory. There is nothing to register."""
         self.allocate_for_pass(plan)
         self.is_registered = True
 
     def allocate_for_pass(self, plan: BucketPlan) -> None:
-        """Lay the buckets out for one pass."""
         memory = self._device.empty((plan.nbytes,), DTYPES["uint8"]).owner
         assert isinstance(memory, torch.Tensor)
+        self._plan = plan
         self._places.lay_out_on_device(plan, memory)
 
     def filled(self) -> None:
-        """Take note of a filled place."""
         stream = self._device.current()
         self._producers[stream.handle] = stream
 
-    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """Submit a bucket. Behind all streams that have filled places so far."""
-        tensor = self._places.buckets[bucket]
-        if not tensor.numel():
-            return None
-        here = self._device.current()
-        for handle, stream in self._producers.items():
-            if handle != here.handle:
-                here.wait(stream.record())
-        array, _ = self._lender.lend(tensor)
-        return team.reduce(array, dtype, part, blocking=blocking)
-
     def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
-        """Wait for submitted buckets; return the errors."""
         outcomes, failures = wait_for_all(handles)
         if outcomes:
             self._producers.clear()
@@ -212,31 +166,33 @@ class DeviceBucketMemory:
             self._device.current().wait(outcome.array.ready)
         return failures
 
-    def release(self, team: ReduceGroup) -> None:
-        """Give registered memory back. The memory goes with its last view."""
-        self.is_registered = False
+    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+        """Submit it behind all streams that have filled places so far."""
+        current = self._device.current()
+        for handle, stream in self._producers.items():
+            if handle != current.handle:
+                current.wait(stream.record())
+        array, _ = self._lender.lend(self._places.buckets[bucket])
+        return team.reduce(array, dtype, part, blocking=blocking)
 
 
-class CompressedBucketMemory:
-    """Ordinary memory of the host, of which codes go to the other ranks."""
+class CompressedBucketMemory(BucketMemory):
+    """Ordinary memory of the host, of which codes go to the other ranks; while one has joined, the buckets as they are.
+
+    What has not been sent goes with the memory.
+    """
 
     kind = "cpu, coded"
 
     def __init__(self, places: BucketViews, codec: Codec) -> None:
-        self.is_registered = False
-        self._places, self._codec = places, codec
-        self._plan: BucketPlan | None = None
+        super().__init__(places)
+        self._codec = codec
         #: None while buckets travel as they are
         self._coded: CompressedBuckets | None = None
         #: by parameter, what is to be sent with its next gradient: until the buckets are laid out
         self._left: dict[int, torch.Tensor] = {}
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter is on the buckets' device."""
-        return parameter.device.type == "cpu"
-
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """Register the plan's memory. Nothing is registered: what travels is elsewhere."""
         self.allocate_for_pass(plan)
         dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
         self._coded = CompressedBuckets(self._codec, team, self._places.arrays, dtypes)
@@ -247,48 +203,29 @@ class CompressedBucketMemory:
         """Return error feedback's residual of each parameter's gradient: float32, shaped like it; copies."""
         if self._coded is None:
             return {number: left.clone() for number, left in self._left.items()}
-        return {number: torch.empty_like(view).copy_(view) for number, view in self._residual_views()}
+        return {number: torch.empty_like(view).copy_(view) for number, view in self._residual_views(self._coded)}
 
     def restore(self, residuals: Mapping[int, torch.Tensor]) -> None:
         """Restore residuals of `residuals`, of as many parameters as there are; clear the others."""
         if self._coded is None:
             self._left = dict(residuals)
             return
-        for number, view in self._residual_views():
+        for number, view in self._residual_views(self._coded):
             if number in residuals:
                 view.copy_(residuals[number])
             else:
                 view.zero_()
         self._left = {}
 
-    def _residual_views(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _residual_views(self, coded: CompressedBuckets) -> Iterator[tuple[int, torch.Tensor]]:
         """Of each parameter, its part of its bucket's residual."""
-        assert self._coded is not None
-        assert self._plan is not None
-        for bucket, residual in zip(self._plan.buckets, self._coded.residuals, strict=True):
+        for bucket, residual in zip(self._plan.buckets, coded.residuals, strict=True):
+            itemsize = DTYPES[bucket.dtype].itemsize
             if residual is None:
                 continue
-            itemsize = DTYPES[bucket.dtype].itemsize
             for place in bucket.places:
                 begin, length = (place.offset - bucket.offset) // itemsize, place.nbytes // itemsize
                 yield place.parameter, self._places.shaped(residual[begin : begin + length], place.parameter)
-
-    def allocate_for_pass(self, plan: BucketPlan) -> None:
-        """Lay the buckets out for one pass. Some rank has joined: for this pass the buckets travel as they are."""
-        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
-        self._plan = plan
-
-    def filled(self) -> None:
-        """Take note of a filled place."""
-
-    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """Submit a bucket."""
-        array = self._places.arrays[bucket]
-        if not array.size:
-            return None
-        if self._coded is None:
-            return team.reduce(array, dtype, part, blocking=blocking)
-        return self._coded.submit(bucket, part, blocking=blocking)
 
     def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """Wait for submitted buckets; return the errors. Buckets refused for a joined rank travel uncompressed."""
@@ -298,7 +235,6 @@ class CompressedBucketMemory:
         for bucket in outcomes:
             self._coded.receive(bucket)
         again: dict[int, Handle] = {}
-        assert self._plan is not None
         for bucket in [bucket for bucket, failure in failures.items() if isinstance(failure, JoinedError)]:
             self._coded.take_back(bucket)
             dtype = DTYPES[self._plan.buckets[bucket].dtype]
@@ -307,8 +243,12 @@ class CompressedBucketMemory:
         return failures | wait_for_all(again)[1]
 
     def release(self, team: ReduceGroup) -> None:
-        """Give registered memory back. The memory goes with its last view, and what has not been sent with it."""
         self._coded, self.is_registered = None, False
+
+    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+        if self._coded is None:
+            return super()._submit(team, bucket, dtype, part, blocking=blocking)
+        return self._coded.submit(bucket, part, blocking=blocking)
 
 
 def wait_for_all(handles: dict[int, Handle]) -> tuple[dict[int, CollectiveResult], dict[int, CollectiveError]]:
@@ -346,4 +286,4 @@ def choose_bucket_memory(
         device = devices.pop() if len(devices) == 1 else None
         if device is not None and all(backend.takes(device, dtype, team.how) for dtype in set(wire)):
             return DeviceBucketMemory(places, device, lender)
-    return HostBucketMemory(places)
+    return BucketMemory(places)

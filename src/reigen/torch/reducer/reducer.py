@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,13 +29,14 @@ from reigen.api.gradients.bucket_plan import (
     plan_buckets,
     split_evenly,
 )
-from reigen.api.gradients.plan_agreement import PlanAgreement, PlanProposal
+from reigen.api.gradients.plan_agreement import PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import ProcessSet
+from reigen.context import Context, Handle
 from reigen.engine.operation_builders import ReductionSpec
-from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError
 from reigen.torch.adapter import tensor_over
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer.bucket_memory import (
@@ -50,10 +50,6 @@ from reigen.torch.reducer.bucket_views import BucketViews, strides_of
 from reigen.torch.reducer.pending_gradient import PendingGradient, pending
 from reigen.torch.sparse import SparseGradients
 from reigen.types import DTYPES, ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context, Handle
-
 
 #: marks the hooks that are ours
 _GRAD_HOOK_ATTRIBUTE = "_watches_for_reigen"
@@ -107,13 +103,9 @@ class GradientShard:
 
 
 class Reducer:
-    """Keeps the gradients of some parameters the same on all ranks.
+    """Keeps the gradients of some parameters the same on all ranks of the options' process set, which this one is in.
 
-    Args:
-        context: the job; this rank is in the options' process set.
-        parameters: names and parameters, in the same order on every rank.
-        options: how to reduce.
-        backward_passes_per_step: gradients that are summed up locally before they are communicated.
+    The parameters come with names, in the same order on every rank.
     """
 
     def __init__(
@@ -175,7 +167,10 @@ class Reducer:
         failures = self._memory.finish(self.team, handles)
         bucket, failure = next(iter(failures.items()), (-1, None))
         if failure is not None:
-            failure.add_note(self._contents(bucket))
+            assert self.tracker.plan is not None
+            names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            failure.add_note(f"The gradients in it: {', '.join(names[:8])}{more}.")
             _hint_at_uneven_data(failure)
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
@@ -193,8 +188,7 @@ class Reducer:
 
     def gather(self) -> None:
         """Collective: every ``p.grad`` becomes the whole reduced gradient, where so far each owner had its part."""
-        assert self.tracker.plan is not None
-        self.owned_memory.gather(self.team, self.tracker.plan)
+        self.owned_memory.gather(self.team)
         self._deliver_all()
 
     @property
@@ -221,9 +215,8 @@ class Reducer:
 
     def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
         """By parameter, what error feedback has not sent yet of its gradient; copies. Nothing without any."""
-        if not isinstance(self._memory, CompressedBucketMemory):
-            return {}
-        return {self.parameters[number]: residual for number, residual in self._memory.residuals().items()}
+        found = self._memory.residuals() if isinstance(self._memory, CompressedBucketMemory) else {}
+        return {self.parameters[number]: residual for number, residual in found.items()}
 
     def restore(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Go on with these, and with nothing for all other parameters; without error feedback they mean nothing."""
@@ -236,8 +229,7 @@ class Reducer:
         return [
             self.names[index]
             for index in self.tracker.order
-            if self.parameters[index].grad is not None
-            and self._seen[index] != _gradient_version(self.parameters[index])
+            if self.parameters[index].grad is not None and self._seen[index] != gradient_version(self.parameters[index])
         ]
 
     def release(self) -> None:
@@ -263,11 +255,10 @@ class Reducer:
         self._choose_memory()
 
     def _choose_memory(self) -> None:
-        self._memory: BucketMemory
         self._kinds = _tensor_kinds(self.parameters)
         self._wire = [self._options.compression.wire_dtype(dtype_of(p.dtype)) for p in self.parameters]
         if self._options.owned:
-            self._memory = ShardedBucketMemory(self._places, self._options.owned)
+            self._memory: BucketMemory = ShardedBucketMemory(self._places, self._options.owned)
         else:
             compression = self._options.compression
             self._memory = choose_bucket_memory(self.team, self._places, self.parameters, self._wire, compression)
@@ -291,13 +282,13 @@ class Reducer:
             arrival = self.tracker.gradient(index)
             if arrival.collect:
                 self._collect(index, parameter)
-                self._seen[index] = _gradient_version(parameter)
+                self._seen[index] = gradient_version(parameter)
                 if arrival.submit:
                     self._submit(arrival.submit, in_backward=True)
             else:
                 if self.tracker.plan is None:
                     self._mark_pending(parameter)
-                self._seen[index] = _gradient_version(parameter)
+                self._seen[index] = gradient_version(parameter)
             if self.after_gradient is not None:
                 self.after_gradient()
 
@@ -354,46 +345,34 @@ class Reducer:
         return (last,) if self._options.owned and last in buckets else ()  # step b of `reigen.api.gradients.sharding`
 
     def _reduce(self, bucket: int, *, blocking: bool) -> None:
-        plan = self.tracker.plan
-        assert plan is not None
         part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
         try:
-            handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
+            handle = self._memory.reduce(self.team, bucket, part, blocking=blocking)
         except CollectiveError as error:  # the job was broken before
             _hint_at_uneven_data(error)
             raise
         if handle is not None:
             self._handles[bucket] = handle
 
-    def _contents(self, bucket: int) -> str:
-        """Describe a bucket's gradients, for an error that names the bucket."""
-        assert self.tracker.plan is not None
-        names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
-        return f"The gradients in it: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
-
     def _deliver_all(self) -> None:
-        for index, place in enumerate(self._places.tensors):
-            if place is not None:
-                self._deliver(index, place)
-
-    def _deliver(self, index: int, place: torch.Tensor) -> None:
-        parameter, gradient = self.parameters[index], self.parameters[index].grad
-        if gradient is place or not (parameter.requires_grad or gradient is not None):
-            return
-        if index in self._returned_dims:
-            parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
-        elif self._direct[index]:
-            parameter.grad = place
-        elif gradient is None or gradient.layout is not torch.strided:
-            parameter.grad = torch.empty_like(parameter).copy_(place)
-        else:
-            whole = gradient.detach().copy_(place)
-            parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
+        for index, (parameter, place) in enumerate(zip(self.parameters, self._places.tensors, strict=True)):
+            gradient = parameter.grad
+            if place is None or gradient is place or not (parameter.requires_grad or gradient is not None):
+                continue
+            if index in self._returned_dims:
+                parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
+            elif self._direct[index]:
+                parameter.grad = place
+            elif gradient is None or gradient.layout is not torch.strided:
+                parameter.grad = torch.empty_like(parameter).copy_(place)
+            else:
+                whole = gradient.detach().copy_(place)
+                parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
 
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
         try:
-            agreement = self.team.agree(self._proposal())
+            arrivals, sparse_dims = agree_on_plan(self.team, self._proposal())
         except JoinedError as error:
             if self._options.owned:
                 raise
@@ -401,21 +380,26 @@ class Reducer:
             return
         overlaps = self.team.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
         self._overlaps = bool(self.team.where(overlaps, "overlaps"))
-        order = arrival_order(agreement.order, len(self.parameters))
-        dense = [index for index in order if not agreement.sparse_dims[index]]
+        order = arrival_order(arrivals, len(self.parameters))
+        dense = [index for index in order if not sparse_dims[index]]
         if self._returns_sparse:
-            self._returned_dims.update({index: dim for index, dim in enumerate(agreement.sparse_dims) if dim})
+            self._returned_dims.update({index: dim for index, dim in enumerate(sparse_dims) if dim})
             dense = list(order)
         else:
-            self._sparse = self._sparse_gradients(agreement)
-        plan = self._plan(dense, self._groups(dense))
+            self._sparse = self._sparse_gradients(sparse_dims)
+        groups = self._options.groups
+        if isinstance(groups, int):
+            members = split_evenly(dense, groups)
+        else:
+            members = _group_members(self.parameters, groups or {})
+        plan = self._plan(dense, members)
         self._memory.register(self.team, plan)
         self.tracker.adopt(plan)
 
     def _improvise(self, refusal: JoinedError) -> None:
         """Plan for this pass alone, without agreement: in the order of definition, in ordinary memory."""
         dims = np.array([self._sparse_dims(p) for p in self.parameters], np.uint8)
-        self.team.maximum(dims, DTYPES["uint8"], "sparse")
+        self.team.combine(dims, ReduceOp.MAX, "sparse")
         if self._returns_sparse:
             self._returned_dims.update({index: dim for index, dim in enumerate(dims.tolist()) if dim})
         elif dims.any():
@@ -428,13 +412,6 @@ class Reducer:
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
         return plan_buckets(specs, order, choose_bucket_bytes(self.team.context, self._overlaps), groups)
-
-    def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
-        """The parameters, by their numbers, that are submitted together."""
-        groups = self._options.groups
-        if isinstance(groups, int):
-            return split_evenly(order, groups)
-        return _group_members(self.parameters, groups or {})
 
     def _proposal(self) -> PlanProposal:
         how, groups = self._options.how, self._options.groups
@@ -455,8 +432,8 @@ class Reducer:
             return 0
         return 0 if self._options.sparse_as_dense and self._options.owned else gradient.sparse_dim()
 
-    def _sparse_gradients(self, agreement: PlanAgreement) -> SparseGradients:
-        dims = {index: dim for index, dim in enumerate(agreement.sparse_dims) if dim}
+    def _sparse_gradients(self, sparse_dims: Sequence[int]) -> SparseGradients:
+        dims = {index: dim for index, dim in enumerate(sparse_dims) if dim}
         op = self._options.how.op
         if dims and self._options.owned:
             name = self.names[min(dims)]
@@ -466,20 +443,6 @@ class Reducer:
         if dims and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ArgumentError(f"sparse gradients need op=Average or op=Sum, got {op.name}")
         return SparseGradients(dims, average=op is ReduceOp.AVERAGE)
-
-
-def check_no_pending_gradient(reducers: Sequence[Reducer], action: str) -> None:
-    """Accept if no complete gradient is on its way.
-
-    Raises:
-        StepOrderError: one is; the message says that ``action`` came too early.
-    """
-    if any(reducer.tracker.outstanding for reducer in reducers):
-        raise StepOrderError(
-            f"{action} was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
-            "while gradients are on their way to the other ranks; call one of those first. If a loss of another model "
-            "left gradients here that nobody wants, use requires_grad_(False) while it is computed"
-        )
 
 
 def _group_members(parameters: Sequence[torch.Tensor], groups: Mapping[torch.Tensor, int]) -> list[Sequence[int]]:
@@ -510,7 +473,7 @@ def _tensor_kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], l
     return [tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]
 
 
-def _gradient_version(parameter: torch.Tensor) -> tuple[int, int]:
+def gradient_version(parameter: torch.Tensor) -> tuple[int, int]:
     """Differs if ``p.grad`` has become another tensor, or has been changed in place."""
     gradient = parameter.grad
     return id(gradient), -1 if gradient is None else gradient._version

@@ -18,7 +18,7 @@ import torch
 
 from reigen.api.gradients.sharding import ShardGranularity
 from reigen.errors import ArgumentError
-from reigen.torch.shared_parameters.state_layout import clone_optimizer, inner_step, make_example_state
+from reigen.torch.shared_parameters.state_layout import clone_optimizer, group_options, inner_step, make_example_state
 
 #: Shapes of the parameters that are tried: matrices, whole vectors and remainders, a single number.
 _SHAPES = ((24, 97), (5, 7, 9), (160,), ())
@@ -97,8 +97,6 @@ def choose_division(optimizer: torch.optim.Optimizer, *, vouched: bool, alignmen
     return ShardGranularity.ELEMENTS
 
 
-#: Keys of a group that say which parameters it has.
-_NAMES = ("params", "param_names")
 _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
 
 
@@ -110,9 +108,7 @@ def _option_sets(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Mapping[str
     """Every set of options, with every dtype that occurs with it, once."""
     seen: set[tuple[str, torch.dtype]] = set()
     for group in optimizer.param_groups:
-        options = repr(
-            sorted((key, repr(value)) for key, value in group.items() if key not in ("params", "param_names"))
-        )
+        options = repr(sorted((key, repr(value)) for key, value in group_options(group).items()))
         for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"]):
             if (options, dtype) not in seen:
                 seen.add((options, dtype))
@@ -128,10 +124,7 @@ class _DivisionTrial:
     def differs(self, shapes: Sequence[tuple[int, ...]], num_steps: int, alignment_bytes: int | None) -> str:
         """Return why dividing is not allowed; empty: all bits were the same.
 
-        Args:
-            shapes: of the parameters.
-            num_steps: how many.
-            alignment_bytes: cuts lie at its multiples; None: every parameter stays whole, and has another optimizer.
+        Cuts lie at multiples of ``alignment_bytes``; None: every parameter stays whole, and has another optimizer.
         """
         unit = None if alignment_bytes is None else max(1, alignment_bytes // self._dtype.itemsize)
         with torch.random.fork_rng(devices=[]):
@@ -179,10 +172,9 @@ class _DivisionTrial:
     def _on(
         self, parameters: list[torch.nn.Parameter], options: Mapping[str, Any], *, resumes: bool
     ) -> torch.optim.Optimizer:
-        group = {key: value for key, value in self._group.items() if key not in _NAMES}
         states = {one: make_example_state(self._optimizer, self._group, one) for one in parameters if resumes}
         held = {one: state for one, state in states.items() if state}
-        return clone_optimizer(self._optimizer, [{**group, **options, "params": parameters}], held)
+        return clone_optimizer(self._optimizer, [{**group_options(self._group), **options, "params": parameters}], held)
 
     def _values(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         """Numbers of either sign and of many sizes, and some zeros."""

@@ -28,14 +28,8 @@ def choose_parameter_sharing(
 ) -> ShardGranularity | None:
     """Choose whether to share, and the pieces, as ``share_parameters`` asks, where there are several ranks.
 
-    With "auto" the lowest of these ranks logs what was chosen, and why.
-
-    Args:
-        optimizer: a plain one.
-        wanted: True, False or "auto".
-        compression: of the gradients.
-        process_set: the ranks that average among themselves.
-        vouched: the optimizer treats every element by itself, whatever its class.
+    With "auto" the lowest of these ranks logs what was chosen, and why. ``vouched``: the optimizer treats every element
+    by itself, whatever its class.
 
     Raises:
         ArgumentError: it is wanted and cannot be, with the reason; also in a job of one rank. Or it is neither.

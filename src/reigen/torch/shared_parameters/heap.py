@@ -24,10 +24,9 @@ def trim_heap() -> None:
 
 
 def reserve_blocks(sizes: Iterable[int]) -> list[NDArray[np.uint8]]:
-    """Reserve blocks of so many bytes in the heap; never written, they take no memory.
+    """Reserve blocks of so many bytes, freed just now, in the heap; never written, they take no memory.
 
-    Args:
-        sizes: of what was freed just now. What has no page to itself is left out.
+    What has no page to itself is left out.
     """
     rooms = [np.empty(nbytes, np.uint8) for nbytes in sizes if nbytes >= 2 * mmap.PAGESIZE]
     advise = ctypes.CDLL(None).madvise

@@ -46,7 +46,8 @@ class SharedLayout:
         self._parameters, self._layouts = parameters, layouts
         self._num_owners = len(pieces)
         self._pieces = [piece for of_owner in pieces for piece in of_owner]
-        self._firsts = [*itertools.accumulate(map(len, pieces), initial=0)]
+        #: by owner, the number of its first piece
+        self.first_numbers = [*itertools.accumulate(map(len, pieces), initial=0)]
         #: by parameter, the numbers of its pieces
         self.numbers: list[list[int]] = [[] for _ in parameters]
         for number, piece in enumerate(self._pieces):
@@ -66,10 +67,6 @@ class SharedLayout:
                     nbytes = math.prod(entry.shape(parameters[index])) * entry.dtype.itemsize
                     count = len(self.numbers[index]) if entry.kind is StateKind.SCALAR else 1
                     self._states[index][name] = [self._reserve(nbytes) for _ in range(count)]
-
-    def first_number(self, owner: int) -> int:
-        """The number of the first piece of an owner."""
-        return self._firsts[owner]
 
     def progress(self, memory: NDArray[np.uint8]) -> NDArray[np.int64]:
         """For each owner: the last update that it began, and the last one that it ended."""
@@ -129,12 +126,7 @@ def piece_elements(whole: torch.Tensor, piece: ParameterRange) -> torch.Tensor:
 
 
 def to_shared_order(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The values in the order in which the parameter's lie in shared memory: ``value`` itself if they do.
-
-    Args:
-        parameter: whose.
-        value: of its shape.
-    """
+    """The values, of the parameter's shape, in the order of its own in shared memory: ``value`` itself if they are."""
     strides = strides_of(parameter)
     if value.stride() == strides:
         return value

@@ -13,13 +13,14 @@ from reigen import context as contexts
 from reigen.api.gradients.sharding import ShardGranularity
 from reigen.errors import ArgumentError, CollectiveError, ReplicaError, StepOrderError
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
-from reigen.torch.optimizers.gradient_sync import FinishedBy, GradientSynchronizer
-from reigen.torch.optimizers.optimizer_wrapper import Closure, unwrap_optimizer
-from reigen.torch.reducer.reducer import Reducer
+from reigen.torch.optimizers.gradient_sync import FinishedBy
+from reigen.torch.optimizers.optimizer_wrapper import Closure, OptimizerReducer, unwrap_optimizer
+from reigen.torch.reducer.reducer import Reducer, gradient_version
 from reigen.torch.shared_parameters.parameters import SharedParameters
 from reigen.torch.shared_parameters.state_layout import (
     StateEntry,
     clone_optimizer,
+    group_options,
     infer_state_layout,
     inner_step,
     make_example_shape,
@@ -27,8 +28,6 @@ from reigen.torch.shared_parameters.state_layout import (
 
 #: As in `torch.nn.utils.clip_grad_norm_`.
 _CLIP_EPSILON = 1e-6
-#: Keys of a parameter group that say which parameters it has.
-_NAMES = ("params", "param_names")
 
 
 class SharedParametersOptimizer(AllreduceOptimizer):
@@ -51,9 +50,9 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     #: the pieces have their gradients for the next update
     _is_taken: bool
 
-    def attach(self, averager: GradientSynchronizer) -> None:
-        """Use this averager from now on, and free its memory with this object."""
-        super().attach(averager)
+    def attach(self, reducer: OptimizerReducer) -> None:
+        """Use this reducer from now on, and release it and the shared memory with this object."""
+        super().attach(reducer)
         self._inner, self._shared, self._placed, self._group_of = None, [], (), {}
         self._forget_gradients()
         weakref.finalize(self, _release_shared, self._shared).atexit = False
@@ -94,23 +93,19 @@ class SharedParametersOptimizer(AllreduceOptimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     def _hooked_step(self) -> None:
-        averager = self._averager
-        came_early = averager.finished is not FinishedBy.NONE
+        synchronizer = self._reducer
+        came_early = synchronizer.finished is not FinishedBy.NONE
         self._reduce_for_step(wanted=True, stacklevel=5)
         try:
             self._update(came_early or self._skips, from_parameters=self._is_gathered or self._skips)
         finally:
-            averager.stepped()
+            synchronizer.stepped()
             self._forget_gradients()
-        averager.updated(self._parameters())
+        synchronizer.updated(self._parameters())
         contexts.mark("STEP")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
-
-        Raises:
-            StepOrderError: complete gradients are on their way (an AssertionError, as in Horovod).
-        """
+        """Clear the gradients; raises StepOrderError if complete ones are on their way."""
         super().zero_grad(set_to_none=set_to_none)
         self._forget_gradients()
 
@@ -121,7 +116,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
 
         The norm is that of the parts' norms, so its last bits may differ from those of torch's, which is of tensors'.
         """
-        if self._averager.finished is FinishedBy.NONE:
+        if self._reducer.finished is FinishedBy.NONE:
             self._finish_early(FinishedBy.READER)
         if self._is_gathered or not self._shared:
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -131,14 +126,12 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         norm = self._shared[0].norm_of_all(torch.nn.utils.get_total_norm(gradients, norm_type), norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped")
-        total = torch.tensor(norm, dtype=torch.float64 if self._has_doubles() else torch.float32)
+        has_doubles = any(parameter.dtype is torch.float64 for parameter in self._parameters())
+        total = torch.tensor(norm, dtype=torch.float64 if has_doubles else torch.float32)
         if gradients:
             scale = torch.clamp(max_norm / (total + _CLIP_EPSILON), max=1.0)
             torch._foreach_mul_(gradients, scale)
         return total
-
-    def _has_doubles(self) -> bool:
-        return any(parameter.dtype is torch.float64 for parameter in self._parameters())
 
     def _forget_gradients(self) -> None:
         self._is_gathered, self._is_taken, self._seen = False, False, []
@@ -155,20 +148,20 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _finish_early(self, by: FinishedBy) -> None:
         """Finish before ``step()``, so that a change of gradients between the two is found."""
         self._finish(by)
-        self._seen = [_parameter_state(p) for shared in self._shared for p in shared.parameters]
+        self._seen = [gradient_version(p) for shared in self._shared for p in shared.parameters]
 
     def _gather(self) -> None:
-        if self._averager.finished is FinishedBy.NONE:
+        if self._reducer.finished is FinishedBy.NONE:
             self._finish_early(FinishedBy.READER)
         if not self._is_gathered:
-            for reducer in self._averager.reducers:
+            for reducer in self._reducer.reducers:
                 reducer.gather()
             self._is_gathered = True
 
     def _share(self) -> None:
         """Put the parameters into shared memory that are not there yet. Collective where there are any."""
         known = {id(shared.reducer): shared for shared in self._shared}
-        for reducer in self._averager.reducers:
+        for reducer in self._reducer.reducers:
             shared = known.get(id(reducer))
             if reducer.team.size == 1 or (shared is not None and shared.team is reducer.team):
                 continue
@@ -210,7 +203,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
                 self._update_pieces(inner)
         except BaseException as error:
             if not isinstance(error, ReplicaError):  # which all ranks get
-                self._shared[0].team.give_up(error)
+                self._shared[0].team.context.give_up(error)
             self._tell_progress(error, updates)
             raise
         if changed:
@@ -247,7 +240,9 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
         """The optimizer of this rank's pieces, with options, state and gradients for this step."""
         if self._inner is None:
-            self._inner, self._placed = self._new_inner(), ()
+            plain = unwrap_optimizer(self)
+            self._inner = clone_optimizer(plain, [{**group, "params": []} for group in plain.param_groups])
+            self._placed = ()
         inner = self._inner
         self._follow_groups(inner)
         self._exchange_options(inner, back=False)
@@ -274,10 +269,6 @@ class SharedParametersOptimizer(AllreduceOptimizer):
                 else:
                     own.take(parameter, from_parameter=from_parameters)
         self._is_taken = True
-
-    def _new_inner(self) -> torch.optim.Optimizer:
-        plain = unwrap_optimizer(self)
-        return clone_optimizer(plain, [{**group, "params": []} for group in plain.param_groups])
 
     def _follow_groups(self, inner: torch.optim.Optimizer) -> None:
         """Follow the groups of the user's optimizer; where they have changed, runs are made anew."""
@@ -308,11 +299,11 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _exchange_options(self, inner: torch.optim.Optimizer, *, back: bool) -> None:
         for outer, own in zip(self.__dict__["param_groups"], inner.param_groups, strict=True):
             source, target = (own, outer) if back else (outer, own)
-            target.update((key, value) for key, value in source.items() if key not in _NAMES)
+            target.update(group_options(source))
 
     def _ranks_that_changed(self, *, from_parameters: bool) -> list[int]:
         """Collective: return the ranks whose gradients changed since the reduction; no rank reads weights then."""
-        now = [_parameter_state(p) for shared in self._shared for p in shared.parameters]
+        now = [gradient_version(p) for shared in self._shared for p in shared.parameters]
         return self._shared[0].team.where(not from_parameters and now != self._seen, "before update")
 
     def _tell_progress(self, error: BaseException, updates: Sequence[int]) -> None:
@@ -323,11 +314,6 @@ class SharedParametersOptimizer(AllreduceOptimizer):
 
     #: False after an error in the middle of an update: a part of the weights is of another step than the rest
     weights_are_whole: bool = True
-
-
-def _parameter_state(parameter: torch.Tensor) -> tuple[int, int]:
-    gradient = parameter.grad
-    return id(gradient), -1 if gradient is None else gradient._version
 
 
 def _release_shared(shared: list[SharedParameters]) -> None:

@@ -10,16 +10,14 @@ import itertools
 import logging
 import operator
 import time
-import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reigen.api.gradients.reduce_group import ReduceGroup
-from reigen.api.gradients.replica_check import fingerprint
+from reigen.api.gradients.replica_check import check_replicas, fingerprint
 from reigen.api.gradients.sharding import UpdateProgress
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.adapter import tensor_bytes
@@ -33,10 +31,8 @@ from reigen.torch.shared_parameters.layout import (
     to_shared_order,
 )
 from reigen.torch.shared_parameters.runs import RUN_BYTES, OwnedPiece, ParameterRun, RunEntry, join_pieces
-from reigen.types import DTYPES
-
-if TYPE_CHECKING:
-    from reigen.context import MemoryRegion
+from reigen.torch.shared_parameters.state_layout import group_options
+from reigen.types import ReduceOp
 
 _log = logging.getLogger(__name__)
 
@@ -76,19 +72,21 @@ class SharedParameters:
             raise ArgumentError(
                 trouble or f"the parameters of rank(s) {troubled} cannot be shared; it is said there why"
             )
-        self.team.check_replicas([tensor_bytes(p) for p in self.parameters], reducer.names)
+        check_replicas(self.team, [tensor_bytes(p) for p in self.parameters], reducer.names)
         memory = reducer.owned_memory
         self._owner = memory.region.owner
         self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
-        self._memory = _region_array(self.team.allocate(self._layout.nbytes, shared=True), self.team)
+        # What a user has taken from ``state_dict()`` may live longer than the optimizer.
+        self._memory = self.team.memory_of(self.team.allocate(self._layout.nbytes, shared=True))
         self._progress = self._layout.progress(self._memory)
         self._given_up = self._layout.given_up(self._memory)
         self._marks = self._layout.marks(self._memory)
-        self._step = 0
+        #: updates that this rank has begun
+        self.num_updates = 0
         #: fingerprints of this rank's pieces after an update that is to be looked at: REIGEN_CHECK_REPLICAS
         self._remembered: list[int] | None = None
         weights = [self._layout.weight(self._memory, index) for index in range(len(self.parameters))]
-        first = 0 if self._owner is None else self._layout.first_number(self._owner)
+        first = 0 if self._owner is None else self._layout.first_numbers[self._owner]
         self.own = [
             self._own_piece(number, owned, weights[owned.piece.parameter])
             for number, owned in enumerate(reducer.owned(), first)
@@ -115,11 +113,7 @@ class SharedParameters:
         reducer.before_pass = self.check
 
     def check(self) -> None:
-        """Accept if the parameters are still where they were put; else the job is over.
-
-        Raises:
-            StepOrderError: one is not.
-        """
+        """Raise StepOrderError, and give up the job, unless all parameters are still where they were put."""
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses == self._addresses:
             return
@@ -129,7 +123,7 @@ class SharedParameters:
             "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
             "to happen before the first step; to change values, write into the parameter (p.copy_())"
         )
-        self.team.give_up(error)  # the others may have moved nothing
+        self.team.context.give_up(error)  # the others may have moved nothing
         raise error
 
     def take_state(self, states: OptimizerStates, inner: torch.optim.Optimizer) -> None:
@@ -182,25 +176,20 @@ class SharedParameters:
             self._held = [held_of[own.number] for own in self.own]
         self.runs, self._present = [], None
 
-    @property
-    def num_updates(self) -> int:
-        """Number of updates that this rank has begun."""
-        return self._step
-
     def begin(self) -> bool:
         """Begin to update this rank's slice (step c). False: another rank has announced the weights.
 
         Who says so looks at what is written here a while after it has written what is read here: one of the two sees
         the other.
         """
-        self._step += 1
+        self.num_updates += 1
         if self._owner is not None:
-            self._progress[self._owner, 0] = self._step
+            self._progress[self._owner, 0] = self.num_updates
         if not self._given_up[0]:
             return True
-        self._step -= 1
+        self.num_updates -= 1
         if self._owner is not None:
-            self._progress[self._owner, 0] = self._step
+            self._progress[self._owner, 0] = self.num_updates
         return False
 
     def end(self, inner: torch.optim.Optimizer) -> None:
@@ -219,7 +208,7 @@ class SharedParameters:
             run.spread()
             self._marks[run.owns[0].number : run.owns[-1].number + 1] = 1
         if self._owner is not None:
-            self._progress[self._owner, 1] = self._step
+            self._progress[self._owner, 1] = self.num_updates
 
     def norm_of_all(self, norm: torch.Tensor, norm_type: float) -> float:
         """Collective: return the p-norm of all gradients, from that of this rank's slices. The same on all ranks.
@@ -229,7 +218,7 @@ class SharedParameters:
         norms = np.zeros(len(self._progress), np.float64)
         if self._owner is not None:
             norms[self._owner] = norm.double().item()
-        self.team.maximum(norms, DTYPES["float64"], "norm")
+        self.team.combine(norms, ReduceOp.MAX, "norm")
         return float(torch.linalg.vector_norm(torch.from_numpy(norms), norm_type))
 
     def check_unmodified(self, every: int) -> None:
@@ -244,15 +233,15 @@ class SharedParameters:
                 "shared parameters were changed outside the optimizer between updates %d and %d: %s%s. All ranks of "
                 "the host have one copy: what each of them does to it happens as often as there are ranks. If that was "
                 "load_state_dict(), with the same values on all ranks, all is well",
-                self._step,
-                self._step + 1,
+                self.num_updates,
+                self.num_updates + 1,
                 ", ".join(changed[:5]),
                 " ..." if len(changed) > 5 else "",
             )
 
     def remember(self, every: int) -> None:
         """Take a fingerprint of this rank's part of the weights, every so many updates."""
-        if every and self._step % every == 0:
+        if every and self.num_updates % every == 0:
             self._remembered = self._prints()
 
     def check_options(self, groups: Sequence[Mapping[str, Any]], every: int) -> None:
@@ -261,10 +250,10 @@ class SharedParameters:
         Raises:
             ReplicaError: they differ; nobody has begun.
         """
-        if every and (self._step + 1) % every == 0:
+        if every and (self.num_updates + 1) % every == 0:
             names = [f"the options of parameter group {number}" for number in range(len(groups))]
-            self.team.check_replicas(
-                [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
+            check_replicas(
+                self.team, [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
             )
 
     def _prints(self) -> list[int]:
@@ -326,7 +315,10 @@ class SharedParameters:
             if view is None or not isinstance(value, torch.Tensor):
                 raise self._unknown(own.piece.parameter, name)
             if view.dim() == 0 and value.numel() == 1 and parameter.dim():
-                if not self._is_shared(value):  # else it is another piece's, whose owner may be one step ahead
+                begin = self._memory.ctypes.data
+                if (
+                    not begin <= value.data_ptr() < begin + self._memory.nbytes
+                ):  # else it is another piece's, whose owner may be one step ahead
                     view.copy_(value.reshape(()))
             elif value.shape == view.shape and own.piece.numel == parameter.numel():
                 view.copy_(value)
@@ -339,10 +331,6 @@ class SharedParameters:
                 )
         return {name: None if value is None else own.state[name] for name, value in held.items()}
 
-    def _is_shared(self, value: torch.Tensor) -> bool:
-        begin = self._memory.ctypes.data
-        return begin <= value.data_ptr() < begin + self._memory.nbytes
-
     def _unknown(self, index: int, name: str) -> ArgumentError:
         return ArgumentError(
             f"the optimizer keeps {name!r} for {self.reducer.names[index]}, which it did not when the parameters were "
@@ -350,24 +338,9 @@ class SharedParameters:
         )
 
 
-def _region_array(region: MemoryRegion, team: ReduceGroup) -> NDArray[np.uint8]:
-    """The region's memory, which is given back with the last view of it.
-
-    What a user has taken from ``state_dict()`` may live longer than the optimizer.
-    """
-    memory = np.frombuffer(region.array.data, np.uint8)
-    weakref.finalize(memory, team.free, region).atexit = False
-    return memory
-
-
 def _describe_options(group: Mapping[str, Any]) -> str:
-    """All options of a parameter group."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return repr(sorted((key, _plain_value(value)) for key, value in options.items()))
-
-
-def _plain_value(value: Any) -> str:
-    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+    options = group_options(group).items()
+    return repr(sorted((key, repr(v.tolist() if isinstance(v, torch.Tensor) else v)) for key, v in options))
 
 
 def _is_same(held: StateTensors | None, given: tuple[StateTensors, list[torch.Tensor | None]] | None) -> bool:

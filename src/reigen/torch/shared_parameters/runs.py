@@ -66,13 +66,7 @@ class OwnedPiece:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A piece, and how it is to be updated next.
-
-    Attributes:
-        own: the piece.
-        group: the number of its parameter group; None if it is in none.
-        held: what the optimizer keeps for it so far: of ``own.state``.
-    """
+    """A piece, the number of its parameter group (None: it is in none), and the part of its state ``held`` so far."""
 
     own: OwnedPiece
     group: int | None
@@ -108,13 +102,9 @@ class ParameterRun:
 def join_pieces(
     entries: Sequence[RunEntry], memory: NDArray[np.uint8], gradients: NDArray[np.uint8], run_bytes: int
 ) -> list[ParameterRun]:
-    """The pieces in as few runs as can be.
+    """The pieces, in the order in which their gradients lie, in as few runs as can be.
 
-    Args:
-        entries: the pieces, in the order in which their gradients lie.
-        memory: where weights and states are.
-        gradients: where gradients are.
-        run_bytes: no run of several pieces is longer.
+    Weights and states lie in ``memory``, gradients in ``gradients``; no run of several pieces exceeds ``run_bytes``.
     """
     return [
         _make_run([entry.own for entry in run], run[0].group, memory, gradients)

@@ -43,10 +43,7 @@ class StateKind(enum.Enum):
 class StateEntry:
     """One entry of a parameter's state.
 
-    Attributes:
-        kind: what it is.
-        dtype: of a tensor.
-        dimensions: for SOME_DIMENSIONS, those of the parameter that it has; None for one of size 1.
+    ``dimensions`` are, for SOME_DIMENSIONS, those of the parameter that it has; None for one of size 1.
     """
 
     kind: StateKind
@@ -114,6 +111,11 @@ def _describe_bound_value(value: Any) -> str | None:
     return None
 
 
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without the keys that say which parameters it has."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def inner_step(optimizer: torch.optim.Optimizer) -> None:
     """One step of the optimizer's class, without the profiler's mark and the step hooks that torch puts around it."""
     step = type(optimizer).step
@@ -141,10 +143,10 @@ def infer_state_layout(
 ) -> dict[str, StateEntry]:
     """Infer the state that the optimizer's class keeps for a parameter of that dtype, by a trial of two steps.
 
-    Where the optimizer holds state for such a parameter already, the trial begins with the like of it.
+    Where the optimizer, which is not changed, holds state for such a parameter already, the trial begins with the like.
 
     Args:
-        optimizer: a plain one; it is not changed.
+        optimizer: a plain one.
         group: one of its parameter groups: the options.
         dtype: of a parameter.
         shape: the `make_example_shape` of a parameter that is always updated whole; None if it may be cut.
