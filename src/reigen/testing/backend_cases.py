@@ -308,7 +308,10 @@ class BackendConformance:
             limit = 4 * _EPSILON[dtype.name] * np.abs(truth).max()
             np.testing.assert_allclose(to_float64(target, dtype), truth, rtol=0, atol=limit)
             adasum(self._backend, [source], [source], dtype, 1.0, 1.0, case_deadline())
-            np.testing.assert_array_equal(_bits(source), _bits(target), "other bits alone than in company")
+            if self._backend.capabilities.ordered_sums:
+                np.testing.assert_array_equal(_bits(source), _bits(target), "other bits alone than in company")
+            else:  # the sums of products are taken in an order that depends on their place
+                np.testing.assert_allclose(to_float64(source, dtype), truth, rtol=0, atol=limit)
             self._record(f"adasum {dtype.name} {target.size}", target)
 
     def _mixture(self) -> None:
