@@ -98,7 +98,7 @@ class LocalStore(KVStore):
     # -- other workers: there are none --------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return at once, as `leave` and `wait` do: nobody else is there, and nothing is pending."""
+        """Return at once, as `leave` and `wait` do: nothing is pending."""
 
     def leave(self) -> None:
         pass

@@ -111,7 +111,7 @@ class ShmArena:
             self.num_used_bytes -= length
 
     def announced(self, hello: KVHello, machine: str) -> KVHello:
-        """Return a hello that says where this is; ``machine`` is the own one."""
+        """Return a hello with the address of this arena; ``machine`` is the own one."""
         return structs.replace(hello, machine=machine, pid=os.getpid(), fd=self.segment.fd, inode=self.segment.inode)
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ class DistStore(KVStore):
         return self._member.num_dead_nodes(float(timeout))
 
     def leave(self) -> None:
-        """Leave, behind what was begun.
+        """Leave, behind the requests that were begun.
 
         Where that takes long, it may wait for others that wait for this worker, since they have pushed other keys: they
         hear of it then.

@@ -174,7 +174,7 @@ class ClientRequest:
 
     @property
     def num_ids(self) -> int:
-        """How many ids belong to it, from that of its header on."""
+        """Number of ids that belong to it, from that of its header on."""
         return 1
 
     @property

@@ -65,7 +65,7 @@ class EventFeed:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def put(self, events: Sequence[messages.MembershipEvent]) -> None:
-        """Add events; by whoever holds the lock."""
+        """Add events; the caller holds the lock."""
         if events:
             self._events += events
             os.eventfd_write(self._bell, 1)
@@ -236,7 +236,7 @@ class SchedulerClient:
             )
 
     def feed(self) -> EventFeed:
-        """Return a feed of the events from now on, with those before of which nobody has heard."""
+        """Return a feed of the events from now on, and of earlier ones that no feed has had."""
         with self._changed:
             feed = EventFeed(self._changed)
             self._feeds.append(feed)

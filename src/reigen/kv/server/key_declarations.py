@@ -58,7 +58,7 @@ class KeyDeclarations:
         self._known: dict[int, KeySpec] = {}
 
     def declare(self, request: WorkerRequest, declare: DeclareKey) -> None:
-        """Take in a DECLARE, which is answered now or later; what it raises is for this worker alone."""
+        """Take in a DECLARE, which is answered now or later; its errors are for this worker alone."""
         key, spec = request.header.key, declare.spec
         if key_id(spec.name) != key:
             raise WireError(f"the key {spec.name!r} has another id than {key}")

@@ -53,7 +53,7 @@ class StoreSettings:
         self.encoder: Codec | None = None
 
     def command(self, request: WorkerRequest, command: StoreCommand) -> None:
-        """Carry out a COMMAND, which is answered now or later; what it raises is for this worker alone."""
+        """Carry out a COMMAND, which is answered now or later; its errors are for this worker alone."""
         match command.name:
             case "set_optimizer" | "set_gradient_compression":
                 argument = command.arguments.get("spec" if command.name == "set_optimizer" else "params")
