@@ -111,7 +111,7 @@ class ShmArena:
             self.num_used_bytes -= length
 
     def announced(self, hello: KVHello, machine: str) -> KVHello:
-        """Return a hello with the address of this arena; ``machine`` is the own one."""
+        """Return a hello with the address of this arena and the host it is on."""
         return structs.replace(hello, machine=machine, pid=os.getpid(), fd=self.segment.fd, inode=self.segment.inode)
 
     def close(self) -> None:
