@@ -123,6 +123,8 @@ class Context:
             self._engine, self._release = create_single_host_engine(meeting, config)
         else:
             self._engine, self._release = create_multi_host_engine(meeting, choice, config)
+        #: backend for memory of devices, as far as it takes it; everything else is staged through the host
+        self.device: DeviceBackend | None = self._engine.device
         #: of all ranks' collectives; see `Timeline.start`
         self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname())
         if self.size > 1:
@@ -343,11 +345,6 @@ class Context:
         self.num_joins += 1
         self._numbers.clear()
         return handle
-
-    @property
-    def device(self) -> DeviceBackend | None:
-        """Backend for memory of devices, as far as it takes it; everything else is staged through the host."""
-        return self._engine.device
 
     # -- process sets -------------------------------------------------------------------------------------------------
 

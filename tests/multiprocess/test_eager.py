@@ -14,14 +14,14 @@ import pytest
 
 from reigen import context
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
-from reigen.net.shm_eager import EAGER_BYTES
+from reigen.net.shm_eager import max_eager_bytes
 from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
 
 Pools = Callable[[int], RankPool]
 FLOAT = DTYPES["float32"]
 #: Elements of what still travels eagerly, and of what does not any more.
-SIZES = (1, 100, EAGER_BYTES // 4, EAGER_BYTES // 4 + 1)
+SIZES = (1, 100, *(max_eager_bytes(size) // 4 + more for size in (2, 3) for more in (0, 1)))
 
 
 def num_answers() -> int:

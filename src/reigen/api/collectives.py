@@ -131,7 +131,7 @@ class Collectives(Generic[Tensor]):
             argument = collective.parse(self.adapter, argument)
         adapter = self.adapter
         accepted = adapter.as_tensor(tensor, writable=in_place)
-        if adapter.lender is None:
+        if adapter.lender is None or job.device is None:
             given = InputTensor(adapter, accepted, adapter.dtype(accepted), *adapter.array(accepted))
         else:
             given = prepare_inputs(adapter, job, [accepted], argument if collective.reduces else None)[0]

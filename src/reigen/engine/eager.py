@@ -19,7 +19,7 @@ from reigen.engine.rank_controller import CachedResponse, RankController
 from reigen.engine.tensor_queue import TensorQueue
 from reigen.kernels.reduce import BlockReducer
 from reigen.net.futex import SpinLimit
-from reigen.net.shm_eager import EAGER_BYTES, EagerSlots
+from reigen.net.shm_eager import EagerSlots
 from reigen.types import DTYPES, ReduceOp
 
 #: So many collectives are prepared at a time.
@@ -126,7 +126,7 @@ class EagerAllreduce:
         operation, call = cached.operation, None
         is_allreduce = operation.kind is OperationKind.ALLREDUCE and operation.op is not ReduceOp.ADASUM
         is_plain = not (operation.members or operation.device or operation.process_set)
-        if is_allreduce and is_plain and 0 < operation.nbytes <= EAGER_BYTES and cached.slot < _MAX_SLOT:
+        if is_allreduce and is_plain and 0 < operation.nbytes <= self._slots.max_bytes and cached.slot < _MAX_SLOT:
             storage, slots = DTYPES[operation.dtype].storage, self._slots.slots
             contributions = tuple([slot[: operation.nbytes].view(storage) for slot in of_ranks] for of_ranks in slots)
             reduction = get_reduction(

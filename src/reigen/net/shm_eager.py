@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from reigen.net.doorbells import PARKED, Doorbells
 from reigen.net.futex import memory_fences
 
-#: The largest contribution.
-EAGER_BYTES = 1 << 15
+#: The largest contribution: twice as large between two ranks, each of which reads that of one other only.
+_MOST_BYTES = 1 << 15
 
 _MASK = 0xFFFFFFFF
 _LINE = 64
@@ -41,7 +41,12 @@ _TAKEN = 2 * _LINE // 4
 
 def eager_slots_bytes(num_ranks: int) -> int:
     """Size of one rank's part of the segment: words, then slots."""
-    return _header_bytes(num_ranks) + _NUM_SLOTS * EAGER_BYTES
+    return _header_bytes(num_ranks) + _NUM_SLOTS * max_eager_bytes(num_ranks)
+
+
+def max_eager_bytes(num_ranks: int) -> int:
+    """Return the size of a slot: that of the largest contribution."""
+    return _MOST_BYTES * 2 if num_ranks == 2 else _MOST_BYTES
 
 
 def _header_bytes(num_ranks: int) -> int:
@@ -59,6 +64,7 @@ class EagerSlots:
 
     Attributes:
         slots: by parity and rank, the slots.
+        max_bytes: of one.
         count: answers so far, modulo 2**32.
     """
 
@@ -70,10 +76,10 @@ class EagerSlots:
         rings: Sequence[tuple[memoryview, memoryview]],
     ) -> None:
         header = _header_bytes(len(memories))
+        self.max_bytes = length = max_eager_bytes(len(memories))
         words = [memory[:header].data.cast("I") for memory in memories]
         self.slots = [
-            [memory[header + parity * EAGER_BYTES :][:EAGER_BYTES] for memory in memories]
-            for parity in range(_NUM_SLOTS)
+            [memory[header + parity * length :][:length] for memory in memories] for parity in range(_NUM_SLOTS)
         ]
         self.count = 0
         self._publish, self._fence = memory_fences()

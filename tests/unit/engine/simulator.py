@@ -36,7 +36,7 @@ from reigen.engine.messages import (
 )
 from reigen.engine.rank_controller import CachedResponse, ExecuteBatch, FailOperation, RankController
 from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, JoinedError, MismatchError, PeerLostError
-from reigen.net.shm_eager import EAGER_BYTES
+from reigen.net.shm_eager import max_eager_bytes
 from reigen.net.shm_ring import ShmTransport, shm_transport_bytes
 from reigen.types import DTYPES
 from tests.unit.engine.schedules import FOREVER, Item, can_be_stood_in_for, make_plan, same_request
@@ -308,7 +308,7 @@ class Simulation:
         transport, slot = self.transports[rank], cached.slot
         state.num_eager += 1
         own = transport.eager.slots[transport.eager.count & 1][rank]
-        assert own.size == EAGER_BYTES
+        assert own.size == max_eager_bytes(len(self.ranks))
         own[:8].view(np.int64)[0] = state.num_eager
         if rank:
             self._submitted(rank, submission)

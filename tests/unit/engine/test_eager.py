@@ -17,7 +17,7 @@ from reigen.engine.rank_controller import ExecuteBatch, RankController
 from reigen.engine.tensor_queue import TensorQueue
 from reigen.errors import CollectiveError
 from reigen.net.futex import SpinLimit
-from reigen.net.shm_eager import EAGER_BYTES
+from reigen.net.shm_eager import max_eager_bytes
 from reigen.types import DTYPES, ReduceOp
 from tests.unit.net.test_shm_ring import star
 
@@ -141,7 +141,7 @@ def test_nothing_is_answered_after_the_end() -> None:
 @pytest.mark.parametrize(
     "operation",
     [
-        structs.replace(X, shape=(EAGER_BYTES // 4 + 1,)),
+        structs.replace(X, shape=(max_eager_bytes(2) // 4 + 1,)),
         structs.replace(X, shape=(0,)),
         structs.replace(X, op=ReduceOp.ADASUM),
         structs.replace(X, kind=OperationKind.BROADCAST, root=0),

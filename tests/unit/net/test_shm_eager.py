@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reigen.net.doorbells import WaitingThread
-from reigen.net.shm_eager import _ANSWERED, _SUBMITTED, EAGER_BYTES, EagerSlots
+from reigen.net.shm_eager import _ANSWERED, _SUBMITTED, EagerSlots, max_eager_bytes
 from reigen.testing import run_threads
 from tests.unit.net.test_shm_ring import star
 
@@ -127,7 +127,7 @@ def test_no_rank_reads_what_another_has_written_too_early() -> None:
                     time.sleep(0)
             for slot in eager.slots[(eager.count - 1) & 1]:
                 found = slot.view(np.int64)
-                assert found.size == EAGER_BYTES // 8
+                assert found.size == max_eager_bytes(3) // 8
                 assert found[0] == found[-1] == k
 
     run_threads(run, 3)

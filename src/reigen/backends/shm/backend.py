@@ -5,24 +5,23 @@ small enough for its cache, it adds that slice of all copies in rank order and w
 reads S and writes S bytes for a buffer of S bytes, whatever the number of ranks. One barrier at the end: that
 everybody's data is there is known before the call (engine: it was announced because all ranks had submitted it).
 
-Ordinary arrays are staged: every rank has three slots in its segment, used in turn. Chunk by chunk the ranks put what
+Ordinary arrays are staged: every rank has four slots in its segment, used in turn. Chunk by chunk the ranks put what
 others will reduce into a slot, reduce their own slice (their own contribution to it stays where it is), and collect
-the slices of the others. What fits one small chunk is not cut: every rank adds all of it, in rank order too, so that
-one barrier is enough.
+the slices of the others. Small messages, and all between two ranks, are not cut into slices: every rank puts all of it
+into a slot and adds all of it, in rank order too, so that one barrier a chunk is enough.
 
-Large ordinary arrays are not staged where the kernel lets the ranks read each other's memory: see
-`backends.shm.cross_memory`.
+Between more than two ranks, large ordinary arrays are not staged where the kernel lets the ranks read each other's
+memory: see `backends.shm.cross_memory`. For two, finding every page of the other process takes the kernel longer than
+the second copy takes them.
 
-Why three slots: slot k % 3 is filled again for chunk k + 3. With `_filled` and `_reduced` as the two turnstiles:
+Why four slots: slot k % 4 is filled again for chunk k + 4. With `_filled` and `_reduced` as the two turnstiles:
 
-a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for filled(k) (so copying overlaps with
-   waiting).
-b. It posts reduced(k) after reducing k, which it does after having collected k - 1.
-c. Filling k + 2 comes after waiting for reduced(k) of all ranks: by (b) all have collected k - 1, which used that very
-   slot.
-d. In a chunk without the reduced step (`rounds`), k + 1 is filled after collecting k; others that have posted
-   filled(k) have collected k - 1, so k + 2 and even k + 1 find their slots unread. Mixed sequences follow from c and
-   d.
+a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for filled(k), if that is of the same
+   operation (so copying overlaps with waiting). So when it has waited for filled(k), all have collected k - 2.
+b. It fills k + 2 after that wait: the chunk that used this slot before, k - 2, is collected. Who does not wait for an
+   operation's last chunk (`rounds`) is ahead likewise, and therefore fills nothing ahead in the next operation.
+c. What a rank has reduced goes to the slice of the slot that it had not filled, since it is its own: nobody reads that
+   but to collect it, after waiting for reduced(k) of all ranks.
 
 Every element's sum is taken in rank order wherever it is cut, so results have the same bits for all sizes of chunk and
 fusion.
@@ -65,15 +64,17 @@ _LINE = 64
 #: Where, in the line of a counter, its rank says that it sleeps.
 _SLEEPING = 32
 _WORDS_BYTES = 4096
-_NUM_SLOTS = 3
+_NUM_SLOTS = 4
 _SECRET_BYTES = 16
 #: Where nobody is told of phases: does nothing, and that in C.
 _ignore_phase = cast("PhaseCallback", bool)
 #: What a rank tells that cannot know how much memory is left.
 _UNKNOWN = 1 << 62
 SLOT_BYTES = 1 << 20
-#: Up to here every rank reduces the whole message: the second barrier would cost more than the extra reading.
+#: Up to here every rank reduces the whole message, in one go: more barriers would cost more than the extra reading.
 SMALL_BYTES = 1 << 15
+#: Between two ranks, the size of a chunk, which lies in both caches, and up to where there is only one.
+PAIR_CHUNK_BYTES, PAIR_SMALL_BYTES = 1 << 19, 1 << 16
 #: So many views of slots are kept.
 _MAX_SMALL_VIEWS = 256
 #: From here on ranks read each other's arrays, where they may; below, staging takes fewer barriers.
@@ -149,6 +150,7 @@ class ShmBackend:
         self._reducer: BlockReducer | None = None
         #: of small allreduces: the beginnings of a slot, by its number, the bytes and the type
         self._small_views: dict[tuple[int, int, str], list[Array]] = {}
+        self._small_bytes = PAIR_SMALL_BYTES if self.size == 2 else SMALL_BYTES
         self._reads_directly = False
         self._direct_bytes = direct_bytes
         #: reads the other ranks' memory, if `try_cross_memory` has found that it may
@@ -194,13 +196,8 @@ class ShmBackend:
         nbytes = 0
         for buffer in buffers:
             nbytes += buffer.source.nbytes
-        if nbytes > SMALL_BYTES:
-            source = BufferList([b.source for b in buffers])
-            target = BufferList([b.target for b in buffers])
-            if self.uses_cross_memory(nbytes) and 16 * len(buffers) <= SLOT_BYTES:
-                self._reduce_directly(source, target, reducer, reduction, deadline)
-            else:
-                self._reduce_staged(source, target, reducer, reduction, deadline)
+        if nbytes > self._small_bytes:
+            self._reduce_large(buffers, nbytes, reducer, deadline)
             return
         # One round of `rounds`, spelled out: of a small message most of the time would be the calls.
         filled, ended = self._filled, self.phase_ended or _ignore_phase
@@ -225,6 +222,17 @@ class ShmBackend:
         if end:
             BufferList([b.target for b in buffers]).write(0, total)
         ended("MEMCPY_OUT_FUSION_BUFFER")
+
+    def _reduce_large(
+        self, buffers: Sequence[ReduceBuffer], nbytes: int, reducer: BlockReducer, deadline: float
+    ) -> None:
+        source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
+        if self.size == 2:
+            self._reduce_pair(source, target, reducer, deadline)
+        elif self.uses_cross_memory(nbytes) and 16 * len(buffers) <= SLOT_BYTES:
+            self._reduce_directly(source, target, reducer, deadline)
+        else:
+            self._reduce_staged(source, target, reducer, deadline)
 
     def _view_small(self, slot: int, nbytes: int, dtype: DType) -> list[Array]:
         """The beginning of every rank's slot as elements; kept, until there are too many of them."""
@@ -271,10 +279,8 @@ class ShmBackend:
                 return [array[begin : begin + nbytes].view(storage) for array in mapped.arrays]
         raise AssertionError(f"no registered memory at offset {offset}, {nbytes} bytes")
 
-    def _reduce_staged(
-        self, source: BufferList, target: BufferList, reducer: BlockReducer, reduction: Reduction, deadline: float
-    ) -> None:
-        storage = reduction.dtype.storage
+    def _reduce_staged(self, source: BufferList, target: BufferList, reducer: BlockReducer, deadline: float) -> None:
+        storage = reducer.reduction.dtype.storage
         chunk = SLOT_BYTES // storage.itemsize
         bounds = [(b, min(source.size, b + chunk)) for b in range(0, source.size, chunk)]
         steps: list[tuple[int, list[Array]]] = []
@@ -305,6 +311,32 @@ class ShmBackend:
                     target.write(begin + low, views[rank][low:high])
             self._ended("MEMCPY_OUT_FUSION_BUFFER")
 
+    def _reduce_pair(self, source: BufferList, target: BufferList, reducer: BlockReducer, deadline: float) -> None:
+        """Reduce between two ranks: each adds everything."""
+        storage = reducer.reduction.dtype.storage
+        chunk = PAIR_CHUNK_BYTES // storage.itemsize
+        filled, other = self._filled, 1 - self.rank
+
+        def fill(begin: int) -> tuple[int, Array]:
+            end = min(source.size, begin + chunk)
+            slots = self._slots[filled.count % _NUM_SLOTS]
+            source.read(begin, end, typed_view(slots[self.rank], storage, end - begin))
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
+            return filled.post(), typed_view(slots[other], storage, end - begin)
+
+        following = fill(0)
+        for begin in range(0, source.size, chunk):
+            (step, received), end = following, begin + chunk
+            if end < source.size:
+                following = fill(end)
+            filled.wait(step, deadline)
+            self._ended("WAIT_FOR_OTHER_RANKS")
+            end = begin + received.size
+            for (place, own), (_, result) in zip(source.pieces(begin, end), target.pieces(begin, end), strict=True):
+                theirs = received[place - begin :][: own.size]
+                reducer.reduce((own, theirs) if self.rank == 0 else (theirs, own), result)
+            self._ended("SHM_ALLREDUCE")
+
     def _reduce_slice(
         self,
         source: BufferList,
@@ -327,13 +359,11 @@ class ShmBackend:
                 reducer.reduce(inputs, result[here])
                 views[self.rank][there] = result[here]
 
-    def _reduce_directly(
-        self, source: BufferList, target: BufferList, reducer: BlockReducer, reduction: Reduction, deadline: float
-    ) -> None:
+    def _reduce_directly(self, source: BufferList, target: BufferList, reducer: BlockReducer, deadline: float) -> None:
         own = encode_addresses(source, target)
         shown: list[NDArray[np.uint8]] = []
         self.exchange(own, lambda _, slots: shown.extend(slot[: own.size].copy() for slot in slots), deadline)
-        work = CrossMemoryAllreduce(self.reader, source, target, shown, reduction.dtype.itemsize)
+        work = CrossMemoryAllreduce(self.reader, source, target, shown, reducer.reduction.dtype.itemsize)
         work.reduce_own_slice(reducer)
         self._ended("SHM_ALLREDUCE")
         self._wait_reduced(deadline)
