@@ -137,7 +137,7 @@ class JobPlan:
     assignments: Sequence[HostAssignment]
     agents: AgentStarter | None = None
     addresses: Mapping[str, str] = field(default_factory=dict)
-    processes: Sequence[tuple[Sequence[str], ProcessSpec]] | None = None
+    processes: Sequence[ProcessSpec] | None = None
     describe_end: Callable[[FinishJob], str] | None = None
 
 

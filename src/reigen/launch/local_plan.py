@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,6 +54,7 @@ class ProcessSpec:
         environ: its whole environment. Not shown in ``repr``: the job's secret is in it.
         ps_process: its number and role if it is no rank.
         descriptors: inherited each time that it is started.
+        command: the program and its arguments; empty where the caller knows them.
     """
 
     topology: Topology | None
@@ -61,6 +62,7 @@ class ProcessSpec:
     environ: Mapping[str, str] = field(repr=False)
     ps_process: PsProcess | None = None
     descriptors: tuple[int, ...] = ()
+    command: Sequence[str] = ()
 
     @property
     def number(self) -> int:
@@ -150,8 +152,8 @@ def single_host_topologies(num_ranks: int) -> list[Topology]:
 
 def plan_host(
     assignment: HostAssignment, options: ProcessOptions, services: JobServices, environ: Mapping[str, str]
-) -> tuple[list[tuple[Sequence[str], ProcessSpec]], list[str]]:
-    """Plan all processes of this host: commands and specs, with the reason for their binding and a line about each.
+) -> tuple[list[ProcessSpec], list[str]]:
+    """Plan all processes of this host, with the reason for their binding and a line about each.
 
     Raises:
         ConfigError: no such binding.
@@ -169,7 +171,7 @@ def plan_host(
     for spec in specs:
         where = "any processor" if not spec.cpus else "processors " + ",".join(map(str, spec.cpus))
         lines.append(f"{where}, OMP_NUM_THREADS={spec.environ['OMP_NUM_THREADS']}")
-    return [(process_command(spec, options.command, ps_command), spec) for spec in specs], lines
+    return [replace(spec, command=process_command(spec, options.command, ps_command)) for spec in specs], lines
 
 
 def plan_ranks(

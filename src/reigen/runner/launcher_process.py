@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob, ProcessExited
+from reigen.launch.job_state import HOST_LOST_EXIT_CODE, ProcessExited
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
 from reigen.launch.ssh.command import SshOptions, check_identity_file
@@ -63,9 +63,6 @@ def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Ma
 
 
 def _listener(channel: ResultChannel) -> JobListener:
-    def finished(finish: FinishJob) -> None:
-        _send_message(channel, LauncherFinished(finish.signum))
-
     def lost(ranks: Sequence[int], reason: str) -> None:
         _send_message(channel, LauncherComplaint(reason))
         for rank in ranks:
@@ -75,7 +72,7 @@ def _listener(channel: ResultChannel) -> JobListener:
         complain=lambda text: _send_message(channel, LauncherComplaint(text)),
         exited=lambda event: _send_message(channel, event),
         lost=lost,
-        finished=finished,
+        finished=lambda finish: _send_message(channel, LauncherFinished(finish.signum)),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from reigen.cluster.membership.control_service import ControlService
 from reigen.errors import LaunchError
 from reigen.launch.agent.heartbeat import AgentHeartbeat
+from reigen.launch.options import NetworkOptions
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.tls import TlsContext
 
@@ -24,18 +25,15 @@ def loop() -> Iterator[LauncherLoop]:
         yield made
 
 
-def connected(
-    server: ControlService, loop: LauncherLoop, heard: list[float], tls: TlsContext | None = None
-) -> AgentHeartbeat:
+def connected(server: ControlService, loop: LauncherLoop, heard: list[float], *, tls: bool = False) -> AgentHeartbeat:
     return AgentHeartbeat(
         server.address,
         SECRET,
         3,
         loop,
         lambda: heard.append(time.monotonic()),
-        peer_timeout_seconds=20.0,
-        timeout_seconds=60.0,
-        tls=tls,
+        NetworkOptions(tls=tls),
+        60.0,
     )
 
 
@@ -51,7 +49,7 @@ def test_both_hear_each_other(loop: LauncherLoop, encrypted: bool) -> None:
     heard: list[float] = []
     server = ControlService(SECRET, tls=TlsContext() if encrypted else None)
     server.start()
-    with closing(server), closing(connected(server, loop, heard, TlsContext() if encrypted else None)) as heartbeat:
+    with closing(server), closing(connected(server, loop, heard, tls=encrypted)) as heartbeat:
         assert server.heard_at(3) == -math.inf
         before = time.monotonic()
         for number in range(1, 4):

@@ -24,14 +24,14 @@ def line(call):
 
 
 def test_on_this_host():
-    (workers, servers), (command, place) = planned(LaunchOptions(COMMAND, 2, servers=ServerOptions(3, command=COMMAND)))
+    (workers, servers), place = planned(LaunchOptions(COMMAND, 2, servers=ServerOptions(3, command=COMMAND)))
     assert line(workers) == (
         f"mpirun -np 2 -H localhost:2 --bind-to none --map-by slot --tag-output {NUMBERED}python train.py"
     )
     assert line(servers) == (
         f"mpirun -np 3 -H localhost:3 --bind-to none --map-by slot --tag-output {NUMBERED}python train.py"
     )
-    assert (command, place.ps_process.role) == (COMMAND, PsRole.SCHEDULER)
+    assert (place.command, place.ps_process.role) == (COMMAND, PsRole.SCHEDULER)
 
 
 def test_servers_first_then_workers_in_turn():
@@ -47,16 +47,14 @@ def test_reigens_own_servers_are_those_of_the_python_there():
     options = LaunchOptions(
         COMMAND, 1, hosts=(HostInfo("h2", 1),), servers=ServerOptions(1), ssh=SshOptions(python="/opt/python")
     )
-    (_, servers), (command, _) = planned(options)
+    (_, servers), scheduler = planned(options)
     assert servers.options.command[-5:] == ("/opt/python", "-P", "-m", "reigen", "server")
-    assert command[1:] == ("-P", "-m", "reigen", "scheduler")
+    assert scheduler.command[1:] == ("-P", "-m", "reigen", "scheduler")
 
 
 def test_what_everybody_is_told():
     servers = ServerOptions(1, environ={"A": "1"}, worker_environ={"B": "2"})
-    (workers, others), (_, place) = planned(
-        LaunchOptions(COMMAND, 2, servers=servers), {"SEED": "7", "REIGEN_RANK": "3"}
-    )
+    (workers, others), place = planned(LaunchOptions(COMMAND, 2, servers=servers), {"SEED": "7", "REIGEN_RANK": "3"})
     for role, environ in (("worker", workers.environ), ("server", others.environ), ("scheduler", place.environ)):
         told = [environ[name] for name in ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER")]
         assert told == [role, "10.0.0.1", "9091", "2"]

@@ -171,26 +171,21 @@ class Agent:
 
     def _start(self, request: agent_protocol.StartRequest) -> None:
         environ = merge_remote_environ(os.environ, request.environ, request.package)
-        self._heartbeat = self._connect(request, NetworkOptions.from_environ(environ))
-        services = replace(request.services, node_host=self._address)
-        processes, notes = plan_host(request.assignment, request.options, services, environ)
-        for command, spec in processes:
-            self._processes.start(command, spec, self._relay.inherited, stdin=0)
-        self._pipes.send(agent_protocol.ProcessesStarted(tuple(self._processes.pids.values()), tuple(notes)))
-
-    def _connect(self, request: agent_protocol.StartRequest, network: NetworkOptions) -> AgentHeartbeat:
-        heartbeat = AgentHeartbeat(
+        self._heartbeat = AgentHeartbeat(
             request.services.rendezvous,
             request.services.secret,
             request.number,
             self._loop,
             self._mark_alive,
-            peer_timeout_seconds=network.peer_timeout_seconds,
-            timeout_seconds=min(_CONNECT_SECONDS, self._silence_seconds / 2),
-            tls=network.make_tls(),
+            NetworkOptions.from_environ(environ),
+            min(_CONNECT_SECONDS, self._silence_seconds / 2),
         )
-        self._stack.callback(heartbeat.close)
-        return heartbeat
+        self._stack.callback(self._heartbeat.close)
+        services = replace(request.services, node_host=self._address)
+        specs, notes = plan_host(request.assignment, request.options, services, environ)
+        for spec in specs:
+            self._processes.start(spec, self._relay.inherited, stdin=0)
+        self._pipes.send(agent_protocol.ProcessesStarted(tuple(self._processes.pids.values()), tuple(notes)))
 
     def _on_end(self, reason: str) -> None:
         if self._is_swept or not self._processes.pids:

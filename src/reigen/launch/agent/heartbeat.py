@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from reigen.cluster.membership.control_service import REQUEST_CODEC, GetValue
 from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, LaunchError, WireError
+from reigen.launch.options import NetworkOptions
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import open_connection
-
-if TYPE_CHECKING:
-    from reigen.net.tls import TlsContext
 
 #: A key that is never put: the service answers at once that there is no value.
 _KEY = "heartbeat"
@@ -40,20 +37,18 @@ class AgentHeartbeat:
         number: int,
         loop: LauncherLoop,
         on_reply: Callable[[], None],
-        *,
-        peer_timeout_seconds: float,
+        network: NetworkOptions,
         timeout_seconds: float,
-        tls: TlsContext | None,
     ) -> None:
         self._loop, self._on_reply = loop, on_reply
         self._num_requests = 0
-        until = time.monotonic() + timeout_seconds
+        tls, until = network.make_tls(), time.monotonic() + timeout_seconds
         try:
             me = Identity(ProcessRole.AGENT, number, "heartbeat")
             self._connection = open_connection(split_address(address), secret, me, MAX_MESSAGE_BYTES, until, tls)
         except (OSError, AuthenticationError, WireError) as error:
             raise LaunchError(f"the launcher's service at {address} cannot be reached from there: {error}") from None
-        self._connection.keep_alive(peer_timeout_seconds)
+        self._connection.keep_alive(network.peer_timeout_seconds)
         loop.watch(self._connection, self._serve)
 
     def ask(self) -> None:

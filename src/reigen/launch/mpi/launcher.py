@@ -26,7 +26,7 @@ from reigen.launch.mpi.mpirun import (
     mpirun_environ,
 )
 from reigen.launch.options import LaunchOptions, complain
-from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, list_ps_processes
+from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsProcess, PsRole, list_ps_processes
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
 from reigen.launch.supervision.watchdog import STOP_SIGNALS
@@ -67,7 +67,7 @@ class MpiLauncher:
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
         """Return the plan: the hosts are mpirun's to reach."""
-        ps_processes = tuple(spec.ps_process for _, spec in self._processes if spec.ps_process is not None)
+        ps_processes = tuple(spec.ps_process for spec in self._processes if spec.ps_process is not None)
         own = HostAssignment("localhost", True, (Topology.alone(),), ps_processes)
         return JobPlan([own], processes=self._processes, describe_end=self._describe_end)
 
@@ -78,29 +78,27 @@ class MpiLauncher:
             shutil.rmtree(self._session_directory, ignore_errors=True)
         return ()
 
-    def _plan_processes(
-        self, options: LaunchOptions, environ: Mapping[str, str], port: int
-    ) -> list[tuple[Sequence[str], ProcessSpec]]:
+    def _plan_processes(self, options: LaunchOptions, environ: Mapping[str, str], port: int) -> list[ProcessSpec]:
         """Plan the processes of this host: mpirun, or two of them and the scheduler."""
-        topology = Topology.alone()
         if options.servers is None:
-            command, variables = self._command(options, environ)
-            return [(command, ProcessSpec(topology, (), variables))]
+            return [self._plan_mpirun(options, environ)]
         names = [*(host.name for host in options.hosts), *options.servers.hosts]
         remote = next((name for name in names if not is_this_host(name)), None)
         address = _LOOPBACK if remote is None else choose_own_address(options.network.interfaces, remote, ())[0]
         secret = secrets.token_bytes(SECRET_BYTES)
         (workers, servers), scheduler = plan_mpirun_calls(options, environ, (address, port), secret, is_this_host)
-        processes: list[tuple[Sequence[str], ProcessSpec]] = []
-        for call, process in ((workers, None), (servers, list_ps_processes(1, options.servers)[0])):
-            command, variables = self._command(call.options, call.environ, (SECRET_VARIABLE,))
-            processes.append((command, ProcessSpec(topology if process is None else None, (), variables, process)))
-        return [*processes, scheduler]
+        calls = ((workers, None), (servers, list_ps_processes(1, options.servers)[0]))
+        kept = (SECRET_VARIABLE,)
+        return [*(self._plan_mpirun(call.options, call.environ, process, kept) for call, process in calls), scheduler]
 
-    def _command(
-        self, options: LaunchOptions, environ: Mapping[str, str], kept: Sequence[str] = ()
-    ) -> tuple[list[str], dict[str, str]]:
-        """Return command line and environment of one mpirun; ``kept`` variables pass, though another job's."""
+    def _plan_mpirun(
+        self,
+        options: LaunchOptions,
+        environ: Mapping[str, str],
+        process: PsProcess | None = None,
+        kept: Sequence[str] = (),
+    ) -> ProcessSpec:
+        """Plan one mpirun, as the job's rank or in the place of ``process``; ``kept`` variables pass to it."""
         num_cores = max(1, detect_cpus().num_usable)
         variables = mpirun_environ(
             self._mpirun.kind, options, environ, is_terminal=sys.stdout.isatty(), num_cores=num_cores
@@ -115,7 +113,8 @@ class MpiLauncher:
         )
         if options.verbose:
             complain(f"{self._mpirun.reason}: {' '.join(command)}")
-        return command, variables
+        topology = Topology.alone() if process is None else None
+        return ProcessSpec(topology, (), variables, process, command=command)
 
     def _describe_end(self, finish: FinishJob) -> str:
         """Name the program that has ended, and how: mpirun's own message about the rank stands above."""
@@ -143,8 +142,8 @@ def plan_mpirun_calls(
     scheduler: tuple[str, int],
     secret: bytes,
     is_local: Callable[[str], bool],
-) -> tuple[list[MpirunCall], tuple[Sequence[str], ProcessSpec]]:
-    """Plan the mpirun of the workers, that of the servers, and the scheduler, which is local, as command and spec.
+) -> tuple[list[MpirunCall], ProcessSpec]:
+    """Plan the mpirun of the workers, that of the servers, and the scheduler, which is local.
 
     Variables go by the environment, by name on the command line: mpirun carries the values to other hosts over
     connections of its own, which nothing but the site protects. The processes' numbers are the ranks that mpirun gives.
@@ -166,7 +165,9 @@ def plan_mpirun_calls(
             del variables[NODE_HOST_VARIABLE]
         return {**common, **own, **variables, SECRET_VARIABLE: secret.hex()}
 
-    spec = ProcessSpec(None, (), environ_of(PsRole.SCHEDULER, {}), list_ps_processes(1, replace(servers, num=1))[-1])
+    process = list_ps_processes(1, replace(servers, num=1))[-1]
+    command = servers.command or default_ps_command(PsRole.SCHEDULER)
+    spec = ProcessSpec(None, (), environ_of(PsRole.SCHEDULER, {}), process, command=command)
     of_servers = servers.command or (options.ssh.python, *default_ps_command(PsRole.SERVER)[1:])
     workers = replace(
         options, command=(*_TASK_ID_WRAPPER, *options.command), hosts=_hosts(assignments, lambda each: len(each.ranks))
@@ -181,7 +182,7 @@ def plan_mpirun_calls(
         MpirunCall(workers, environ_of(PsRole.WORKER, servers.worker_environ)),
         MpirunCall(server_options, environ_of(PsRole.SERVER, servers.environ)),
     ]
-    return calls, (servers.command or default_ps_command(PsRole.SCHEDULER), spec)
+    return calls, spec
 
 
 def _hosts(assignments: Sequence[HostAssignment], count: Callable[[HostAssignment], int]) -> tuple[HostInfo, ...]:

@@ -86,8 +86,8 @@ class LocalProcesses:
     def __init__(self, loop: LauncherLoop, listener: ProcessListener) -> None:
         self._loop, self._listener = loop, listener
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        #: By number: command, spec and standard input.
-        self._started: dict[int, tuple[Sequence[str], ProcessSpec, int | None]] = {}
+        #: By number: spec and standard input.
+        self._started: dict[int, tuple[ProcessSpec, int | None]] = {}
         #: Pipes that are open.
         self._pipes: list[_OutputPipe] = []
         self._paused: set[int] = set()
@@ -103,7 +103,6 @@ class LocalProcesses:
 
     def start(
         self,
-        command: Sequence[str],
         spec: ProcessSpec,
         inherited: InheritedDescriptors | None = None,
         stdin: int | None = None,
@@ -114,9 +113,8 @@ class LocalProcesses:
             LaunchError: it cannot be started; those that were are the watchdog's to end.
         """
         rank = spec.number
-        self._started[rank] = command, spec, stdin
-        if inherited is not None:
-            command = inherited.substitute(command)
+        self._started[rank] = spec, stdin
+        command = spec.command if inherited is None else inherited.substitute(spec.command)
         process = spawn_process(command, spec, (*spec.descriptors, *(inherited or ())), stdin)
         self._processes[rank] = process
         try:
@@ -136,9 +134,8 @@ class LocalProcesses:
         """Carry out an instruction; raises LaunchError where a process cannot be started again."""
         match instruction:
             case RestartProcess(number, attempt):  # without the payload
-                command, spec, stdin = self._started[number]
-                environ = {**spec.environ, ATTEMPT_VARIABLE: str(attempt)}
-                self.start(command, replace(spec, environ=environ), None, stdin)
+                spec, stdin = self._started[number]
+                self.start(replace(spec, environ={**spec.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
             case TerminateProcesses(ranks):
                 self._signal_groups(ranks, signal.SIGTERM)
                 self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
@@ -194,7 +191,7 @@ class LocalProcesses:
     def _on_exit(self, rank: int, handle: int) -> None:
         self._loop.unwatch(handle)
         os.close(handle)
-        if self._started[rank][1].is_restartable:  # what it has started must not stand in the way of that one
+        if self._started[rank][0].is_restartable:  # what it has started must not stand in the way of that one
             self._signal_groups([rank], signal.SIGKILL)
             for pipe in [each for each in self._pipes if each.rank == rank]:  # its last words, before those of that one
                 while self._read(pipe):

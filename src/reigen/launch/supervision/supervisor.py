@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Self
@@ -210,8 +210,8 @@ class Supervisor:
         own = next((each for each in self._plan.assignments if each.is_local), None)
         if own is None:
             return
-        processes, notes = plan_host(own, self._options.processes, services, self._environ)
-        self.start_all([(command, self._with_departures(spec)) for command, spec in processes])
+        specs, notes = plan_host(own, self._options.processes, services, self._environ)
+        self.start_all(map(self._with_departures, specs))
         self._report(list(self._local.pids.items()), notes)
 
     def _with_departures(self, spec: ProcessSpec) -> ProcessSpec:
@@ -221,10 +221,10 @@ class Supervisor:
         number = self._departures_writer
         return replace(spec, environ={**spec.environ, DEPARTURE_FD_VARIABLE: str(number)}, descriptors=(number,))
 
-    def start_all(self, processes: Sequence[tuple[Sequence[str], ProcessSpec]]) -> None:
+    def start_all(self, specs: Iterable[ProcessSpec]) -> None:
         """Start processes of this host; raises LaunchError where one cannot be (the watchdog ends the others)."""
-        for command, spec in processes:
-            self._local.start(command, spec, self._options.inherited)
+        for spec in specs:
+            self._local.start(spec, self._options.inherited)
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """Talk to the agent of another host through this client process."""
