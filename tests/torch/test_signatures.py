@@ -89,6 +89,7 @@ def test_every_function_is_there_with_its_docstring_and_types(module: typing.Any
         assert said.splitlines()[0].endswith(".")
         for parameter in inspect.signature(function).parameters:
             assert f"\n    {parameter}: " in said
+        assert "shape" in said.partition("\nReturns:\n")[2].partition("\nRaises:\n")[0]
         hints = typing.get_type_hints(function)
         assert hints["process_set"] is reigen.ProcessSet
         if spec.form.is_async:

@@ -8,6 +8,7 @@ that ``tools/make_stubs.py`` writes of the same table.
 from __future__ import annotations
 
 import linecache
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from reigen.api import objects
 from reigen.api.collectives import Collectives, Form, resolve_reduction
 from reigen.api.operations import COLLECTIVES, Collective, Parameter, as_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+
+_INDENT = 4 * " "
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +112,26 @@ class FunctionSpec:
             parts.append(collective.notes)
         described = [f"    {parameter.name}: {parameter.doc}" for parameter in self.parameters]
         parts.append("\n".join(["Args:", *described]))
-        if collective.returns and not form.is_async:
-            parts.append("Returns:\n    " + collective.returns)
+        parts.append(
+            "Returns:\n" + textwrap.fill(self._returned, 116, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        )
         parts.append(
             "Raises:\n    ArgumentError, UnsupportedTypeError: an argument is wrong here; nothing was sent.\n"
             "    CollectiveError: see `reigen.errors` for its kinds."
         )
         return "\n\n".join(parts)
+
+    @property
+    def _returned(self) -> str:
+        """Sentence of the docstring about the result."""
+        result = self.collective.returns
+        if self.form.in_place:
+            result = f"``{self.value.name}``{' as a list' * self.grouped}, overwritten with a result of the same shape and dtype"
+        elif self.grouped:
+            result = f"a list with, for each of ``tensors``, {result}"
+        if self.form.is_async:
+            result = f"a handle; ``synchronize`` makes of it {result}"
+        return f"{result[0].upper()}{result[1:]}."
 
 
 def list_functions(dialect: Dialect) -> Iterator[FunctionSpec]:

@@ -129,7 +129,7 @@ class Collective:
         parse: makes of what the user gave as its own argument what ``build`` takes.
         takes_scalars: of which it makes one row.
         returns_splits: the result is a pair: the tensor, and how many rows of it came from each rank.
-        returns: its docstring's section of that name.
+        returns: what its function returns, with the shape, as a noun phrase: for the docstring.
     """
 
     name: str
@@ -138,6 +138,7 @@ class Collective:
     parameters: tuple[Parameter, ...]
     build: Callable[..., Operation]
     gradient: Callable[[DifferentiableCall, list[Any]], list[Any]]
+    returns: str
     reduces: bool = False
     grouped: bool = False
     in_place: bool = False
@@ -145,7 +146,11 @@ class Collective:
     takes_scalars: bool = False
     returns_splits: bool = False
     notes: str = ""
-    returns: str = ""
+
+    def __post_init__(self) -> None:
+        missing = {"prescale_factor", "postscale_factor"} - {parameter.name for parameter in self.parameters}
+        if self.reduces and missing:
+            raise AssertionError(f"{self.name} reduces, and so has the parameters {', '.join(sorted(missing))}")
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -270,6 +275,7 @@ ALLREDUCE = Collective(
     ),
     operation_builders.build_allreduce,
     _allreduce_gradient,
+    returns="a tensor of the same shape and dtype",
     reduces=True,
     grouped=True,
     in_place=True,
@@ -283,6 +289,7 @@ ALLGATHER = Collective(
     (_NAME, _PROCESS_SET),
     operation_builders.build_allgather,
     _allgather_gradient,
+    returns="a tensor of shape ``(rows of all ranks, *shape[1:])`` and the same dtype",
     grouped=True,
     takes_scalars=True,
 )
@@ -297,6 +304,7 @@ BROADCAST = Collective(
     ),
     operation_builders.build_broadcast,
     _broadcast_gradient,
+    returns="a tensor of the same shape and dtype",
     in_place=True,
     parse=lambda adapter, root_rank: as_root(root_rank),
 )
@@ -318,8 +326,8 @@ ALLTOALL = Collective(
     _alltoall_gradient,
     parse=as_splits,
     returns_splits=True,
-    returns="What was received, in rank order; if ``splits`` were given, a pair of it and the rows received from each\n"
-    "    rank (an int32 vector).",
+    returns="a tensor of shape ``(rows received, *shape[1:])`` and the same dtype, in rank order; if ``splits`` were given, a "
+    "pair of it and the rows received from each rank (int32, shape ``(ranks,)``)",
 )
 REDUCESCATTER = Collective(
     "reducescatter",
@@ -328,6 +336,7 @@ REDUCESCATTER = Collective(
     (_NAME, Parameter("op", "int", "Average, Sum, Min, Max or Product.", Average), _PROCESS_SET, _PRESCALE, _POSTSCALE),
     operation_builders.build_reducescatter,
     _reducescatter_gradient,
+    returns="a tensor of shape ``(rows of this rank, *shape[1:])`` and the same dtype",
     reduces=True,
     grouped=True,
 )
