@@ -56,7 +56,7 @@ def get_adapter(value: object) -> TensorAdapter[Any]:
 
 
 _NUMPY = NumpyAdapter()
-#: NumPy has no bfloat16, and no other byte order than the machine's can be communicated.
+#: NumPy has no bfloat16, and no other byte order than the host's can be communicated.
 _DTYPE_BY_STORAGE: dict[np.dtype[Any], DType] = {
     dtype.storage: dtype for name, dtype in DTYPES.items() if dtype.storage.name == name
 }

@@ -82,7 +82,7 @@ class ConnectionPool:
         rendezvous: where addresses are exchanged.
         secret: the job's 32 bytes.
         address: the address of this host, IPv4 or IPv6, at which the other ranks reach it.
-        peer_timeout_seconds: after so much silence a machine counts as lost (`reigen.net.sockets.set_keepalive`).
+        peer_timeout_seconds: after so much silence a host counts as lost (`reigen.net.sockets.set_keepalive`).
         tls: encrypt everything; so must all ranks.
 
     Attributes:

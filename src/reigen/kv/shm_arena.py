@@ -110,9 +110,9 @@ class ShmArena:
             self._quick.setdefault(length, []).append(block.offset)
             self.num_used_bytes -= length
 
-    def announced(self, hello: KVHello, machine: str) -> KVHello:
+    def announced(self, hello: KVHello, host_id: str) -> KVHello:
         """Return a hello with the address of this arena and the host it is on."""
-        return structs.replace(hello, machine=machine, pid=os.getpid(), fd=self.segment.fd, inode=self.segment.inode)
+        return structs.replace(hello, host_id=host_id, pid=os.getpid(), fd=self.segment.fd, inode=self.segment.inode)
 
     def close(self) -> None:
         """Give up the segment; mapped memory lives on until the last view of it is gone."""
@@ -205,17 +205,17 @@ class PeerShmArena:
         self._num_mapped_bytes = 0
 
     @classmethod
-    def open(cls, hello: KVHello, machine: str) -> tuple[PeerShmArena | None, str]:
+    def open(cls, hello: KVHello, host_id: str) -> tuple[PeerShmArena | None, str]:
         """Open the arena of the other end, which says ``hello``; return it, or None, and the reason.
 
         Raises:
             SharedMemoryError: the other end could make its memory smaller while it is read here, which would end this
                 process.
         """
-        if not hello.machine or hello.fd < 0:
+        if not hello.host_id or hello.fd < 0:
             return None, "the other end does not share memory"
-        if hello.machine != machine:
-            return None, f"{hello.host} is another machine"
+        if hello.host_id != host_id:
+            return None, f"{hello.host} is another host"
         try:
             segment = ShmSegment.open(hello.pid, hello.fd)
         except OSError as error:
@@ -230,7 +230,7 @@ class PeerShmArena:
                 "(F_SEAL_SHRINK), so it is not read here. Reigen seals it: does that process run the same version? "
                 "REIGEN_KV_SHARED_MEMORY=0 does without shared memory"
             )
-        return cls(segment), "on this machine"
+        return cls(segment), "on this host"
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Return bytes of the other end's arena, not to be written; WireError beyond its end, OSError if unmappable."""

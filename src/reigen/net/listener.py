@@ -335,7 +335,7 @@ def check_address(host: str) -> None:
     except ValueError:
         raise ConfigError(f"a service listens on an address of an interface, not on {host!r}") from None
     if address.is_unspecified or address.is_multicast:
-        raise ConfigError(f"a service listens on one interface of this machine, never on {host!r}")
+        raise ConfigError(f"a service listens on one interface of this host, never on {host!r}")
 
 
 def join_address(host: str, port: int) -> str:

@@ -130,7 +130,7 @@ class ShmSegment:
             sharers: how many ranks of this host grow at the same time; all of it must fit.
 
         Raises:
-            SharedMemoryError: the machine, or a control group of this process, has not that much left, or a limit of
+            SharedMemoryError: the host, or a control group of this process, has not that much left, or a limit of
                 this process does not allow for it; nothing was changed.
         """
         offset, nbytes = self.size, round_up(nbytes)

@@ -40,7 +40,7 @@ class KeepalivePlan:
     The first of ``num_probes`` is sent ``idle_seconds`` after the peer's last answer, and the connection is over
     ``interval_seconds`` after the last one. Let a packet be lost with probability p. A probe is in vain if it is lost
     or its answer is, q = 1 - (1-p)^2; all of them are with probability q^num_probes; each of the two ends begins anew
-    not sooner than ``idle_seconds`` after an answer. So a connection whose machines are both there is given up at most
+    not sooner than ``idle_seconds`` after an answer. So a connection whose hosts are both up is given up at most
     2 * 3600 / idle_seconds * q^num_probes times an hour. With the default of 20 s, that is 4 s and 16 probes:
 
     ==== ======= ================
@@ -85,7 +85,7 @@ class KeepalivePlan:
 def set_keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
     """Have the kernel end a connection when nothing comes from the peer's host for ``peer_timeout_seconds``.
 
-    That is how a machine is noticed that lost its power or its network: nothing arrives from it, not even that the
+    That detects a host that lost its power or its network: nothing arrives from it, not even that the
     connection is over. A process that is merely stopped or busy still has a kernel that answers: for those there are
     deadlines. Every later call on the connection fails then; `as_connection_error` makes a ConnectionError of it.
 

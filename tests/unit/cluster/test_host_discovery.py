@@ -17,14 +17,14 @@ from reigen.testing import run_threads
 from tests.patience import patiently
 
 
-def layout(rank, machines):
-    return make_host_layout(rank, tuple(machines), tuple(f"host-{machine}" for machine in machines))
+def layout(rank, host_ids):
+    return make_host_layout(rank, tuple(host_ids), tuple(f"host-{host_id}" for host_id in host_ids))
 
 
-def numbers(machines):
+def numbers(host_ids):
     """(local rank, local size, cross rank, cross size) of every rank."""
-    places = [layout(rank, machines).topology() for rank in range(len(machines))]
-    assert [(place.rank, place.size) for place in places] == [(rank, len(machines)) for rank in range(len(machines))]
+    places = [layout(rank, host_ids).topology() for rank in range(len(host_ids))]
+    assert [(place.rank, place.size) for place in places] == [(rank, len(host_ids)) for rank in range(len(host_ids))]
     return [(place.local_rank, place.local_size, place.cross_rank, place.cross_size) for place in places]
 
 
@@ -131,11 +131,11 @@ def test_a_rank_that_comes_late_meets_those_that_try_again():
 
 
 def test_the_death_of_rank_0_is_noticed():
-    machine, name = host_identity()
+    host_id, name = host_identity()
     ended = subprocess.Popen([sys.executable, "-Sc", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     shared = LocalRendezvous()
-    shared.put("place/0", msgspec.msgpack.encode([machine, name, ended.pid, 3, []]))
+    shared.put("place/0", msgspec.msgpack.encode([host_id, name, ended.pid, 3, []]))
     with pytest.raises(PeerLostError, match="died during init") as caught:
         discover_hosts(shared, 1, 3, 20.0)
     assert caught.value.ranks == (0,)

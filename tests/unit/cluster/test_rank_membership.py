@@ -30,8 +30,8 @@ from reigen.errors import WireError
 GROUP = "0"
 
 
-def register(group, rank, size, host, machine, *, incarnation=None):
-    return RegisterMember("rank", rank, host, incarnation or 1 + rank, {"rank": size}, group=group, machine=machine)
+def register(group, rank, size, host, host_id, *, incarnation=None):
+    return RegisterMember("rank", rank, host, incarnation or 1 + rank, {"rank": size}, group=group, host_id=host_id)
 
 
 def plain(instructions):
@@ -109,11 +109,11 @@ def assigned(rank):
     return MemberAssigned(rank, False, 1)
 
 
-def entered(*machines):
+def entered(*host_ids):
     """A table at which ranks 0, 1, ... have registered, one for each machine given; owners are called like ranks."""
     table = Rooms()
-    for rank, machine in enumerate(machines):
-        answer = table.handle(rank, register(GROUP, rank, len(machines), f"host {machine}", machine), 0.0)
+    for rank, host_id in enumerate(host_ids):
+        answer = table.handle(rank, register(GROUP, rank, len(host_ids), f"host {host_id}", host_id), 0.0)
         assert answer == [(rank, assigned(rank))]
     return table
 
@@ -248,8 +248,8 @@ def test_who_enters_late_is_told_what_has_happened():
 
 def test_who_enters_late_hears_of_a_lost_host_at_once():
     table = Rooms()
-    for rank, machine in enumerate("abbcc"):
-        table.handle(rank, register(GROUP, rank, 6, f"host {machine}", machine), 0.0)
+    for rank, host_id in enumerate("abbcc"):
+        table.handle(rank, register(GROUP, rank, 6, f"host {host_id}", host_id), 0.0)
     for rank in (1, 3, 2):
         table.ended(rank, 1.0 + rank / 100)
     table.tick(2.0)
@@ -346,7 +346,7 @@ class Job:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.size = self.rng.randint(1, 7)
-        self.machines = [self.rng.choice("abc") for _ in range(self.size)]
+        self.host_ids = [self.rng.choice("abc") for _ in range(self.size)]
         self.table, self.now = Rooms(), 0.0
         self.ends = {}
         self.outside, self.inside, self.closed = list(range(self.size)), [], []
@@ -359,8 +359,8 @@ class Job:
         if rank in self.outside:
             self.outside.remove(rank)
             self.inside.append(rank)
-            machine = self.machines[rank]
-            self.deliver(self.table.handle(rank, register(GROUP, rank, self.size, machine, machine), self.now))
+            host_id = self.host_ids[rank]
+            self.deliver(self.table.handle(rank, register(GROUP, rank, self.size, host_id, host_id), self.now))
         elif rank in self.inside:
             self.act(rank, self.rng.choice(("leave", "abort", "die", "silent", "nothing", "nothing")))
         self.table.validate()
@@ -375,7 +375,7 @@ class Job:
         elif what in {"die", "silent"}:
             gone = [rank]
             if what == "silent" and rank not in self.ends:
-                gone = [each for each in self.inside if self.machines[each] == self.machines[rank]]
+                gone = [each for each in self.inside if self.host_ids[each] == self.host_ids[rank]]
             for each in gone:
                 self.ends.setdefault(each, "died")
             self.inside.remove(rank)
@@ -408,7 +408,7 @@ class Job:
             assert set(aborted) <= aborts
             for event in events:
                 if isinstance(event, MemberLost):
-                    assert {self.machines[each] for each in event.numbers} == {event.host}
+                    assert {self.host_ids[each] for each in event.numbers} == {event.host}
 
 
 def test_random_schedules():
@@ -476,7 +476,7 @@ class ElasticJob:
         if rank not in self.views:
             self.num_processes += 1
             counts = {"rank": self.size}
-            one = RegisterMember("rank", rank, "h", self.num_processes, counts, machine=self.rng.choice("ab"))
+            one = RegisterMember("rank", rank, "h", self.num_processes, counts, host_id=self.rng.choice("ab"))
             self.views[rank] = JobView(one)
             self.connect(rank)
             self.came |= {rank} & self.views.keys()

@@ -12,8 +12,8 @@ would fill the queue before a receiver's port, and what the network drops has to
 A link gets its next message when the last one has left, so that the second to one rank is not ahead of the first to
 another: there the first row of a sum would be complete later, and nothing can follow until it is.
 
-Whatever goes wrong ends in one error of `reigen.backends.base`: see `backends.tcp.errors`. A machine that is silent is
-noticed by the kernel on connections on which nothing is owed (keepalive), and by this loop on the others.
+Whatever goes wrong ends in one error of `reigen.backends.base`: see `backends.tcp.errors`. A host that is silent is
+detected by the kernel on connections on which nothing is owed (keepalive), and by this loop on the others.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class TcpEventLoop:
         for rank in pending:
             peer = self._peers[rank]
             peer.is_active = False
-            # Twice: where this machine itself did not run for so long, the kernel takes a moment to hear of the other.
+            # Twice: where this host itself did not run for so long, its kernel takes a moment to receive from the other.
             was_silent, peer.is_silent = peer.is_silent, peer.silent_seconds >= self._mesh.peer_timeout_seconds
             if was_silent and peer.is_silent:
                 raise self._faults.of_silence(rank, self._mesh.peer_timeout_seconds)

@@ -91,7 +91,7 @@ class ServiceOptions:
     Attributes:
         timeout_seconds: how long to wait for rank 0.
         interfaces: where rank 0 may listen, by preference; none: whichever leads to the others.
-        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        peer_timeout_seconds: after so much silence a host counts as lost.
         tls: encrypt everything that is said to the service; the same on all ranks.
     """
 

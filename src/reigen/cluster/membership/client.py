@@ -48,18 +48,18 @@ class MembershipClient:
     Args:
         address: ``host:port`` of the control service.
         secret: the job's 32 bytes.
-        room: the same for all ranks that are in this together, and for nobody before or after them.
+        room: the same for all ranks that are in this together, and different from that of earlier and later ones.
         rank: this one's number in the room.
         size: how many ranks belong there.
         timeout_seconds: how long connecting may take.
-        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        peer_timeout_seconds: after so much silence a host counts as lost.
         host_id: see `reigen.cluster.host_discovery.host_identity`.
         tls: encrypt everything; the service must do so, too.
 
     Raises:
         ArgumentError: the service has had a rank of this number in the room, or expects another size.
-        AuthenticationError: whoever listens there does not know the secret.
-        PeerLostError: nobody listens there any more.
+        AuthenticationError: the process that listens there does not know the secret.
+        PeerLostError: no process listens there any more.
         TimeoutError: it did not answer in time.
     """
 
@@ -78,9 +78,9 @@ class MembershipClient:
     ) -> None:
         self.rank, self.size = rank, size
         self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
-        machine, self._host = host_identity(host_id)
+        identity, self._host = host_identity(host_id)
         me = RegisterMember(
-            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=room, machine=machine
+            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=room, host_id=identity
         )
         self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()

@@ -279,7 +279,7 @@ class MembershipTable:
         role, counts = message.role, self.spec.counts
         if self.stop is not None:
             return f"the job is over: {self.stop.reason}"
-        names = (message.host, message.machine, message.address)
+        names = (message.host, message.host_id, message.address)
         if any(len(name.encode(errors="replace")) > MAX_NAME_BYTES for name in names):
             return f"a name is longer than {MAX_NAME_BYTES} bytes"
         if message.is_known and message.job != self.job:
@@ -391,7 +391,7 @@ class MembershipTable:
         self, owner: ConnectionId, member: Member, message: RegisterMember, barriers: tuple[tuple[str, int], ...] = ()
     ) -> None:
         member.owner, member.host, member.address = owner, message.host, message.address
-        member.machine, member.heard_at = message.machine, self._now
+        member.host_id, member.heard_at = message.host_id, self._now
         member.until = (
             NEVER if member.state is MemberState.LEFT else self._now + member.policy.heartbeat_timeout_seconds
         )
@@ -469,7 +469,7 @@ class MembershipTable:
             member.until = self._now + member.policy.reconnect_seconds
             return
         is_host = silent and member.policy.hold_seconds > 0
-        for each in list(self._held.of_host(member.machine)) if is_host else [member]:
+        for each in list(self._held.of_host(member.host_id)) if is_host else [member]:
             if each.state is MemberState.PRESENT:
                 self._lose(each, "its host is silent" if is_host else "its process ended", is_silent=is_host)
 

@@ -58,7 +58,7 @@ class StackSample(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         pid: its process id.
-        host: the name of its machine.
+        host: the name of its host.
         stack: of the thread that trains, innermost first: at most a few frames of libraries, then the program's.
             Reigen's own frames are left out.
         threads: other threads that run code of the program: name, and innermost such frame.

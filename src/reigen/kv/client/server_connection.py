@@ -54,8 +54,8 @@ from reigen.net.connection import HANDSHAKE_ENDED_TEXT, Connection, ConnectionOp
 
 _log = logging.getLogger(__name__)
 
-#: For the server's machine to accept a connection. Its process may come to it much later, when it has restored its
-#: snapshots: if it hangs, or its machine goes, the scheduler or the kernel says so.
+#: For the server's host to accept a connection. Its process may come to it much later, when it has restored its
+#: snapshots: if it hangs, or its host goes, the scheduler or the kernel says so.
 _CONNECT_SECONDS = 2.0
 #: The pause behind one that fails; behind several connections that led to nothing it doubles, up to the second.
 _BETWEEN_ATTEMPTS_SECONDS, _MOST_BETWEEN_SECONDS = 0.1, 2.0
@@ -412,11 +412,11 @@ class ServerConnection:
             raise WireError(f"{self.peer.address} is server {hello.number}, not server {self.peer.number}")
         is_first, self.incarnation = not self.incarnation, hello.incarnation
         own = self._own_hello
-        if not own.machine or not self._reads_memory:
-            self._arena, reason = None, "switched off here" if not own.machine else "this process cannot map it"
+        if not own.host_id or not self._reads_memory:
+            self._arena, reason = None, "switched off here" if not own.host_id else "this process cannot map it"
         else:
-            self._arena, reason = PeerShmArena.open(hello, own.machine)
-        self._is_read = bool(own.machine and hello.machine)
+            self._arena, reason = PeerShmArena.open(hello, own.host_id)
+        self._is_read = bool(own.host_id and hello.host_id)
         _log.info("connected to %s at %s; its memory is %s here: %s", self.name, self.peer.address,
                   "read" if self._arena is not None else "not read", reason)  # fmt: skip
         if is_first:

@@ -430,10 +430,10 @@ class KVWorker:
 
     def _connect(self, store: int, staleness: int | None, start_until: float) -> None:
         config, member = self._config, self.member
-        machine, host = host_identity(config.host_id or "")
+        host_id, host = host_identity(config.host_id or "")
         hello = KVHello(member.number, member.incarnation, host, staleness=staleness)
         if config.kv_shared_memory:
-            hello = self.arena.announced(hello, machine)
+            hello = self.arena.announced(hello, host_id)
         for peer in member.servers(start_until):
             self._servers.append(ServerConnection(peer, member, config, hello, store, self))
         with self._driving:

@@ -117,7 +117,7 @@ class SchedulerClient:
         incarnation: of this process, never 0.
         secret: the job's 32 bytes.
         tls: encrypts all connections; None: nothing is encrypted.
-        host: what people call this machine.
+        host: the name of this host.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.values import DENSE, ROW_SPARSE, key_id
 from reigen.types import DTYPES
 
-#: More than any machine has memory for, and few enough to be counted in 64 bits as bytes.
+#: More than any host has memory for, and few enough to be counted in 64 bits as bytes.
 _MOST_ELEMENTS = 1 << 40
 
 

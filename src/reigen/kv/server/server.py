@@ -126,8 +126,8 @@ class KVServer:
         snapshots = None
         if config.kv_snapshot_dir is not None:
             snapshots = SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number)
-        self.machine = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
-        self._arena = ShmArena(f"reigen-kv-server-{member.number}") if self.machine else None
+        self.host_id = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
+        self._arena = ShmArena(f"reigen-kv-server-{member.number}") if self.host_id else None
         saves, num_cores = snapshots is not None, len(os.sched_getaffinity(0))
         num_threads, why = choose_num_threads(config.kv_threads, num_cores, saves=saves)
         _log.info("threads that compute: %d (%s)", num_threads, why)
@@ -217,10 +217,10 @@ class KVServer:
                     details={hello.number: f"a staleness of {staleness}; the first worker said {store.staleness}"},
                 )
             unread = self._unread.get((hello.number, hello.incarnation))
-            if unread or not self.machine:
+            if unread or not self.host_id:
                 peer, reason = None, unread or "it is turned off"
             else:
-                peer, reason = PeerShmArena.open(hello, self.machine)
+                peer, reason = PeerShmArena.open(hello, self.host_id)
         except ReigenError as error:
             problem = RemoteError.of(error)
             client.notify(header.store, ServerNotice("problem", hello.number, hello.host, problem.reason, problem))
@@ -457,7 +457,7 @@ class KVServer:
         is_empty = not store.shards and store.number not in self._restored
         member = self._member
         hello = KVHello(member.number, member.incarnation, member.host, is_empty=is_empty, staleness=staleness)
-        return self._arena.announced(hello, self.machine) if shares and self._arena is not None else hello
+        return self._arena.announced(hello, self.host_id) if shares and self._arena is not None else hello
 
     def _restore(self, snapshots: SnapshotDirectory) -> None:
         """Take the place of the process that this server was before, if there was one."""
