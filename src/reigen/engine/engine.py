@@ -144,12 +144,12 @@ class Engine:
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every process set, by number."""
-        return {number: team.ranks for number, team in list(self._process_set_groups.items())}
+        return {number: process_set_group.ranks for number, process_set_group in list(self._process_set_groups.items())}
 
     def ranks_of(self, process_set: int) -> tuple[int, ...] | None:
         """The ranks of a process set; None if there is none of that number."""
-        team = self._process_set_groups.get(process_set)
-        return None if team is None else team.ranks
+        process_set_group = self._process_set_groups.get(process_set)
+        return None if process_set_group is None else process_set_group.ranks
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
@@ -316,8 +316,8 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_GRACE_SECONDS)
         if free:
-            for number, team in self._process_set_groups.items():
-                team.close(keep_backend=not number)
+            for number, process_set_group in self._process_set_groups.items():
+                process_set_group.close(keep_backend=not number)
             self._channel.close()  # without cycles, memory is freed with its last user, and not at a collection
             self._stalls = self._meanwhile = None
 
@@ -476,8 +476,8 @@ class Engine:
         self._exit_grace.give_if_outstanding(error)
         self._outstanding.set_broken(error)
         self._exit_grace.give_if_outstanding(error)  # what was handed in just before that
-        for team in self._process_set_groups.values():
-            team.abort_on_device(error)
+        for process_set_group in self._process_set_groups.values():
+            process_set_group.abort_on_device(error)
         self._controller.lose(error)
         self._fail_all(error)
 
@@ -485,14 +485,14 @@ class Engine:
         deadline = time.monotonic() + self._deadline_seconds
         handles, names, members = self._outstanding.handles, [], []
         first = batch[0][0]
-        team = self._process_set_groups[first.process_set]
+        process_set_group = self._process_set_groups[first.process_set]
         for operation, response in batch:
             names.append(operation.name)
             handle = handles.get(operation.name)
             members.append(
-                (operation, response, make_neutral_buffers(team, operation) if handle is None else handle.task)
+                (operation, response, make_neutral_buffers(process_set_group, operation) if handle is None else handle.task)
             )
-        observer, backend = self._observer, team.backend
+        observer, backend = self._observer, process_set_group.backend
         self._running = (first, deadline)
         results: Sequence[CollectiveResult | CollectiveError]
         try:
@@ -504,7 +504,7 @@ class Engine:
                     backend.phase_ended = observer.phase_ended
             on_host = first.kind is OperationKind.ALLREDUCE and not first.device
             results = (
-                execute_allreduce(team, members, deadline)
+                execute_allreduce(process_set_group, members, deadline)
                 if on_host
                 else execute(self._process_set_groups, members, deadline)
             )

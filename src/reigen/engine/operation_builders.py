@@ -122,14 +122,14 @@ def build_reducescatter(
     return Operation(OperationKind.REDUCESCATTER, "", dtype, shape, op, prescale, postscale, process_set=process_set)
 
 
-def check_root(root_rank: int, team: Sequence[int]) -> int:
+def check_root(root_rank: int, ranks: Sequence[int]) -> int:
     """Accept a rank of the process set, and return it.
 
     Raises:
         ArgumentError: it is none.
     """
-    if root_rank not in team:
-        raise ArgumentError(f"root_rank must be one of the ranks {list(team)}, not {root_rank}")
+    if root_rank not in ranks:
+        raise ArgumentError(f"root_rank must be one of the ranks {list(ranks)}, not {root_rank}")
     return root_rank
 
 

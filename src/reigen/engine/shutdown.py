@@ -48,14 +48,14 @@ class Submitter(HandleWaiter, Protocol):
         ...
 
 
-def wait_for_devices(engine: Submitter, teams: Mapping[int, ProcessSetGroup]) -> None:
+def wait_for_devices(engine: Submitter, process_set_groups: Mapping[int, ProcessSetGroup]) -> None:
     """Steps a and b, on the thread that closes the engine. Raises nothing.
 
     Args:
         engine: works, and has a thread of its own.
-        teams: the process sets by number.
+        process_set_groups: the process sets by number.
     """
-    used = [number for number, team in teams.items() if team.device is not None and team.device.used]
+    used = [number for number, process_set_group in process_set_groups.items() if process_set_group.device is not None and process_set_group.device.used]
     if not used or engine.device is None:
         return
     while engine.is_operational and engine.device.has_pending:

@@ -46,7 +46,7 @@ from reigen.kernels.reduce import BlockReducer, Reduction
 #: Up to so many ranks all connections are made with the backend; beyond, each when it is first needed.
 _CONNECTED_RANKS = 32
 #: Up to so many ranks each tells all others that it has come to a barrier: one hop.
-_ACQUAINTED_RANKS = 8
+_DIRECT_BARRIER_RANKS = 8
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -99,7 +99,7 @@ class TcpBackend(FlatBackend):
             registered_memory=True, ordered_sums=adds_in_order(self.size, algorithm), abortable=True
         )
         self._exchange, self._algorithm, self._num_sockets = exchange, algorithm, num_sockets
-        self._team = TcpGroup(exchange, tuple(ranks), self.rank)
+        self._group = TcpGroup(exchange, tuple(ranks), self.rank)
         self._members = {rank: member for member, rank in enumerate(ranks)}
         self._others = frozenset(ranks) - {exchange.rank}
         #: of the last reduction: often the next one is alike
@@ -107,7 +107,7 @@ class TcpBackend(FlatBackend):
 
     def connect(self, deadline: float) -> None:
         """Connect to all. Collective; errors are those of an operation."""
-        with self._operation(deadline, self._team.others):
+        with self._operation(deadline, self._group.others):
             pass
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -117,17 +117,17 @@ class TcpBackend(FlatBackend):
         if not source.size:
             return
         algorithm, _ = choose_algorithm(source.size * reduction.dtype.itemsize, self.size, self._algorithm)
-        others = self._team.others
+        others = self._group.others
         needed = (others[0], others[-1]) if algorithm == "ring" else others
         with self._operation(deadline, needed) as exchange:
             reducer, itemsize = self._reducer_of(reduction), reduction.dtype.itemsize
             work: LatencyAllreduce | DirectAllreduce | RingAllreduce
             if algorithm == "direct":
-                work = DirectAllreduce(self._team, source, target, reducer, make_rows(source.size, itemsize, self.size))
+                work = DirectAllreduce(self._group, source, target, reducer, make_rows(source.size, itemsize, self.size))
             elif algorithm == "ring":
-                work = RingAllreduce(self._team, source, target, reducer)
+                work = RingAllreduce(self._group, source, target, reducer)
             else:
-                work = LatencyAllreduce(self._team, source, target, reducer)
+                work = LatencyAllreduce(self._group, source, target, reducer)
             work.start()
             exchange.run()
         self._ended("TCP_ALLREDUCE")
@@ -137,9 +137,9 @@ class TcpBackend(FlatBackend):
     ) -> None:
         spans = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         rows, origin = make_owner_rows(spans, source.itemsize), spans[self.rank][0]
-        with self._operation(deadline, self._team.others) as exchange:
+        with self._operation(deadline, self._group.others) as exchange:
             buffers, reducer = (BufferList([source]), BufferList([target])), self._reducer_of(reduction)
-            DirectAllreduce(self._team, *buffers, reducer, rows, origin, is_shared=False).start()
+            DirectAllreduce(self._group, *buffers, reducer, rows, origin, is_shared=False).start()
             exchange.run()
         self._ended("TCP_REDUCESCATTER")
 
@@ -161,13 +161,13 @@ class TcpBackend(FlatBackend):
 
     def _exchange_parts(self, sent: Sequence[Array], received: Sequence[Array], deadline: float) -> None:
         """Send each rank its part, and receive one from each; this rank's own is copied."""
-        with self._operation(deadline, self._team.others) as exchange:
-            for member in self._team.others:
+        with self._operation(deadline, self._group.others) as exchange:
+            for member in self._group.others:
                 for begin, end in self._stripes(sent[member]):
-                    self._team.send(member, sent[member][begin:end])
-            for member in self._team.others:
+                    self._group.send(member, sent[member][begin:end])
+            for member in self._group.others:
                 for begin, end in self._stripes(received[member]):
-                    self._team.receive(member, received[member][begin:end])
+                    self._group.receive(member, received[member][begin:end])
             exchange.run()
         received[self.rank][:] = sent[self.rank]
 
@@ -184,7 +184,7 @@ class TcpBackend(FlatBackend):
                 if way.before is None:
                     self._pass_on(piece, way.behind)
                 else:
-                    self._team.receive(way.before, piece, partial(self._pass_on, piece, way.behind))
+                    self._group.receive(way.before, piece, partial(self._pass_on, piece, way.behind))
             exchange.run()
         if source is not None and source is not target:
             target[:] = source
@@ -192,15 +192,15 @@ class TcpBackend(FlatBackend):
 
     def _pass_on(self, piece: Array, members: Sequence[int]) -> None:
         for member in members:
-            self._team.send(member, piece)
+            self._group.send(member, piece)
 
     def barrier(self, deadline: float) -> None:
         """Implement `Backend.barrier`, among many ranks by dissemination (Hensgen, Finkel and Manber, 1988)."""
-        if self.size <= _ACQUAINTED_RANKS:
-            with self._operation(deadline, self._team.others) as exchange:
-                for member in self._team.others:
-                    self._team.send(member, _EMPTY)
-                    self._team.receive(member, _EMPTY)
+        if self.size <= _DIRECT_BARRIER_RANKS:
+            with self._operation(deadline, self._group.others) as exchange:
+                for member in self._group.others:
+                    self._group.send(member, _EMPTY)
+                    self._group.receive(member, _EMPTY)
                 exchange.run()
         else:
             steps = [1 << k for k in range((self.size - 1).bit_length())]
@@ -213,8 +213,8 @@ class TcpBackend(FlatBackend):
     def _take_round(self, step: int) -> None:
         """Do one of a barrier's rounds: signal a rank ``step`` further on, and wait for one that far behind."""
         if step < self.size:
-            self._team.send((self.rank + step) % self.size, _EMPTY)
-            self._team.receive((self.rank - step) % self.size, _EMPTY, partial(self._take_round, 2 * step))
+            self._group.send((self.rank + step) % self.size, _EMPTY)
+            self._group.receive((self.rank - step) % self.size, _EMPTY, partial(self._take_round, 2 * step))
 
     # -- registered memory and some of the ranks ----------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class TcpBackend(FlatBackend):
         region, lacks = self._ordinary_memory(nbytes), np.empty(self.size, np.uint8)
         self.allgather(np.array([region is None], np.uint8), [1] * self.size, lacks, deadline)
         if region is None or lacks.any():
-            failed = [self._team.ranks[member] for member in np.flatnonzero(lacks)]
+            failed = [self._group.ranks[member] for member in np.flatnonzero(lacks)]
             raise SharedMemoryError.for_request(nbytes, None, f"registered memory on rank(s) {format_ranks(failed)}")
         return region
 
@@ -233,7 +233,7 @@ class TcpBackend(FlatBackend):
             return None
         if len(ranks) == 1:
             return NullBackend()
-        members = [self._team.ranks[rank] for rank in ranks]
+        members = [self._group.ranks[rank] for rank in ranks]
         return TcpBackend(self._exchange, members, self._algorithm, self._num_sockets)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -243,13 +243,13 @@ class TcpBackend(FlatBackend):
 
     def close(self) -> None:
         """Release scratch; the connections are the network's."""
-        self._team.scratch.clear()
+        self._group.scratch.clear()
         self._reducer = None
 
     def _operation(self, deadline: float, members: Iterable[int]) -> TcpEventLoop:
         """Begin an operation, in a ``with`` statement, for which this rank needs connections to these members."""
         lacking = None if self.lacking is None else self._lacks
-        ranks = self._others if members is self._team.others else {self._team.ranks[member] for member in members}
+        ranks = self._others if members is self._group.others else {self._group.ranks[member] for member in members}
         return self._exchange.operation(deadline, lacking, self.progress_hook, ranks)
 
     def _lacks(self, ranks: Sequence[int]) -> None:

@@ -61,7 +61,7 @@ class TcpEventLoop:
         self.rank = mesh.rank
         self._mesh, self._failure, self._num_sockets = mesh, failure, num_sockets
         self._peers: dict[int, TcpPeer] = {}
-        self._lanes: dict[int, PeerConnection] = {}
+        self._connections: dict[int, PeerConnection] = {}
         self._faults = FailureDiagnosis(self.rank, self._peers, failure, hosts or {})
         self._poll = select.poll()
         self._untried: deque[TcpPeer] = deque()
@@ -127,22 +127,22 @@ class TcpEventLoop:
                 reason = f"rank {self.rank} gave up in the middle of a collective ({error!r})"
                 self._stop = CollectiveError(reason, ranks=(self.rank,))
         if self._stop is not None:
-            self._faults.tell(self._stop)
+            self._faults.send_abort(self._stop)
         self._running.release()
 
     def _connect(self, missing: Sequence[int]) -> None:
         peers = {rank: TcpPeer(rank) for rank in missing}
         self._open(peers, "data")
-        near = {rank: peer for rank, peer in peers.items() if peer.lanes[0].is_same_host}
+        near = {rank: peer for rank, peer in peers.items() if peer.connections[0].is_same_host}
         self._open(near, "back")
         for rank, peer in near.items():
-            there, back = peer.lanes[: self._num_sockets], peer.lanes[self._num_sockets :]
+            there, back = peer.connections[: self._num_sockets], peer.connections[self._num_sockets :]
             peer.outgoing, peer.incoming = (there, back) if self.rank < rank else (back, there)
         self._peers.update(peers)
         if len(self._peers) > 1:
             self._depth = 1
-            for lane in self._lanes.values():
-                lane.leave_little_unsent()
+            for connection in self._connections.values():
+                connection.leave_little_unsent()
 
     def _open(self, peers: Mapping[int, TcpPeer], purpose: str) -> None:
         """More connections to these ranks, for both directions."""
@@ -154,9 +154,9 @@ class TcpEventLoop:
             except AuthenticationError as error:
                 raise CollectiveError(str(error)) from error
             for rank, stream in streams.items():
-                lane = PeerConnection(peers[rank], BulkConnection(*stream.detach()))
-                peers[rank].lanes.append(lane)
-                self._lanes[lane.fd] = lane
+                connection = PeerConnection(peers[rank], BulkConnection(*stream.detach()))
+                peers[rank].connections.append(connection)
+                self._connections[connection.fd] = connection
 
     def send(self, rank: int, data: MessageBuffer, then: CompletionCallback | None = None) -> None:
         """Post a message. Its memory stays as it is until ``then`` is called, or `run` returns."""
@@ -167,11 +167,11 @@ class TcpEventLoop:
     def receive(self, rank: int, into: memoryview, then: CompletionCallback | None = None) -> None:
         """Post the place of the next message that has none; it must have exactly that length."""
         peer = self._peers[rank]
-        lanes = peer.incoming
-        lane = lanes[peer.num_expected % len(lanes)]
+        connections = peer.incoming
+        connection = connections[peer.num_expected % len(connections)]
         peer.num_expected += 1
-        lane.link.post_receive(into)
-        lane.receiving.append(then if len(lanes) == 1 else peer.call_in_order(then))
+        connection.link.post_receive(into)
+        connection.receiving.append(then if len(connections) == 1 else peer.call_in_order(then))
         self._num_pending += 1
         peer.expects_more = True
         self._mark_untried(peer)
@@ -216,21 +216,21 @@ class TcpEventLoop:
                 self._push(peer)
             if peer.expects_more:
                 peer.expects_more = False
-                for lane in peer.incoming:
-                    if lane.receiving:  # the end of any other may only mean that its rank has done its part, and left
-                        self._pull(lane)
+                for connection in peer.incoming:
+                    if connection.receiving:  # the end of any other may only mean that its rank has done its part, and left
+                        self._pull(connection)
 
     def _start_sends(self) -> None:
         """Give links the messages whose turn it is."""
         queue = self._queue
         while queue:
             peer, place, then = queue[0]
-            lane = peer.outgoing[peer.num_given % len(peer.outgoing)]
-            if len(lane.sending) >= self._depth or (not peer.num_leaving and self._breadth >= _BREADTH):
+            connection = peer.outgoing[peer.num_given % len(peer.outgoing)]
+            if len(connection.sending) >= self._depth or (not peer.num_leaving and self._breadth >= _BREADTH):
                 return
             queue.popleft()
-            lane.link.post_send(place() if callable(place) else place)
-            lane.sending.append(then)
+            connection.link.post_send(place() if callable(place) else place)
+            connection.sending.append(then)
             peer.num_given += 1
             self._breadth += not peer.num_leaving
             peer.num_leaving += 1
@@ -238,53 +238,53 @@ class TcpEventLoop:
 
     def _serve(self, events: Sequence[tuple[int, int]]) -> None:
         for fd, event in events:
-            lane = self._lanes.get(fd)
-            if lane is None:
+            connection = self._connections.get(fd)
+            if connection is None:
                 assert self._meanwhile is not None
                 self._meanwhile.work()
                 continue
             if event & ~_OUT:
-                self._pull(lane)
+                self._pull(connection)
             if event & _OUT:
-                self._push(lane.peer)
+                self._push(connection.peer)
 
     def _push(self, peer: TcpPeer) -> None:
         """Send to a rank what its links take."""
-        for lane in peer.outgoing:
-            if lane.sending:
+        for connection in peer.outgoing:
+            if connection.sending:
                 try:
-                    completed = lane.link.advance_sends()
+                    completed = connection.link.advance_sends()
                 except (ConnectionError, WireError, AuthenticationError) as error:
-                    raise self._faults.of_link(lane, error, self._pending()) from error
+                    raise self._faults.of_link(connection, error, self._pending()) from error
                 if completed:
                     peer.num_leaving -= completed
                     self._breadth -= not peer.num_leaving
-                self._conclude(lane, lane.sending, completed)
+                self._conclude(connection, connection.sending, completed)
         self._start_sends()
 
-    def _pull(self, lane: PeerConnection) -> None:
+    def _pull(self, connection: PeerConnection) -> None:
         """Take what has come from a link."""
         try:
-            completed = lane.link.advance_receives()
+            completed = connection.link.advance_receives()
         except (ConnectionError, WireError, AuthenticationError) as error:
-            raise self._faults.of_link(lane, error, self._pending()) from error
-        if completed or lane.link.num_placed_bytes:
-            lane.peer.is_heard = lane.peer.is_active = True
-        self._conclude(lane, lane.receiving, completed)
+            raise self._faults.of_link(connection, error, self._pending()) from error
+        if completed or connection.link.num_placed_bytes:
+            connection.peer.is_heard = connection.peer.is_active = True
+        self._conclude(connection, connection.receiving, completed)
 
-    def _conclude(self, lane: PeerConnection, waiting: deque[CompletionCallback | None], completed: int) -> None:
+    def _conclude(self, connection: PeerConnection, waiting: deque[CompletionCallback | None], completed: int) -> None:
         for _ in range(completed):
             then = waiting.popleft()
             self._num_pending -= 1
             if then is not None:
                 then()
-        events = (_IN if lane.receiving else 0) | (_OUT if lane.link.wants_to_send else 0)
-        if events != lane.events:
-            lane.events = events
+        events = (_IN if connection.receiving else 0) | (_OUT if connection.link.wants_to_send else 0)
+        if events != connection.events:
+            connection.events = events
             if events:
-                self._poll.register(lane.fd, events)
+                self._poll.register(connection.fd, events)
             else:
-                self._poll.unregister(lane.fd)
+                self._poll.unregister(connection.fd)
 
     # -- while nothing moves ------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class TcpEventLoop:
         self._listen(())
 
     def _listen(self, pending: Sequence[int]) -> None:
-        self._faults.listen([lane for lane in self._lanes.values() if not lane.receiving], pending)
+        self._faults.listen([connection for connection in self._connections.values() if not connection.receiving], pending)
 
     # -- giving up ----------------------------------------------------------------------------------------------------
 
@@ -332,20 +332,20 @@ class TcpEventLoop:
             self._stop = error
         if self._running.acquire(blocking=False):
             try:
-                self._faults.tell(error)
+                self._faults.send_abort(error)
             finally:
                 self._running.release()
 
     def close(self) -> None:
         """Close all connections. May be called twice."""
-        for lane in self._lanes.values():
-            lane.close()
+        for connection in self._connections.values():
+            connection.close()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
-        self._lanes.clear()
+        self._connections.clear()
 
     def close_descriptors(self) -> None:
         """Implement `reigen.net.fork_safety`."""
-        for lane in self._lanes.values():
-            lane.link.close()
+        for connection in self._connections.values():
+            connection.link.close()

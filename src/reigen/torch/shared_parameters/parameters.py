@@ -65,19 +65,19 @@ class SharedParameters:
     """
 
     def __init__(self, reducer: Reducer, layouts: StateLayouts, *, joins: bool) -> None:
-        self.reducer, self.team = reducer, reducer.team
+        self.reducer, self.reduce_group = reducer, reducer.reduce_group
         self.parameters = reducer.parameters
         trouble = _explain_overlap(self.parameters, reducer.names)
-        if troubled := self.team.where(bool(trouble), "apart"):
+        if troubled := self.reduce_group.where(bool(trouble), "apart"):
             raise ArgumentError(
                 trouble or f"the parameters of rank(s) {troubled} cannot be shared; it is said there why"
             )
-        check_replicas(self.team, [tensor_bytes(p) for p in self.parameters], reducer.names)
+        check_replicas(self.reduce_group, [tensor_bytes(p) for p in self.parameters], reducer.names)
         memory = reducer.owned_memory
         self._owner = memory.region.owner
         self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
         # What a user has taken from ``state_dict()`` may live longer than the optimizer.
-        self._memory = self.team.memory_of(self.team.allocate(self._layout.nbytes, shared=True))
+        self._memory = self.reduce_group.memory_of(self.reduce_group.allocate(self._layout.nbytes, shared=True))
         self._progress = self._layout.progress(self._memory)
         self._given_up = self._layout.given_up(self._memory)
         self._marks = self._layout.marks(self._memory)
@@ -102,7 +102,7 @@ class SharedParameters:
             own.weight.data.copy_(
                 piece_elements(to_shared_order(parameter, parameter.data), own.piece).view_as(own.weight)
             )
-        self.team.barrier("shared")
+        self.reduce_group.barrier("shared")
         for parameter, weight in zip(self.parameters, weights, strict=True):
             parameter.data = weight
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
@@ -123,7 +123,7 @@ class SharedParameters:
             "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
             "to happen before the first step; to change values, write into the parameter (p.copy_())"
         )
-        self.team.context.give_up(error)  # the others may have moved nothing
+        self.reduce_group.context.give_up(error)  # the others may have moved nothing
         raise error
 
     def take_state(self, states: OptimizerStates, inner: torch.optim.Optimizer) -> None:
@@ -218,7 +218,7 @@ class SharedParameters:
         norms = np.zeros(len(self._progress), np.float64)
         if self._owner is not None:
             norms[self._owner] = norm.double().item()
-        self.team.combine(norms, ReduceOp.MAX, "norm")
+        self.reduce_group.combine(norms, ReduceOp.MAX, "norm")
         return float(torch.linalg.vector_norm(torch.from_numpy(norms), norm_type))
 
     def check_unmodified(self, every: int) -> None:
@@ -253,7 +253,7 @@ class SharedParameters:
         if every and (self.num_updates + 1) % every == 0:
             names = [f"the options of parameter group {number}" for number in range(len(groups))]
             check_replicas(
-                self.team, [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
+                self.reduce_group, [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
             )
 
     def _prints(self) -> list[int]:
@@ -283,7 +283,7 @@ class SharedParameters:
         until = time.monotonic() + _SETTLE_SECONDS
         while self._progress[:, 1].min() < update and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-        if not self.team.context.is_operational:
+        if not self.reduce_group.context.is_operational:
             self._given_up[0] = 1
             time.sleep(_LOOK_SECONDS)
         return UpdateProgress(update, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
