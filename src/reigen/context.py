@@ -235,8 +235,8 @@ class Context:
         if region is not None and source is not target:
             raise ArgumentError("registered memory is reduced in place: source must be target")
         offset = -1 if region is None else operation_builders.region_offset(region, target)
-        how = (op, prescale, postscale, offset, divide_by_active)
-        return self.start(operation_builders.build_allreduce, source, dtype, how, target=target, **options)
+        reduction = (op, prescale, postscale, offset, divide_by_active)
+        return self.start(operation_builders.build_allreduce, source, dtype, reduction, target=target, **options)
 
     def grouped_allreduce(
         self,
@@ -250,8 +250,8 @@ class Context:
         **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """`allreduce` of several tensors; see `start_group`."""
-        how, build = ReductionSpec(op, prescale, postscale), operation_builders.build_allreduce
-        return self.start_group(build, sources, dtypes, how, targets=targets, **options)
+        reduction, build = ReductionSpec(op, prescale, postscale), operation_builders.build_allreduce
+        return self.start_group(build, sources, dtypes, reduction, targets=targets, **options)
 
     def broadcast(
         self,
@@ -297,8 +297,8 @@ class Context:
         **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """Reduce like `allreduce`; this rank gets its rows. The first ``rows % size`` ranks get one row more."""
-        build, how = operation_builders.build_reducescatter, (op, prescale, postscale)
-        return self.start(build, source, dtype, how, **options)
+        build, reduction = operation_builders.build_reducescatter, (op, prescale, postscale)
+        return self.start(build, source, dtype, reduction, **options)
 
     def reduce_to_owners(
         self,

@@ -102,7 +102,7 @@ def create_single_host_engine(job: JobRendezvous, config: Config) -> tuple[Engin
     size = len(ranks)
     sizes = [shm_transport_bytes(size), shm_backend_bytes()]
     timeout = config.start_timeout_seconds
-    peers, (mail, part) = map_local_peers(job.rendezvous, rank, ranks, job.generation, timeout, sizes)
+    peers, (transport_memory, part) = map_local_peers(job.rendezvous, rank, ranks, job.generation, timeout, sizes)
     looks = _spin_count(_SHM_LOOKS, size, peers.pids)
     backend = ShmBackend(peers, part, looks)
     try:
@@ -111,7 +111,9 @@ def create_single_host_engine(job: JobRendezvous, config: Config) -> tuple[Engin
         peers.close()
         raise
     targets = [r for r in range(size) if r != rank]
-    transport = ShmTransport(mail.arrays, rank, targets if rank == 0 else [0], targets if rank == 0 else [0])
+    transport = ShmTransport(
+        transport_memory.arrays, rank, targets if rank == 0 else [0], targets if rank == 0 else [0]
+    )
     coordinator = create_coordinator(config, size) if rank == 0 else None
 
     def release() -> None:

@@ -71,12 +71,14 @@ def join_rendezvous(
     access = _accesses[job]
     rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout, tls)
     try:
-        life = claim_rank(rendezvous, job.rank)
-        room = f"{life} {room}" if life else room
+        incarnation = claim_rank(rendezvous, job.rank)
+        room = f"{incarnation} {room}" if incarnation else room
         job_rendezvous = PrefixRendezvous(rendezvous, room) if room else rendezvous
         generation = _generations[access.secret, room]
-        rendezvous_of_life = PrefixRendezvous(job_rendezvous, f"{generation}")
-        layout = discover_hosts(rendezvous_of_life, rank, size, timeout, config.host_id or "", shared_settings(config))
+        generation_rendezvous = PrefixRendezvous(job_rendezvous, f"{generation}")
+        layout = discover_hosts(
+            generation_rendezvous, rank, size, timeout, config.host_id or "", shared_settings(config)
+        )
     except BaseException:
         rendezvous.close()
         raise
@@ -85,9 +87,9 @@ def join_rendezvous(
     )
 
 
-def count_generation(rendezvous_of_life: JobRendezvous) -> None:
+def count_generation(generation_rendezvous: JobRendezvous) -> None:
     """Count that this process and the others are in the job: their next rendezvous is apart from this one."""
-    _generations[rendezvous_of_life.secret, rendezvous_of_life.room] += 1
+    _generations[generation_rendezvous.secret, generation_rendezvous.room] += 1
 
 
 @functools.cache

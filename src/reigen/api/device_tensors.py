@@ -62,11 +62,11 @@ def prepare_inputs(
     adapter: TensorAdapter[Tensor],
     context: Context,
     tensors: Sequence[Tensor],
-    how: tuple[ReduceOp, float, float] | None = None,
+    reduction: tuple[ReduceOp, float, float] | None = None,
 ) -> list[InputTensor[Tensor]]:
     """The memory of an operation's tensors: all of it a device's, or all of it the host's.
 
-    ``how`` are operator and factors, if they are reduced.
+    ``reduction`` are operator and factors, if they are reduced.
 
     Raises:
         UnsupportedTypeError: an element type cannot be communicated.
@@ -76,7 +76,7 @@ def prepare_inputs(
     lender, backend = adapter.lender, context.device
     if lender is not None and backend is not None:
         devices = [lender.device(tensor) for tensor in tensors]
-        if all(d is not None and backend.takes(d, dtype, how) for d, dtype in zip(devices, dtypes, strict=True)):
+        if all(d is not None and backend.takes(d, dtype, reduction) for d, dtype in zip(devices, dtypes, strict=True)):
             lent = map(lender.lend, tensors)
             return [InputTensor(adapter, t, d, *memory) for t, d, memory in zip(tensors, dtypes, lent, strict=True)]
     return [InputTensor(adapter, t, d, *adapter.array(t)) for t, d in zip(tensors, dtypes, strict=True)]

@@ -47,18 +47,18 @@ class ControlChannel:
 
     Args:
         transport: carries the messages.
-        hears_reports: this is rank 0, to which the others report; else it hears rank 0's announcements.
+        receives_reports: this is rank 0, to which the others report; else it receives rank 0's announcements.
     """
 
-    def __init__(self, transport: ControlTransport, *, hears_reports: bool) -> None:
+    def __init__(self, transport: ControlTransport, *, receives_reports: bool) -> None:
         self._transport = transport
         self._decode: Callable[[bytes], Sequence[Report | Announcement]] = (
-            decode_reports if hears_reports else decode_announcements
+            decode_reports if receives_reports else decode_announcements
         )
         #: to integers, for others to read, and from those of others; cache hits are integers
-        self._pack = pack_batches if hears_reports else pack_cache_hits
+        self._pack = pack_batches if receives_reports else pack_cache_hits
         self._unpack: Callable[[Sequence[int]], Sequence[Report | Announcement]] | None = (
-            None if hears_reports else unpack_batches
+            None if receives_reports else unpack_batches
         )
         #: to be sent; any thread adds to it
         self.notes: deque[Note] = deque()

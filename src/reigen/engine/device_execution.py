@@ -43,15 +43,19 @@ class _DeviceGroup(NamedTuple):
         return _device_result(output, self.backend.launch([source, target], work, self.deadline))
 
 
-def execute_on_device(process_set_group: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
+def execute_on_device(
+    process_set_group: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float
+) -> list[CollectiveResult]:
     """Enqueue a batch, all of one kind and process set; one outcome per member.
 
     Raises:
         CollectiveError, DeviceError: see `reigen.backends.device.DeviceBackend`.
     """
-    assert process_set_group.backend is not None, "only members of a process set hear of its operations"
+    assert process_set_group.backend is not None, "only members of a process set receive its operations"
     assert process_set_group.device is not None, "a front end lends no device's memory unless there is a backend for it"
-    device_group = _DeviceGroup(process_set_group.device, process_set_group.ranks, process_set_group.backend.rank, deadline)
+    device_group = _DeviceGroup(
+        process_set_group.device, process_set_group.ranks, process_set_group.backend.rank, deadline
+    )
     if batch[0][0].kind is OperationKind.ALLREDUCE:
         return _allreduce(device_group, batch)
     return [_execute_single(device_group, *member) for member in batch]
@@ -127,7 +131,9 @@ def _execute_by_rows(
     source, output = _make_output(task, (parts[device_group.rank], *operation.shape[1:]))
     reduction = get_reduction(operation.dtype, operation.op, size, operation.prescale, operation.postscale)
     counts = [r * width for r in parts]
-    return device_group.launch(source, output, output, lambda group: group.reduce_scatter(source, counts, output, reduction))
+    return device_group.launch(
+        source, output, output, lambda group: group.reduce_scatter(source, counts, output, reduction)
+    )
 
 
 def _make_output(task: TensorTableEntry, shape: tuple[int, ...]) -> tuple[DeviceArray, DeviceArray]:

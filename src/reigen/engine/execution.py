@@ -16,10 +16,12 @@ from reigen.kernels.reduce import neutral_element
 from reigen.types import DTYPES, ReduceOp
 
 
-def execute(process_set_groups: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
+def execute(
+    process_set_groups: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadline: float
+) -> list[CollectiveResult]:
     """Run a batch, all of one kind and process set, but allreduces in host memory; return an outcome for each member.
 
-    Process sets that a batch makes or unmakes are entered into, or taken out of, ``teams``. Errors are those of
+    Process sets that a batch makes or unmakes are added to ``process_set_groups``, or removed. Errors are those of
     `reigen.backends.base` and `reigen.backends.device`.
     """
     first, response, _ = batch[0]
@@ -43,18 +45,22 @@ def make_neutral_buffers(process_set_group: ProcessSetGroup, operation: Operatio
     if operation.device:
         return make_neutral_device_buffers(process_set_group, operation)
     if operation.members:
-        return TensorTableEntry(members=tuple(make_neutral_buffers(process_set_group, member) for member in operation.members))
+        return TensorTableEntry(
+            members=tuple(make_neutral_buffers(process_set_group, member) for member in operation.members)
+        )
     neutral = neutral_element(DTYPES[operation.dtype], operation.op)
     array = np.full(operation.num_elements, neutral, DTYPES[operation.dtype].storage)
     return TensorTableEntry(array, array, array)
 
 
 def _backend(process_set_group: ProcessSetGroup) -> Backend:
-    assert process_set_group.backend is not None, "only members of a process set hear of its operations"
+    assert process_set_group.backend is not None, "only members of a process set receive its operations"
     return process_set_group.backend
 
 
-def execute_allreduce(process_set_group: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
+def execute_allreduce(
+    process_set_group: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float
+) -> list[CollectiveResult]:
     """`execute` for allreduces in host memory: those of one type and reduction go to the backend together, in order."""
     runs: dict[tuple[str, ReduceOp, int, float, float, bool], list[ReduceBuffer]] = {}
     results, num_ranks = [], len(process_set_group.ranks)
@@ -72,7 +78,7 @@ def execute_allreduce(process_set_group: ProcessSetGroup, batch: Sequence[BatchI
         members = tuple(CollectiveResult(member.output) for member in task.members) if task.members else ()
         results.append(CollectiveResult(task.output, members=members))
     backend = process_set_group.backend
-    assert backend is not None, "only members of a process set hear of its operations"
+    assert backend is not None, "only members of a process set receive its operations"
     for (dtype, op, count, prescale, postscale, _), buffers in runs.items():
         if op is ReduceOp.ADASUM:
             sources, targets = [b.source for b in buffers], [b.target for b in buffers]

@@ -59,11 +59,11 @@ def build_operation(
 
 
 def build_allreduce(
-    shape: tuple[int, ...], dtype: str, how: AllreduceSpec, ranks: Sequence[int], process_set: int
+    shape: tuple[int, ...], dtype: str, reduction: AllreduceSpec, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build an allreduce by ``(operator, prescale, postscale)``, perhaps with ``(offset, divide_by_active)`` behind."""
-    op, prescale, postscale = how[:3]
-    offset, divide_by_active = how[3:] or (-1, False)
+    op, prescale, postscale = reduction[:3]
+    offset, divide_by_active = reduction[3:] or (-1, False)
     if op is not ReduceOp.ADASUM:
         get_reduction(dtype, op, len(ranks), prescale, postscale)
     elif process_set:
@@ -110,10 +110,10 @@ def build_alltoall(
 
 
 def build_reducescatter(
-    shape: tuple[int, ...], dtype: str, how: ReductionSpec, ranks: Sequence[int], process_set: int
+    shape: tuple[int, ...], dtype: str, reduction: ReductionSpec, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build a reducescatter by ``(operator, prescale, postscale)``."""
-    op, prescale, postscale = how
+    op, prescale, postscale = reduction
     if op is ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum needs whole tensors: there is no reducescatter with ReduceOp.ADASUM")
     if not shape:  # a RuntimeError in Horovod, whose core finds it

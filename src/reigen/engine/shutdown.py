@@ -55,7 +55,11 @@ def wait_for_devices(engine: Submitter, process_set_groups: Mapping[int, Process
         engine: works, and has a thread of its own.
         process_set_groups: the process sets by number.
     """
-    used = [number for number, process_set_group in process_set_groups.items() if process_set_group.device is not None and process_set_group.device.used]
+    used = [
+        number
+        for number, process_set_group in process_set_groups.items()
+        if process_set_group.device is not None and process_set_group.device.used
+    ]
     if not used or engine.device is None:
         return
     while engine.is_operational and engine.device.has_pending:

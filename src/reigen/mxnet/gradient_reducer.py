@@ -39,8 +39,8 @@ class GradientReducer:
         process_set_number(process_set)  # one that is not registered is a mistake on every rank, also outside it
         self.predivide, self.num_groups, self.process_set = predivide, num_groups, process_set
         self._takes_part = bool(process_set.included())
-        self._how = ReductionSpec(ReduceOp.SUM, average.prescale, 1.0)
-        self._reduce_group = ReduceGroup(context.current(), process_set, self._how) if self._takes_part else None
+        self._reduction = ReductionSpec(ReduceOp.SUM, average.prescale, 1.0)
+        self._reduce_group = ReduceGroup(context.current(), process_set, self._reduction) if self._takes_part else None
         #: sum times factor is the average
         self.factor = average.postscale / self._reduce_group.size if self._reduce_group is not None else 1.0
 
@@ -59,4 +59,4 @@ class GradientReducer:
             label, priority, _ = group[0]
             arrays = [array for _, _, array in group]
             name = f"{reduce_group.name}.{label}"
-            reduce_in_place(arrays, self._how, name, priority, self.process_set)
+            reduce_in_place(arrays, self._reduction, name, priority, self.process_set)

@@ -99,7 +99,9 @@ class DistributedTrainer(mx.gluon.Trainer):
     def _update(self, ignore_stale_grad: bool = False) -> None:
         super()._update(ignore_stale_grad)
         reduce_group = self._gradients.reduce_group
-        if reduce_group is not None and self._comparisons.due(reduce_group.context.config.check_replicas, reduce_group.context.num_joins):
+        if reduce_group is not None and self._comparisons.due(
+            reduce_group.context.config.check_replicas, reduce_group.context.num_joins
+        ):
             names = [parameter.name for parameter in self._params]
             check_replicas(reduce_group, [_bytes_of(parameter) for parameter in self._params], names)
         context.mark("STEP")

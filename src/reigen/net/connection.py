@@ -346,12 +346,12 @@ class Connection:
         while outgoing:
             del outgoing[: self.socket.send(outgoing)]
 
-    def _read(self, amid: str = "") -> bool:
+    def _read(self, where: str = "") -> bool:
         """Read once; returns whether there may be more."""
         num_wanted = self._protocol.num_wanted_bytes
         data = self.socket.recv(num_wanted)
         if not data:
-            raise ConnectionResetError(f"the other end closed the connection{amid}")
+            raise ConnectionResetError(f"the other end closed the connection{where}")
         self._messages.extend(self._protocol.receive(data))
         return len(data) == num_wanted
 

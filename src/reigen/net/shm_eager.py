@@ -153,8 +153,8 @@ class EagerSlots:
         """Ring where a thread is not parked: it may sleep, or has looked before."""
         with self._fence:
             pass
-        for sleeper in self._doorbells.sleepers:
-            if not sleeper[0] & PARKED:
+        for waiter in self._doorbells.waiters:
+            if not waiter[0] & PARKED:
                 self._doorbells.ring(PARKED)
                 break
 

@@ -50,12 +50,13 @@ class TcpStarTransport:
             self._ranks[connection], self._by_fd[connection.fileno()] = rank, connection
             self._epoll.register(connection.fileno(), select.EPOLLIN)
         self._wake_events = {
-            who: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for who in (WaitingThread.ENGINE, WaitingThread.CALLER)
+            thread: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            for thread in (WaitingThread.ENGINE, WaitingThread.CALLER)
         }
-        self._wake_epolls = {who: select.epoll() for who in self._wake_events}
-        for who, alarm in self._wake_events.items():
-            self._wake_epolls[who].register(alarm, select.EPOLLIN)
-            self._wake_epolls[who].register(self._epoll.fileno(), select.EPOLLIN)
+        self._wake_epolls = {thread: select.epoll() for thread in self._wake_events}
+        for thread, alarm in self._wake_events.items():
+            self._wake_epolls[thread].register(alarm, select.EPOLLIN)
+            self._wake_epolls[thread].register(self._epoll.fileno(), select.EPOLLIN)
         self._waiter, self._tokens = WaitingThread.ENGINE, itertools.count()
         #: whether messages wake the engine's thread, and whether they will in a moment
         self._wakes_engine, self._wakes_engine_soon = True, False
@@ -139,21 +140,21 @@ class TcpStarTransport:
         """Look so often whether a message has come; whether one has."""
         return any(self.pending() for _ in range(times))
 
-    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
-        """Sleep until a message has come or a thread has woken ``who``, or for the time given."""
-        if any(fd == self._wake_events[who] for fd, _ in self._wake_epolls[who].poll(timeout_seconds)):
-            self._silence(who)
+    def sleep(self, token: int, thread: WaitingThread, timeout_seconds: float) -> None:
+        """Sleep until a message has come or a thread has woken ``thread``, or for the time given."""
+        if any(fd == self._wake_events[thread] for fd, _ in self._wake_epolls[thread].poll(timeout_seconds)):
+            self._silence(thread)
 
-    def set_wake_target(self, who: WaitingThread) -> None:
-        """From now on messages wake ``who``."""
+    def set_wake_target(self, thread: WaitingThread) -> None:
+        """From now on messages wake ``thread``."""
         if self._wakes_engine_soon:
             self._wakes_engine_soon = False
             self._engine_timer.stop()
-        wakes = who in {WaitingThread.ENGINE, WaitingThread.PARKED}
+        wakes = thread in {WaitingThread.ENGINE, WaitingThread.PARKED}
         if wakes != self._wakes_engine:
             self._wakes_engine = wakes
             self._wake_epolls[WaitingThread.ENGINE].modify(self._epoll.fileno(), select.EPOLLIN if wakes else 0)
-        self._waiter = who
+        self._waiter = thread
 
     def release_to_engine(self, urgent: bool) -> bool:
         """A caller goes: the engine's thread looks for work in a moment; until then messages leave it asleep."""
@@ -162,9 +163,11 @@ class TcpStarTransport:
         self._waiter = WaitingThread.ENGINE
         return True
 
-    def wake(self, who: WaitingThread) -> None:
-        """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
-        awaited = who & self._waiter or who  # of several, the one that has taken over looks after all there is to do
+    def wake(self, thread: WaitingThread) -> None:
+        """Wake a thread of this rank that sleeps as ``thread``. Any thread may call this."""
+        awaited = (
+            thread & self._waiter or thread
+        )  # of several, the one that has taken over looks after all there is to do
         for one, alarm in self._wake_events.items():
             if one & awaited:
                 os.eventfd_write(alarm, 1)
@@ -173,9 +176,9 @@ class TcpStarTransport:
         """For who waits on `descriptor`: look for work after this, and it is readable when there is more."""
         self._silence(WaitingThread.CALLER)
 
-    def _silence(self, who: WaitingThread) -> None:
+    def _silence(self, thread: WaitingThread) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_events[who])
+            os.eventfd_read(self._wake_events[thread])
 
     def close(self) -> None:
         """Close all connections. May be called twice."""

@@ -41,14 +41,14 @@ class TorchCollectives(Collectives[torch.Tensor]):
             return run
 
         def run_compressed(
-            value: Any, how: Any, name: str | None, process_set: ProcessSet, compression: Compressor
+            value: Any, reduction: Any, name: str | None, process_set: ProcessSet, compression: Compressor
         ) -> Any:
             as_compressor(compression, COMPRESSION_NAMES)
             if not grouped:
                 compressed, ctx = compression.compress(value)
-                return compression.decompress(run(compressed, how, name, process_set), ctx)
+                return compression.decompress(run(compressed, reduction, name, process_set), ctx)
             pairs = list(map(compression.compress, as_group(value)))
-            results = run([tensor for tensor, _ in pairs], how, name, process_set)
+            results = run([tensor for tensor, _ in pairs], reduction, name, process_set)
             return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
 
         return run_compressed

@@ -208,12 +208,12 @@ def test_who_is_lacking_is_told_by_the_numbers_of_the_backend(late: int) -> None
     seen, enough = set(), threading.Event()
 
     def body(backend: Backend) -> None:
-        def lacking(members: Any) -> None:
+        def ranks_missing(members: Any) -> None:
             seen.update(members)
             if late in seen:
                 enough.set()
 
-        backend.lacking = lacking
+        backend.ranks_missing = ranks_missing
         if backend.rank == late:
             assert enough.wait(30.0)
         backend.barrier(soon())

@@ -131,7 +131,7 @@ class Simulation:
         self.ranks = [Rank(RankController(r), deque(p)) for r, p in enumerate(plan.programs)]
         #: where what is said travels through memory, as between the ranks of one host
         self.transports = shm_transports(plan.size) if plan.encoded else []
-        self.channels = [ControlChannel(t, hears_reports=r == 0) for r, t in enumerate(self.transports)]
+        self.channels = [ControlChannel(t, receives_reports=r == 0) for r, t in enumerate(self.transports)]
         #: what each rank had put into its slot when rank 0 answered, by the number of the answer
         self.eager_answers: list[list[int]] = []
         self.num_announced = 0
@@ -184,11 +184,11 @@ class Simulation:
         self._check_end()
 
     def _actions(self) -> tuple[Any, ...]:
-        return self.submit, self.send, self.hear, self.tell, self.speak
+        return self.submit, self.send, self.receive, self.tell, self.speak
 
     def _sweep(self) -> bool:
         moved = False
-        for action in (self.submit, self.send, self.tell, self.speak, self.hear):
+        for action in (self.submit, self.send, self.tell, self.speak, self.receive):
             for rank in self.rng.sample(range(self.plan.size), self.plan.size):
                 while action(rank):
                     moved = True
@@ -368,7 +368,7 @@ class Simulation:
             ):  # said again: it has joined no earlier than now
                 self.joined.remove(rank)
                 self.joined.append(rank)
-        self.coordinator.hear(rank, [report], self.now)
+        self.coordinator.receive(rank, [report], self.now)
         self.coordinator.validate_state()
         return True
 
@@ -380,7 +380,7 @@ class Simulation:
         """Whether rank 0's engine, which feeds the coordinator, stands still."""
         return bool(self.ranks[0].gone) or self.ranks[0].lost is not None
 
-    def hear(self, rank: int) -> bool:
+    def receive(self, rank: int) -> bool:
         """One announcement reaches a rank; without any, a rank may notice that another has died."""
         state = self.ranks[rank]
         if state.gone:
@@ -400,7 +400,7 @@ class Simulation:
         self._note("rank %d hears %s", rank, announcement)
         concerning = deque(w for w in self.runs.get(number, ()) if rank in self.batches[w].team)
         broken = state.participant.broken is not None
-        instructions = state.participant.hear(announcement)
+        instructions = state.participant.receive(announcement)
         state.participant.validate_state()
         for instruction in instructions:
             if isinstance(instruction, ExecuteBatch):

@@ -35,7 +35,9 @@ class _CompressedBucket:
 class CompressedBuckets:
     """The buckets of one plan, in the memory ``arrays``: flat, in the storage types of floating-point ``dtypes``."""
 
-    def __init__(self, codec: Codec, reduce_group: ReduceGroup, arrays: list[NDArray[Any]], dtypes: list[DType]) -> None:
+    def __init__(
+        self, codec: Codec, reduce_group: ReduceGroup, arrays: list[NDArray[Any]], dtypes: list[DType]
+    ) -> None:
         self._codec = codec
         self._reduce_group = reduce_group
         self._buckets = [self._make(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
@@ -53,9 +55,9 @@ class CompressedBuckets:
 
     def receive(self, number: int) -> None:
         """Decode the codes of all ranks into the bucket."""
-        bucket, how = self._buckets[number], self._reduce_group.how
-        factor = how.prescale * how.postscale
-        if how.op is ReduceOp.AVERAGE:
+        bucket, reduction = self._buckets[number], self._reduce_group.reduction
+        factor = reduction.prescale * reduction.postscale
+        if reduction.op is ReduceOp.AVERAGE:
             factor /= self._reduce_group.size
         add_up(self._codec, list(bucket.gathered.reshape(self._reduce_group.size, -1)), bucket.array, factor)
 

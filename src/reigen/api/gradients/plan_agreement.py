@@ -41,7 +41,13 @@ def agree_on_plan(reduce_group: ReduceGroup, proposal: PlanProposal) -> tuple[li
     order_bytes = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
     packed = compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order_bytes
     replies = allgather_bytes(reduce_group.context, packed, f"{reduce_group.name}.agreement", reduce_group.number)
-    check_digests(reduce_group.context, [reply[:32] for reply in replies], proposal.description, reduce_group.name, reduce_group.number)
+    check_digests(
+        reduce_group.context,
+        [reply[:32] for reply in replies],
+        proposal.description,
+        reduce_group.name,
+        reduce_group.number,
+    )
     num_parameters = len(proposal.sparse_dims)
     dims = [reply[32 : 32 + num_parameters] for reply in replies]
     order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]

@@ -106,8 +106,8 @@ def check_replicas(reduce_group: ReduceGroup, tensors: Sequence[NDArray[np.uint8
     Raises:
         ReplicaError: they differ; raised on every rank, with the first tensor and the ranks whose values are strange.
     """
-    prints = np.array([fingerprint(tensor) for tensor in tensors], np.int64)
-    combined = fingerprint(prints.view(np.uint8))
+    fingerprints = np.array([fingerprint(tensor) for tensor in tensors], np.int64)
+    combined = fingerprint(fingerprints.view(np.uint8))
     # The maximum of ~x is the complement of the minimum of x.
     extremes = np.array([combined, ~combined], np.int64)
     reduce_group.combine(extremes, ReduceOp.MAX, "replicas")
@@ -115,11 +115,11 @@ def check_replicas(reduce_group: ReduceGroup, tensors: Sequence[NDArray[np.uint8
         return
     # A row for every rank of the job: who has joined leaves his empty, and so does who is not in the set.
     table = np.zeros((reduce_group.context.size, 1 + len(tensors)), np.int64)
-    table[reduce_group.context.rank] = [1, *prints]
+    table[reduce_group.context.rank] = [1, *fingerprints]
     reduce_group.combine(table, ReduceOp.SUM, "replicas.tensors")
     ranks = np.flatnonzero(table[:, 0]).tolist()
-    prints_by_rank = table[ranks, 1:]
-    found = find_divergence(ranks, prints_by_rank)
+    fingerprints_by_rank = table[ranks, 1:]
+    found = find_divergence(ranks, fingerprints_by_rank)
     assert found is not None, "equal tables have equal fingerprints"
     raise ReplicaError(
         f"the replicas have diverged: {_format_holders(found.ranks)} not what the others hold ({found.num_tensors} of "
@@ -129,7 +129,7 @@ def check_replicas(reduce_group: ReduceGroup, tensors: Sequence[NDArray[np.uint8
         ranks=found.ranks,
         details={
             rank: f"fingerprint {value & (2**64 - 1):016x}"
-            for rank, value in zip(ranks, prints_by_rank[:, found.tensor].tolist(), strict=True)
+            for rank, value in zip(ranks, fingerprints_by_rank[:, found.tensor].tolist(), strict=True)
         },
     )
 

@@ -141,10 +141,10 @@ def _cut_elements(bucket: Bucket, num_owners: int, alignment_bytes: int) -> list
 def _cut_parameters(bucket: Bucket, loads: Sequence[int]) -> list[int]:
     """The same where parameters stay whole, and the owners have so many bytes already."""
     total = sum(loads) + bucket.nbytes
-    lacking = [max(0, total - len(loads) * load) for load in loads]
+    missing_bytes = [max(0, total - len(loads) * load) for load in loads]
     cuts: list[int] = []
-    for wanted in itertools.accumulate(lacking[:-1]):
-        ideal = bucket.offset + bucket.nbytes * wanted // max(1, sum(lacking))
+    for wanted in itertools.accumulate(missing_bytes[:-1]):
+        ideal = bucket.offset + bucket.nbytes * wanted // max(1, sum(missing_bytes))
         begin, end = _parameter_bounds(bucket, ideal)
         cuts.append((begin if ideal - begin <= end - ideal else end) - bucket.offset)
     return cuts

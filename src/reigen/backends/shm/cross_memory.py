@@ -113,7 +113,7 @@ class CrossMemoryAllreduce:
         reader: for the other ranks' memory.
         source: this rank's arrays.
         target: where the result goes, of the same sizes.
-        shown: for each rank, what its `encode_addresses` gave.
+        address_tables: for each rank, what its `encode_addresses` gave.
         itemsize: bytes per element.
     """
 
@@ -122,11 +122,11 @@ class CrossMemoryAllreduce:
         reader: CrossMemoryReader,
         source: BufferList,
         target: BufferList,
-        shown: Sequence[NDArray[np.uint8]],
+        address_tables: Sequence[NDArray[np.uint8]],
         itemsize: int,
     ) -> None:
         self._reader, self._source, self._target, self._itemsize = reader, source, target, itemsize
-        tables = [addresses.view(np.uint64).reshape(2, -1).tolist() for addresses in shown]
+        tables = [addresses.view(np.uint64).reshape(2, -1).tolist() for addresses in address_tables]
         self._sources: list[list[int]] = [table[0] for table in tables]
         self._targets: list[list[int]] = [table[1] for table in tables]
         self._slices = [rank_slice(source.size, rank, reader.size, itemsize) for rank in range(reader.size)]

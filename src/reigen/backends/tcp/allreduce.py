@@ -68,7 +68,7 @@ class TcpGroup:
         others: the others' numbers in the backend, from the next one on, so that not all ranks begin with the same.
     """
 
-    exchange: TcpEventLoop
+    loop: TcpEventLoop
     ranks: tuple[int, ...]
     rank: int
     scratch: ChunkPool = field(default_factory=ChunkPool)
@@ -79,11 +79,11 @@ class TcpGroup:
 
     def send(self, member: int, array: Array, then: Callable[[], None] | None = None) -> None:
         """Post a message of a contiguous array to a member."""
-        self.exchange.send(self.ranks[member], array.data, then)
+        self.loop.send(self.ranks[member], array.data, then)
 
     def receive(self, member: int, array: Array, then: Callable[[], None] | None = None) -> None:
         """Post a contiguous array as the place of a member's next message."""
-        self.exchange.receive(self.ranks[member], array.data, then)
+        self.loop.receive(self.ranks[member], array.data, then)
 
 
 class _ChunkedAllreduce:
@@ -152,7 +152,7 @@ class _ChunkedAllreduce:
             blocks.append(self._scratch.take())
             return make(blocks[0]).view(np.uint8).data
 
-        self._group.exchange.send(self._group.ranks[member], place, lambda: self._scratch.give(blocks.pop()))
+        self._group.loop.send(self._group.ranks[member], place, lambda: self._scratch.give(blocks.pop()))
 
     def _result(self, begin: int, end: int) -> tuple[Array, ChunkBlock | None]:
         """Return room for a chunk of the result: where it belongs, or else in a block, and that block."""
@@ -364,7 +364,7 @@ class RingAllreduce(_ChunkedAllreduce):
         )
         steps = range(2 * (size - 1))
         #: what comes: step, from and to which element
-        self._coming = [(step, *chunk) for step in steps for chunk in self._chunks[(group.rank - step - 1) % size]]
+        self._chunk_steps = [(step, *chunk) for step in steps for chunk in self._chunks[(group.rank - step - 1) % size]]
 
     def start(self) -> None:
         """Post the first messages."""
@@ -373,7 +373,7 @@ class RingAllreduce(_ChunkedAllreduce):
                 self._send_contribution(self._next, begin, end)
             else:
                 self._send_late(self._next, partial(self._scaled, begin, end))
-        for index in range(min(WINDOW, len(self._coming))):
+        for index in range(min(WINDOW, len(self._chunk_steps))):
             self._expect(index)
 
     def _scaled(self, begin: int, end: int, block: ChunkBlock) -> Array:
@@ -386,7 +386,7 @@ class RingAllreduce(_ChunkedAllreduce):
         return scaled
 
     def _expect(self, index: int) -> None:
-        step, begin, end = self._coming[index]
+        step, begin, end = self._chunk_steps[index]
         if step < len(self._group.others):
             partial_sum = self._slot(index, self._previous, end - begin)
             self._group.receive(self._previous, partial_sum, partial(self._add, index, partial_sum))
@@ -395,7 +395,7 @@ class RingAllreduce(_ChunkedAllreduce):
             self._group.receive(self._previous, result, partial(self._pass_on, index, result, block))
 
     def _add(self, index: int, partial_sum: Array) -> None:
-        step, begin, end = self._coming[index]
+        step, begin, end = self._chunk_steps[index]
         scratch = self._scratch.take()
         own = self._scaled(begin, end, scratch)
         result, block = self._result(begin, end)
@@ -407,8 +407,8 @@ class RingAllreduce(_ChunkedAllreduce):
 
     def _pass_on(self, index: int, result: Array, block: ChunkBlock | None) -> None:
         """Send received data on; sums, and those partial sums that lie in the target, stay there."""
-        step, begin, _ = self._coming[index]
-        if index + WINDOW < len(self._coming):
+        step, begin, _ = self._chunk_steps[index]
+        if index + WINDOW < len(self._chunk_steps):
             self._expect(index + WINDOW)
         num_adding = len(self._group.others)
         if block is not None and step < num_adding - 1:

@@ -54,7 +54,9 @@ class FailureDiagnosis:
         for connection in unsent:
             connection.link.abort(msgspec.msgpack.encode(short))
         until = time.monotonic() + _ABORT_SEND_SECONDS
-        while (unsent := [connection for connection in unsent if _flush_sends(connection)]) and time.monotonic() < until:
+        while (
+            unsent := [connection for connection in unsent if _flush_sends(connection)]
+        ) and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
 
     def listen(self, connections: Iterable[PeerConnection], pending: Sequence[int]) -> None:

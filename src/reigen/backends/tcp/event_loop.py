@@ -6,7 +6,7 @@ ready to receive while it sends, so ranks that send to each other cannot block e
 are.
 
 Messages leave in the order in which they were posted, to at most two ranks at a time. Where all ranks begin with the
-next one and go on to the one after it, everybody then hears from about two at a time, too: as many as there are at once
+next one and go on to the one after it, every rank then receives from about two at a time, too: all at once
 would fill the queue before a receiver's port, and what the network drops has to be sent again. (Four hosts, each with
 100 Mbit/s and a queue of 20 ms: some 500 packets dropped a second before, 1 since. One rank at a time leaves gaps.)
 A link gets its next message when the last one has left, so that the second to one rank is not ahead of the first to
@@ -49,7 +49,7 @@ _IN, _OUT = select.POLLIN, select.POLLOUT
 class TcpEventLoop:
     """Messages between this rank and others. Ranks are numbers in the job.
 
-    Operations follow each other, each of them within ``with exchange.operation(...)``. `abort` may come from another
+    Operations follow each other, each of them within ``with loop.operation(...)``. `abort` may come from another
     thread, everything else from one thread at a time.
 
     The arguments are those of `TcpNetwork`.
@@ -62,7 +62,7 @@ class TcpEventLoop:
         self._mesh, self._failure, self._num_sockets = mesh, failure, num_sockets
         self._peers: dict[int, TcpPeer] = {}
         self._connections: dict[int, PeerConnection] = {}
-        self._faults = FailureDiagnosis(self.rank, self._peers, failure, hosts or {})
+        self._diagnosis = FailureDiagnosis(self.rank, self._peers, failure, hosts or {})
         self._poll = select.poll()
         self._untried: deque[TcpPeer] = deque()
         #: messages that no link has been given
@@ -73,8 +73,8 @@ class TcpEventLoop:
         self._breadth = 0
         self._num_pending = 0
         self._deadline = 0.0
-        self._lacking: MissingRanksCallback | None = None
-        self._meanwhile: ProgressHook | None = None
+        self._ranks_missing: MissingRanksCallback | None = None
+        self._progress_hook: ProgressHook | None = None
         self._ranks: AbstractSet[int] = frozenset()
         #: held while an operation runs
         self._running = threading.Lock()
@@ -87,16 +87,21 @@ class TcpEventLoop:
     def operation(
         self,
         deadline: float,
-        lacking: MissingRanksCallback | None,
-        meanwhile: ProgressHook | None,
+        ranks_missing: MissingRanksCallback | None,
+        progress_hook: ProgressHook | None,
         ranks: AbstractSet[int],
     ) -> TcpEventLoop:
         """Return a context in which everything that is posted belongs to one operation.
 
         ``ranks`` are those with which this one exchanges messages; they do the same, so that there can be connections.
-        The others: see `reigen.backends.base`; ``lacking`` gets numbers in the job.
+        The others: see `reigen.backends.base`; ``ranks_missing`` gets numbers in the job.
         """
-        self._deadline, self._lacking, self._meanwhile, self._ranks = deadline, lacking, meanwhile, ranks
+        self._deadline, self._ranks_missing, self._progress_hook, self._ranks = (
+            deadline,
+            ranks_missing,
+            progress_hook,
+            ranks,
+        )
         return self
 
     def __enter__(self) -> Self:
@@ -107,8 +112,8 @@ class TcpEventLoop:
         for peer in self._peers.values():
             peer.is_heard = peer.is_active = peer.is_silent = False
         try:
-            if self._meanwhile is not None:
-                self._poll.register(self._meanwhile.descriptor, _IN)
+            if self._progress_hook is not None:
+                self._poll.register(self._progress_hook.descriptor, _IN)
             if not self._peers.keys() >= self._ranks:
                 self._connect([rank for rank in self._ranks if rank not in self._peers])
         except BaseException as error:
@@ -117,9 +122,9 @@ class TcpEventLoop:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._meanwhile is not None:
-            self._poll.unregister(self._meanwhile.descriptor)
-        self._lacking = self._meanwhile = None
+        if self._progress_hook is not None:
+            self._poll.unregister(self._progress_hook.descriptor)
+        self._ranks_missing = self._progress_hook = None
         if error is not None and self._stop is None:
             if isinstance(error, CollectiveError):
                 self._stop = error.anew()
@@ -127,7 +132,7 @@ class TcpEventLoop:
                 reason = f"rank {self.rank} gave up in the middle of a collective ({error!r})"
                 self._stop = CollectiveError(reason, ranks=(self.rank,))
         if self._stop is not None:
-            self._faults.send_abort(self._stop)
+            self._diagnosis.send_abort(self._stop)
         self._running.release()
 
     def _connect(self, missing: Sequence[int]) -> None:
@@ -191,7 +196,7 @@ class TcpEventLoop:
             if self._stop is not None:
                 raise self._stop.anew()
             if now >= self._deadline:
-                raise self._faults.of_deadline(self._pending())
+                raise self._diagnosis.of_deadline(self._pending())
             events = self._poll.poll(max(0.0, min(next_look, self._deadline) - now) * 1000)
             if events:
                 self._serve(events)
@@ -208,16 +213,18 @@ class TcpEventLoop:
 
     def _try_posted(self) -> None:
         """Try what has been posted: often the kernel takes it, and has it, at once."""
-        hot = self._untried
-        while hot:
-            peer = hot.popleft()
+        untried = self._untried
+        while untried:
+            peer = untried.popleft()
             peer.has_untried = False
             if peer.num_leaving:
                 self._push(peer)
             if peer.expects_more:
                 peer.expects_more = False
                 for connection in peer.incoming:
-                    if connection.receiving:  # the end of any other may only mean that its rank has done its part, and left
+                    if (
+                        connection.receiving
+                    ):  # the end of any other may only mean that its rank has done its part, and left
                         self._pull(connection)
 
     def _start_sends(self) -> None:
@@ -240,8 +247,8 @@ class TcpEventLoop:
         for fd, event in events:
             connection = self._connections.get(fd)
             if connection is None:
-                assert self._meanwhile is not None
-                self._meanwhile.work()
+                assert self._progress_hook is not None
+                self._progress_hook.work()
                 continue
             if event & ~_OUT:
                 self._pull(connection)
@@ -255,7 +262,7 @@ class TcpEventLoop:
                 try:
                     completed = connection.link.advance_sends()
                 except (ConnectionError, WireError, AuthenticationError) as error:
-                    raise self._faults.of_link(connection, error, self._pending()) from error
+                    raise self._diagnosis.of_link(connection, error, self._pending()) from error
                 if completed:
                     peer.num_leaving -= completed
                     self._breadth -= not peer.num_leaving
@@ -267,7 +274,7 @@ class TcpEventLoop:
         try:
             completed = connection.link.advance_receives()
         except (ConnectionError, WireError, AuthenticationError) as error:
-            raise self._faults.of_link(connection, error, self._pending()) from error
+            raise self._diagnosis.of_link(connection, error, self._pending()) from error
         if completed or connection.link.num_placed_bytes:
             connection.peer.is_heard = connection.peer.is_active = True
         self._conclude(connection, connection.receiving, completed)
@@ -296,8 +303,8 @@ class TcpEventLoop:
     def _check_peers(self) -> None:
         pending = self._pending()
         silent = [rank for rank in pending if not self._peers[rank].is_active]
-        if self._lacking is not None and silent:
-            self._lacking(silent)
+        if self._ranks_missing is not None and silent:
+            self._ranks_missing(silent)
         error = self._failure(pending)
         # Who is gone may have sent all before; and behind all that somebody sent who left, the connection ends.
         if error is not None and not has_left(error) and not self._poll.poll(0):
@@ -306,33 +313,35 @@ class TcpEventLoop:
         for rank in pending:
             peer = self._peers[rank]
             peer.is_active = False
-            # Twice: where this host itself did not run for so long, its kernel takes a moment to receive from the other.
+            # Twice: where this host did not run for so long itself, its kernel takes a moment to hear of the other.
             was_silent, peer.is_silent = peer.is_silent, peer.silent_seconds >= self._mesh.peer_timeout_seconds
             if was_silent and peer.is_silent:
-                raise self._faults.of_silence(rank, self._mesh.peer_timeout_seconds)
+                raise self._diagnosis.of_silence(rank, self._mesh.peer_timeout_seconds)
 
     def _wait_to_connect(self, missing: Sequence[int]) -> None:
         if self._stop is not None:
             raise self._stop.anew()
-        if self._lacking is not None:
-            self._lacking(missing)
+        if self._ranks_missing is not None:
+            self._ranks_missing(missing)
         error = self._failure(missing)
         if error is not None:
             raise error
         self._listen(())
 
     def _listen(self, pending: Sequence[int]) -> None:
-        self._faults.listen([connection for connection in self._connections.values() if not connection.receiving], pending)
+        self._diagnosis.listen(
+            [connection for connection in self._connections.values() if not connection.receiving], pending
+        )
 
     # -- giving up ----------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """Give up: tell all ranks that there is a connection to, and end the operation that runs, in any thread."""
+        """Give up: send the error to all connected ranks, and end the operation that runs, in any thread."""
         if self._stop is None:
             self._stop = error
         if self._running.acquire(blocking=False):
             try:
-                self._faults.send_abort(error)
+                self._diagnosis.send_abort(error)
             finally:
                 self._running.release()
 

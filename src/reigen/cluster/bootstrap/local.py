@@ -49,13 +49,13 @@ _log = logging.getLogger(__name__)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 #: The number of a descriptor; or what there is instead of one.
 _NUMBER = struct.Struct("i")
-_HAS_SECRET, _SEES_NOBODY = -1, -2
+_HAS_SECRET, _CANNOT_INSPECT = -1, -2
 _TOKEN_NAME = re.compile(rf"/memfd:reigen-([0-9a-f]{{{2 * SECRET_BYTES}}}) \(deleted\)")
 _IDENTITY = Identity(ProcessRole.RANK, 0, "handover")
 _MAX_BYTES = 1024
 _AGAIN_SECONDS = 0.05
 #: How long the other end may take once it is connected.
-_TALK_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 5.0
 
 
 class ServiceEndpoint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -152,8 +152,8 @@ class LocalBootstrapServer:
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        deadline = time.monotonic() + _TALK_SECONDS
-        connection.settimeout(_TALK_SECONDS)
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        connection.settimeout(_HANDSHAKE_SECONDS)
         pid, user = _peer_credentials(connection)
         if user != os.geteuid():
             return
@@ -165,7 +165,7 @@ class LocalBootstrapServer:
                 key, answer = _derive_key(_read_token(pid, number), self._token.value), self._token.fd
             except OSError as error:
                 _log.info("process %d asked for the job's secret, but cannot be looked at: %s", pid, error)
-                key, answer = b"", _SEES_NOBODY
+                key, answer = b"", _CANNOT_INSPECT
         connection.sendall(_NUMBER.pack(answer))
         if key:
             _shake_hands(connection, ServerHandshake(key, _IDENTITY), deadline).send(self._data, deadline)
@@ -183,8 +183,8 @@ def fetch_endpoints(name: bytes, given: bytes | None = None) -> list[ServiceEndp
         WireError: it is no pointer.
     """
     with socket.socket(socket.AF_UNIX) as connection, contextlib.closing(_MemfdToken()) as token:
-        deadline = time.monotonic() + _TALK_SECONDS
-        connection.settimeout(_TALK_SECONDS)
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        connection.settimeout(_HANDSHAKE_SECONDS)
         try:
             connection.connect(name)
             key = _negotiate_key(connection, f"the abstract socket of this job, {name[1:].decode()}", token, given)
@@ -228,7 +228,7 @@ def _negotiate_key(connection: socket.socket, where: str, token: _MemfdToken, gi
             f"this process was {nots[0]}given a secret ({SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}), and who listens "
             f"at {where} was {nots[1]}given one"
         )
-    if answer == _SEES_NOBODY:
+    if answer == _CANNOT_INSPECT:
         problem = "this process cannot be looked at from there"
     elif pid == 0:
         problem = "it has no process id here"

@@ -3,9 +3,9 @@
 Whatever a rank starts inherits the variables that make it a rank. If such a process calls ``init()``, too, it must get
 an error, not its parent's place. So each process that joins writes itself down at the rendezvous, once for each rank,
 and the first one holds the rank until its end. The one that comes after that end (``python a.py && python b.py``) is
-the rank's next life; lives meet apart from each other. Processes of several hosts may claim ranks at one service, so
-a process is identified by its host, too. Whether one on another host has ended cannot be seen from here, so it holds its
-rank for as long as the service lives.
+the rank's next incarnation; each incarnation has a rendezvous of its own. Processes of several hosts may claim ranks at
+one service, so a process is identified by its host, too. Whether one on another host has ended cannot be seen from
+here, so it holds its rank for as long as the service lives.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
         ConfigError: another process is this rank.
     """
     own = _RankHolder(os.getpid(), int(read_process_stat(os.getpid())[19]), *host_identity())
-    for life in itertools.count():
-        kept = rendezvous.put_first(f"process/{rank}/{life}", msgspec.msgpack.encode(own))
+    for incarnation in itertools.count():
+        kept = rendezvous.put_first(f"process/{rank}/{incarnation}", msgspec.msgpack.encode(own))
         holder = msgspec.msgpack.decode(kept, type=_RankHolder)
         if holder == own:
-            return life
+            return incarnation
         if holder.host_id != own.host_id:
             raise ConfigError(
                 f"rank {rank} of this job is process {holder.pid} of host {holder.host}, and process {own.pid} of host "
@@ -68,7 +68,7 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
                 "-np 1 COMMAND`, or without the variables REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE. If both were "
                 "started by hand, give each its own RANK."
             )
-    raise AssertionError("lives are counted without end")
+    raise AssertionError("incarnations are counted without end")
 
 
 def _is_running(holder: _RankHolder) -> bool:

@@ -266,9 +266,11 @@ class ControlService:
         self._send(self._members.ended(client, time.monotonic(), silent=silent))
 
     def _send(self, replies: Sequence[tuple[Any, StoreReply | MembershipReply]]) -> None:
-        news = {id(said): said for _, said in replies if isinstance(said, MembershipNews)}  # one object for all
+        news = {
+            id(message): message for _, message in replies if isinstance(message, MembershipNews)
+        }  # one object for all
         if news:
-            self.on_events(tuple(dict.fromkeys(event for said in news.values() for event in said.events)))
+            self.on_events(tuple(dict.fromkeys(event for message in news.values() for event in message.events)))
         last, data = None, b""
         for client, reply in replies:
             if reply is not last:

@@ -179,9 +179,9 @@ class MembershipTable:
         if gone is not None:
             gone.owner = None
             others = reversed(self._duplicate_connections.items())
-            spare = next((other for other, member in others if member is gone), None)
-            if spare is not None and self.stop is None:
-                self._switch_connection(spare)
+            duplicate = next((other for other, member in others if member is gone), None)
+            if duplicate is not None and self.stop is None:
+                self._switch_connection(duplicate)
             elif self.stop is None and gone.state is MemberState.PRESENT:
                 self._lose_connection(gone, silent=silent)
         return self._finish()
@@ -226,10 +226,10 @@ class MembershipTable:
             return len(self._waiting) + 1 < len(self._members)
         if message.number >= 0 or not self._is_restarted:
             return False
-        mine = self._of_role(message.role)
-        num_absent = sum(member.state is MemberState.ABSENT for member in mine)
+        of_role = self._of_role(message.role)
+        num_absent = sum(member.state is MemberState.ABSENT for member in of_role)
         num_others = sum(one.role == message.role and one.number < 0 for one in self._waiting.values())
-        return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in mine)
+        return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in of_role)
 
     def _admit_waiting(self) -> None:
         """Step H: admit processes that need not wait any more, servers first: they may know the job."""
@@ -269,10 +269,10 @@ class MembershipTable:
 
     def _correct(self, owner: ConnectionId, message: RegisterMember) -> None:
         """Step D: tell a member that was away who has returned meanwhile, or will have."""
-        believed = [self._members[key] for key in dict.fromkeys(message.lost) if key in self._members]
-        for member in believed:
+        believed_lost = [self._members[key] for key in dict.fromkeys(message.lost) if key in self._members]
+        for member in believed_lost:
             member.is_missed |= member.state is MemberState.ABSENT
-        self._send_news([owner], [one.return_event for one in believed if one.state is MemberState.PRESENT])
+        self._send_news([owner], [one.return_event for one in believed_lost if one.state is MemberState.PRESENT])
 
     def _problem(self, owner: ConnectionId, message: RegisterMember) -> str:
         """Return why a process cannot be in the job; empty if it can."""
@@ -311,10 +311,10 @@ class MembershipTable:
         """Return the place that a process asks for, or gets; None: all are taken."""
         if message.number >= 0:
             return self._members[message.role, message.number]
-        mine = self._of_role(message.role)
-        free = [member for member in mine if member.state is MemberState.ABSENT]
-        free += [member for member in mine if member.state is MemberState.LOST]
-        free += [member for member in mine if member.state is MemberState.PRESENT and member.owner is None]
+        of_role = self._of_role(message.role)
+        free = [member for member in of_role if member.state is MemberState.ABSENT]
+        free += [member for member in of_role if member.state is MemberState.LOST]
+        free += [member for member in of_role if member.state is MemberState.PRESENT and member.owner is None]
         return free[0] if free else None
 
     def _take_history(self, left: tuple[int, ...], *, goes_on: bool) -> None:
@@ -406,10 +406,10 @@ class MembershipTable:
     def _assign(self, owner: ConnectionId, member: Member, barriers: tuple[tuple[str, int], ...] = ()) -> None:
         self._reply(owner, MemberAssigned(member.number, member.is_recovery, self.job, self.epoch, barriers))
 
-    def _send_state(self, newcomer: ConnectionId) -> None:
+    def _send_state(self, new_connection: ConnectionId) -> None:
         """Step B: send the list of servers to one member, or all; and past events to one."""
         servers = self._of_role("server")
-        receivers = [newcomer] if self._is_open else []
+        receivers = [new_connection] if self._is_open else []
         if not self._is_open and all(server.incarnation for server in servers):
             self._is_open, receivers = True, list(self._member_of)
         for owner in receivers if servers else ():
@@ -424,7 +424,7 @@ class MembershipTable:
             past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
         past.append(self._abort)
         past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
-        self._send_news([newcomer], [event for event in past if event is not None and event not in self._held])
+        self._send_news([new_connection], [event for event in past if event is not None and event not in self._held])
 
     # -- signs of life, and their absence -----------------------------------------------------------------------------
 
@@ -454,8 +454,8 @@ class MembershipTable:
         """Take a sign of life of the process that has the place."""
         member.heard_at = self._now
         if member.replacement is not None:
-            claimant, member.replacement = member.replacement[0], None
-            self._refuse(claimant, f"{member.name} is there already, on host {member.host}")
+            replacement, member.replacement = member.replacement[0], None
+            self._refuse(replacement, f"{member.name} is there already, on host {member.host}")
         if member.state is MemberState.LOST:
             self._announce(*self._held.release())
             member.state, member.loss = MemberState.PRESENT, None
@@ -475,16 +475,16 @@ class MembershipTable:
 
     def _lose(self, member: Member, reason: str, *, is_silent: bool = False) -> None:
         """Steps B, C, D: the process that has the place is gone, or as good as."""
-        claimant, member.replacement = member.replacement, None
+        replacement, member.replacement = member.replacement, None
         if member.state is MemberState.PRESENT and not self._is_open and not self._is_restarted:
             self._forget(member)
         elif member.state is not MemberState.LOST:
             member.state, member.lost_at = MemberState.LOST, self._now
             self._report_loss(member, reason, is_awaited=True, is_silent=is_silent)
-        if claimant is not None and member.is_final:
-            self._refuse(claimant[0], f"{member.loss}; this job does not go on without it")
-        elif claimant is not None:
-            owner, message = claimant
+        if replacement is not None and member.is_final:
+            self._refuse(replacement[0], f"{member.loss}; this job does not go on without it")
+        elif replacement is not None:
+            owner, message = replacement
             self._assign_place(
                 owner, member, message, is_recovery=member.state is MemberState.LOST or message.is_restart
             )
@@ -548,7 +548,7 @@ class MembershipTable:
                 owner, f"more than {MAX_BARRIERS} barriers, or a name of more than {MAX_BARRIER_NAME_BYTES} bytes"
             )
         else:
-            self._barriers.hear(number, message, self._needed())
+            self._barriers.receive(number, message, self._needed())
 
     def _needed(self) -> list[int]:
         return [member.number for member in self._of_role("worker") if member.is_needed]
@@ -621,16 +621,16 @@ class MembershipTable:
         if self._waiting and not self.is_begun:
             times.append(self._known_first_until)
         self._due = NEVER if self.stop is not None else min(times)
-        said, self._replies = self._replies, []
-        return said
+        replies, self._replies = self._replies, []
+        return replies
 
     def _check_end(self) -> None:
         """Step G."""
         states = {member.state for member in self._of_role("worker")}
         policy, lost = self.spec.roles["worker"].on_loss, self._lost()
         final = any(member.is_final for member in lost)
-        is_unheard = self._is_restarted and any(member.state is MemberState.ABSENT for member in self._members.values())
-        if states - {MemberState.LEFT, MemberState.LOST} or is_unheard:  # servers that come back are to hear of it, too
+        has_absent = self._is_restarted and any(member.state is MemberState.ABSENT for member in self._members.values())
+        if states - {MemberState.LEFT, MemberState.LOST} or has_absent:  # servers that come back are to hear of it, too
             self._awaited_until = NEVER
         elif final or (MemberState.LEFT not in states and policy is LossPolicy.CONTINUE):
             exit_code = WORKERS_LOST_EXIT_CODE if lost[0].role == "worker" else 1

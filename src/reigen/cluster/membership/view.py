@@ -231,8 +231,8 @@ class JobView:
                     return  # before all have come, nobody knows where it was
                 self.servers[event.number] = event.server
         elif isinstance(event, MemberAborted):
-            teller = "" if event.number == self.number else f"{event.role} {event.number}, host {event.host}"
-            self._abort = self._abort or error_from_abort(event.abort, teller)
+            reporter = "" if event.number == self.number else f"{event.role} {event.number}, host {event.host}"
+            self._abort = self._abort or error_from_abort(event.abort, reporter)
         elif self.failure is None:
             self.failure = event.error()
         self._tell(event)

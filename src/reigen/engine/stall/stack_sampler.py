@@ -27,7 +27,7 @@ import msgspec
 
 _MOST_FRAMES, _MOST_INNER, _MOST_THREADS, _MOST_NAMES = 12, 3, 3, 5
 #: Frames that are looked at; a recursion may have many more.
-_MAX_WALKED = 500
+_MAX_FRAMES = 500
 _MAX_CHARACTERS = 200
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
@@ -105,7 +105,7 @@ def sample_stack(thread: int, waiting: CodeType, outstanding: Iterable[str], run
 
 
 def _walk_outward(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_MAX_WALKED):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             return
         yield frame

@@ -100,9 +100,11 @@ def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole
     num_servers = _parse_count(environ, "DMLC_NUM_SERVER", problems)
     number, origin = _task_number(environ, role, num_workers, num_servers)
     which = _parse_number(number, origin, num_servers if role == "server" else num_workers, problems)
-    beat, patience = config.kv_heartbeat_seconds, config.kv_heartbeat_timeout_seconds
-    if 0 < patience <= beat:
-        problems.append(f"PS_HEARTBEAT_TIMEOUT is {patience:g}: it must be longer than PS_HEARTBEAT_INTERVAL, {beat:g}")
+    interval, timeout = config.kv_heartbeat_seconds, config.kv_heartbeat_timeout_seconds
+    if 0 < timeout <= interval:
+        problems.append(
+            f"PS_HEARTBEAT_TIMEOUT is {timeout:g}: it must be longer than PS_HEARTBEAT_INTERVAL, {interval:g}"
+        )
     if problems:
         raise ConfigError("the variables that say what a process is are not in order:\n  " + "\n  ".join(problems))
     given = JobCredentials.of(environ).secret

@@ -57,10 +57,10 @@ class Scheduler(ControlService):
         config = settings.config
         self._settings, self._left_fd = settings, left_fd
         secret, follows = discovery.scheduler_secret(settings)
-        patience, why = recovery_wait_seconds(settings, follows=follows)
-        if patience:
-            _log.info("processes that know the job may come first, for up to %g s: %s", patience, why)
-        job, known_first_until = settings.job or 1 + secrets.randbits(62), time.monotonic() + patience
+        wait_seconds, why = recovery_wait_seconds(settings, follows=follows)
+        if wait_seconds:
+            _log.info("processes that know the job may come first, for up to %g s: %s", wait_seconds, why)
+        job, known_first_until = settings.job or 1 + secrets.randbits(62), time.monotonic() + wait_seconds
         beats = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
         spec = parameter_server_job(
             settings.num_workers,

@@ -184,10 +184,10 @@ def _check_declaration(declare: DeclareKey) -> None:
     is_known = spec.dtype in DTYPES and spec.stype in {DENSE, ROW_SPARSE}
     if not is_known or min(spec.shape, default=0) < 0 or spec.generation < 0 or num_elements > _MOST_ELEMENTS:
         raise WireError(f"a key like no other: {spec}")
-    grain = max(1, math.prod(spec.shape[1:])) if spec.stype == ROW_SPARSE else 1
+    row_elements = max(1, math.prod(spec.shape[1:])) if spec.stype == ROW_SPARSE else 1
     if len({place.index for place in places}) < len(places):
         raise WireError(f"shards of the key {spec.name!r} that are the same")
     for place in places:
         is_shard = 0 <= place.begin <= place.end <= num_elements and 0 <= place.index < 1 << 32
-        if not is_shard or place.begin % grain or place.end % grain:
+        if not is_shard or place.begin % row_elements or place.end % row_elements:
             raise WireError(f"a shard that is no part of the key {spec}: {place}")

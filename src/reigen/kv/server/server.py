@@ -388,9 +388,9 @@ class KVServer:
         """Log why a connection is over, by itself or because of what came, and drop it."""
         host = "" if client.connection is None else f" on host {client.connection.hello.host}"
         header = client.line.receiving
-        amid = "" if header is None else f", in the middle of a {MessageKind(header.kind).name} of key id {header.key}"
+        where = "" if header is None else f", in the middle of a {MessageKind(header.kind).name} of key id {header.key}"
         level = logging.INFO if isinstance(error, ConnectionError) else logging.WARNING
-        _log.log(level, "the connection of worker %d%s has ended%s: %s", client.worker, host, amid, str(error))
+        _log.log(level, "the connection of worker %d%s has ended%s: %s", client.worker, host, where, str(error))
         self._drop(client)
 
     def _drop(self, client: _ClientConnection) -> None:

@@ -439,8 +439,8 @@ class ServerStore:
 
     def fail_all(self, shard: Shard, error: BaseException) -> None:
         """Break off, since a shard could not be updated: nothing of this store can be trusted any more."""
-        how = "".join(traceback.format_exception(error))
-        _log.error("key %r could not be updated: %s", shard.spec.name, how)
+        traceback_text = "".join(traceback.format_exception(error))
+        _log.error("key %r could not be updated: %s", shard.spec.name, traceback_text)
         reason = f"server could not update the value: {type(error).__name__}: {error}"
         problem = error if isinstance(error, ReigenError) else CollectiveError(reason)
         self.break_off(RemoteError.of(problem, shard.spec.name))

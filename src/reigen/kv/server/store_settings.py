@@ -3,8 +3,8 @@
 ======================== ================================ =============================================================
 command                  arguments                        who, and when it is answered
 ======================== ================================ =============================================================
-set_optimizer            spec: `Optimizer.to_spec`        all workers alike; when all have said it
-set_gradient_compression params: of `from_params`; or {}  all workers alike; when all have said it
+set_optimizer            spec: `Optimizer.to_spec`        all workers alike; when all have sent it
+set_gradient_compression params: of `from_params`; or {}  all workers alike; when all have sent it
 set_learning_rate        learning_rate: a number          any worker; at once
 get_optimizer                                             any worker; at once: the spec, or None
 ======================== ================================ =============================================================
@@ -44,9 +44,9 @@ class StoreSettings:
     def __init__(self, store: ConsensusStore, num_workers: int) -> None:
         self._store = store
         self._num_workers = num_workers
-        #: What each was set to, in order; and how many of them a connection has said, or seen said by others.
+        #: What each was set to, in order; and how many of them a connection has sent, or seen sent by others.
         self._agreed: dict[str, list[bytes]] = {name: [] for name in _CONSENSUS_COMMANDS}
-        self._num_said: WeakKeyDictionary[WorkerConnection, dict[str, int]] = WeakKeyDictionary()
+        self._num_confirmed: WeakKeyDictionary[WorkerConnection, dict[str, int]] = WeakKeyDictionary()
         self._consensus = {name: WorkerConsensus(what, _describe) for name, what in _CONSENSUS_COMMANDS.items()}
         self.optimizer: Optimizer | None = None
         self.codec: Codec | None = None
@@ -110,10 +110,10 @@ class StoreSettings:
             from_params(argument)
         # the same bytes for equal arguments, whatever the order in which they were written
         word, agreed = msgspec.msgpack.encode(dict(sorted(argument.items()))), self._agreed[name]
-        said = self._num_said.setdefault(request.connection, {})
-        position = said.get(name, 0)
+        confirmed = self._num_confirmed.setdefault(request.connection, {})
+        position = confirmed.get(name, 0)
         if word in agreed[position:] or word in agreed[-1:]:
-            said[name] = agreed.index(word, position) + 1 if word in agreed[position:] else position
+            confirmed[name] = agreed.index(word, position) + 1 if word in agreed[position:] else position
             _answer_command(request, None)
             return
         if self._store.has_pushes():
@@ -140,7 +140,7 @@ class StoreSettings:
         self._agreed[name].append(word)
         self._store.must_save = True
         for request in consensus.pop_waiting():
-            self._num_said[request.connection][name] = len(self._agreed[name])
+            self._num_confirmed[request.connection][name] = len(self._agreed[name])
             _answer_command(request, None)
 
     def _apply(self, name: str, argument: dict[str, Any]) -> None:

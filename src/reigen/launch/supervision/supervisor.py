@@ -73,13 +73,13 @@ def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
         listener.complain(remnant)
 
 
-def _run_supervised(launcher: Launcher, environ: Mapping[str, str], lifeline: int, listener: JobListener) -> int:
+def _run_supervised(launcher: Launcher, environ: Mapping[str, str], watchdog_pipe: int, listener: JobListener) -> int:
     options = launcher.options
     kept = {name: text for name, text in environ.items() if name not in {TERMINAL_VARIABLE, PREFIXED_VARIABLE}}
     environ = kept | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
     with ExitStack() as stack:
         stack.callback(_close_launcher, launcher, listener)
-        supervisor = stack.enter_context(Supervisor(options, lifeline, listener, environ))
+        supervisor = stack.enter_context(Supervisor(options, watchdog_pipe, listener, environ))
         plan = supervisor.allocate(launcher)
         if plan.processes is not None:
             supervisor.start_all(plan.processes)
@@ -141,7 +141,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, options: LaunchOptions, lifeline: int, listener: JobListener, environ: Mapping[str, str]
+        self, options: LaunchOptions, watchdog_pipe: int, listener: JobListener, environ: Mapping[str, str]
     ) -> None:
         self._options, self._listener, self._environ = options, listener, environ
         self._plan = JobPlan(())
@@ -150,7 +150,7 @@ class Supervisor:
         self._numbers: dict[str, tuple[int, ...]] = {}
         self._names = name_ps_processes(options.num_ranks, options.servers)
         self._job = job_state.JobState(options.num_ranks, {})
-        self.loop = LauncherLoop(lifeline, self._on_signal, self._on_orphaned)
+        self.loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_orphaned)
         self.agents: dict[str, AgentClient] = {}
         self.is_starting = True
         #: Hosts that were lost, and why.
@@ -233,20 +233,20 @@ class Supervisor:
 
     def exclude_child(self, pid: int) -> None:
         """Exclude a child of this process from the job's."""
-        self._local.spared.add(pid)
+        self._local.excluded.add(pid)
 
     def run(self) -> int:
         """Keep the job until it ends; returns the exit code."""
         while self._finish is None:
             self.turn()
         self._local.drain()
-        self._dismiss()
+        self._finish_agents()
         self._display.finish()
         words = b"" if self._listener.finished is not None else self._describe_end(self._finish)
         self._display.say_repeats()
         self._display.say(words)
-        patience = None if self._finish.signum is None else self._options.grace_seconds
-        self._display.write_all(patience, lambda: self._is_hurried)
+        timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
+        self._display.write_all(timeout_seconds, lambda: self._is_hurried)
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
         return self._finish.exit_code
@@ -317,7 +317,7 @@ class Supervisor:
     def _of(self, group: HostProcesses, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if self.agents.get(self._hosts[rank], self._local) is group)
 
-    def _dismiss(self) -> None:
+    def _finish_agents(self) -> None:
         """Have the agents end, and wait for that: where ssh has ended, nothing is left there."""
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for agent in self.agents.values():

@@ -158,7 +158,7 @@ class GradientSynchronizer(OptimizerReducer):
         name, gradient = self.names[parameter], parameter.grad
         if gradient is None:
             raise ArgumentError(f"{name} has no gradient to reduce")
-        op, prescale, postscale = self._options.how
+        op, prescale, postscale = self._options.reduction
         handle: Handle[torch.Tensor] = allreduce_async_(
             gradient.detach(),
             name=f"allreduce.{name}",

@@ -284,6 +284,6 @@ def choose_bucket_memory(
     if lender is not None and backend is not None:
         devices = {lender.device(parameter) for parameter in parameters}
         device = devices.pop() if len(devices) == 1 else None
-        if device is not None and all(backend.takes(device, dtype, reduce_group.how) for dtype in set(wire)):
+        if device is not None and all(backend.takes(device, dtype, reduce_group.reduction) for dtype in set(wire)):
             return DeviceBucketMemory(places, device, lender)
     return BucketMemory(places)

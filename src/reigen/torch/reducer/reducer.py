@@ -70,7 +70,7 @@ class ReduceOptions:
     """Options of a reduction; the same on every rank.
 
     Attributes:
-        how: the operator and its factors.
+        reduction: the operator and its factors.
         compression: in which element type gradients travel, or as which codes.
         sparse_as_dense: sparse gradients are made dense instead of being gathered.
         groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
@@ -79,7 +79,7 @@ class ReduceOptions:
             `reigen.api.gradients.sharding`. None: everybody gets it.
     """
 
-    how: ReductionSpec
+    reduction: ReductionSpec
     compression: CastCompression | CodecCompression
     sparse_as_dense: bool
     groups: int | Mapping[torch.Tensor, int] | None
@@ -117,7 +117,7 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in parameters]
         self.tracker = GradientTracker(len(parameters), backward_passes_per_step)
-        self.reduce_group = ReduceGroup(context, options.process_set, options.how)
+        self.reduce_group = ReduceGroup(context, options.process_set, options.reduction)
         self.names = [name for name, _ in parameters]
         self._options = options
         self._places = BucketViews(self.parameters)
@@ -251,7 +251,7 @@ class Reducer:
         self._handles.clear()
         self.tracker = GradientTracker(len(self.parameters), self.tracker.backward_passes_per_step)
         if current is not self.reduce_group.context:
-            self.reduce_group = ReduceGroup(current, self._options.process_set, self._options.how)
+            self.reduce_group = ReduceGroup(current, self._options.process_set, self._options.reduction)
         self._choose_memory()
 
     def _choose_memory(self) -> None:
@@ -261,7 +261,9 @@ class Reducer:
             self._memory: BucketMemory = ShardedBucketMemory(self._places, self._options.owned)
         else:
             compression = self._options.compression
-            self._memory = choose_bucket_memory(self.reduce_group, self._places, self.parameters, self._wire, compression)
+            self._memory = choose_bucket_memory(
+                self.reduce_group, self._places, self.parameters, self._wire, compression
+            )
         #: whether p.grad may be the place in the bucket itself: same element type, same device
         self._direct = [
             wire is dtype_of(p.dtype) and self._memory.holds(p)
@@ -376,7 +378,7 @@ class Reducer:
         except JoinedError as error:
             if self._options.owned:
                 raise
-            self._improvise(error)
+            self._plan_one_pass(error)
             return
         overlaps = self.reduce_group.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
         self._overlaps = bool(self.reduce_group.where(overlaps, "overlaps"))
@@ -396,7 +398,7 @@ class Reducer:
         self._memory.register(self.reduce_group, plan)
         self.tracker.adopt(plan)
 
-    def _improvise(self, refusal: JoinedError) -> None:
+    def _plan_one_pass(self, refusal: JoinedError) -> None:
         """Plan for this pass alone, without agreement: in the order of definition, in ordinary memory."""
         dims = np.array([self._sparse_dims(p) for p in self.parameters], np.uint8)
         self.reduce_group.combine(dims, ReduceOp.MAX, "sparse")
@@ -414,9 +416,9 @@ class Reducer:
         return plan_buckets(specs, order, choose_bucket_bytes(self.reduce_group.context, self._overlaps), groups)
 
     def _proposal(self) -> PlanProposal:
-        how, groups = self._options.how, self._options.groups
+        reduction, groups = self._options.reduction, self._options.groups
         number = f", {groups} groups" if isinstance(groups, int) else ""
-        scaled = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}"
+        scaled = f"op={reduction.op.name}, scaled by {reduction.prescale} and {reduction.postscale}{number}"
         lines = [f"{scaled}, on {self._memory.kind}, {describe(self._options.compression)}"]
         for name, parameter, wire in zip(self.names, self.parameters, self._wire, strict=True):
             layout = f"shape {tuple(parameter.shape)}, strides {strides_of(parameter)}"
@@ -434,7 +436,7 @@ class Reducer:
 
     def _sparse_gradients(self, sparse_dims: Sequence[int]) -> SparseGradients:
         dims = {index: dim for index, dim in enumerate(sparse_dims) if dim}
-        op = self._options.how.op
+        op = self._options.reduction.op
         if dims and self._options.owned:
             name = self.names[min(dims)]
             raise ArgumentError(

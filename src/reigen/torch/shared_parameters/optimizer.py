@@ -235,7 +235,9 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         reduce_group = self._shared[0].reduce_group
         reduce_group.barrier("updated")
         if not may_begin:  # the others had come to the barrier before they gave up
-            raise CollectiveError(f"{reduce_group.name}.updated: other ranks gave up the job while this one stood still")
+            raise CollectiveError(
+                f"{reduce_group.name}.updated: other ranks gave up the job while this one stood still"
+            )
 
     def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
         """The optimizer of this rank's pieces, with options, state and gradients for this step."""

@@ -67,10 +67,10 @@ class SharedParameters:
     def __init__(self, reducer: Reducer, layouts: StateLayouts, *, joins: bool) -> None:
         self.reducer, self.reduce_group = reducer, reducer.reduce_group
         self.parameters = reducer.parameters
-        trouble = _explain_overlap(self.parameters, reducer.names)
-        if troubled := self.reduce_group.where(bool(trouble), "apart"):
+        problem = _explain_overlap(self.parameters, reducer.names)
+        if problem_ranks := self.reduce_group.where(bool(problem), "apart"):
             raise ArgumentError(
-                trouble or f"the parameters of rank(s) {troubled} cannot be shared; it is said there why"
+                problem or f"the parameters of rank(s) {problem_ranks} cannot be shared; it is said there why"
             )
         check_replicas(self.reduce_group, [tensor_bytes(p) for p in self.parameters], reducer.names)
         memory = reducer.owned_memory
@@ -109,7 +109,7 @@ class SharedParameters:
         #: what the user's optimizer was given as the state of each parameter; it may have been replaced since
         self._given: list[tuple[StateTensors, list[torch.Tensor | None]] | None] = [None] * len(self.parameters)
         #: where they and their first gradients lay before: reserved from the first update on
-        self._vacated: list[NDArray[np.uint8]] | None = None
+        self._reserved_blocks: list[NDArray[np.uint8]] | None = None
         reducer.before_pass = self.check
 
     def check(self) -> None:
@@ -226,7 +226,9 @@ class SharedParameters:
         if not every or self._remembered is None:
             return
         names = [self.reducer.names[own.piece.parameter] for own in self.own]
-        changed = [name for name, old, new in zip(names, self._remembered, self._prints(), strict=True) if old != new]
+        changed = [
+            name for name, old, new in zip(names, self._remembered, self._fingerprints(), strict=True) if old != new
+        ]
         self._remembered = None
         if changed:
             _log.warning(
@@ -242,7 +244,7 @@ class SharedParameters:
     def remember(self, every: int) -> None:
         """Take a fingerprint of this rank's part of the weights, every so many updates."""
         if every and self.num_updates % every == 0:
-            self._remembered = self._prints()
+            self._remembered = self._fingerprints()
 
     def check_options(self, groups: Sequence[Mapping[str, Any]], every: int) -> None:
         """Collective: every so many updates, before one, compare the options with which each rank updates its part.
@@ -253,10 +255,12 @@ class SharedParameters:
         if every and (self.num_updates + 1) % every == 0:
             names = [f"the options of parameter group {number}" for number in range(len(groups))]
             check_replicas(
-                self.reduce_group, [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
+                self.reduce_group,
+                [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups],
+                names,
             )
 
-    def _prints(self) -> list[int]:
+    def _fingerprints(self) -> list[int]:
         return [fingerprint(tensor_bytes(own.weight)) for own in self.own]
 
     def give_state(self, states: OptimizerStates) -> None:
@@ -268,11 +272,11 @@ class SharedParameters:
                 whole = states[self.parameters[index]] = self._layout.state(self._memory, index)
                 self._given[index] = whole, list(whole.values())
                 has_moved = True
-        if has_moved or self._vacated is None:
+        if has_moved or self._reserved_blocks is None:
             heap.trim_heap()
-        if self._vacated is None:
+        if self._reserved_blocks is None:
             left = [parameter.nbytes for parameter in self.parameters]  # by weights, and by the first gradients
-            self._vacated = heap.reserve_blocks(left * 2)
+            self._reserved_blocks = heap.reserve_blocks(left * 2)
 
     def progress(self, update: int) -> UpdateProgress:
         """Return the owners' progress in an update; waits a moment for those that may still come to its end.
@@ -291,7 +295,7 @@ class SharedParameters:
     def release(self) -> None:
         """Give every parameter memory of its own again."""
         self.reducer.before_pass = None
-        self._vacated = None
+        self._reserved_blocks = None
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.numel() and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
