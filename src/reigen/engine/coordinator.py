@@ -188,7 +188,7 @@ class Coordinator:
                 entry.slot = report
                 entry.by_slot += 1
                 if self._joined or len(entry.operations) == len(record.operations):
-                    self._complete_if_all_came(name, entry)
+                    self._complete_if_all_submitted(name, entry)
             elif isinstance(report, SubmitRequest):
                 self._take(rank, report.operation, now)
                 self._crossed[rank].discard(report.instead_of)
@@ -275,9 +275,9 @@ class Coordinator:
             if entry is None:
                 entry = self._table[operation.name] = _PendingTensor(now, operation.process_set)
             entry.operations[rank] = operation
-            self._complete_if_all_came(operation.name, entry)
+            self._complete_if_all_submitted(operation.name, entry)
 
-    def _complete_if_all_came(self, name: str, entry: _PendingTensor) -> None:
+    def _complete_if_all_submitted(self, name: str, entry: _PendingTensor) -> None:
         num_ranks = len(self._sets[entry.process_set])
         if len(entry.operations) < num_ranks and (not self._joined or self._missing(entry)):
             return
@@ -378,7 +378,7 @@ class Coordinator:
         self._joining.discard(rank)
         self._joined.add(rank)
         for name, entry in list(self._table.items()):  # only this one leaves it: sets change when nobody has joined
-            self._complete_if_all_came(name, entry)
+            self._complete_if_all_submitted(name, entry)
         if len(self._joined) == self.size:
             self._joined.clear()
             self._ready.append((Operation(OperationKind.JOIN, JOIN_NAME), Response(JOIN_NAME, value=rank), False))

@@ -160,6 +160,6 @@ def _add_set(
     process_set_groups: dict[int, ProcessSetGroup], operation: Operation, response: Response, deadline: float
 ) -> CollectiveResult:
     backend, device = _backend(process_set_groups[0]).split(operation.shape, deadline), process_set_groups[0].device
-    beside = None if backend is None or device is None else device.make_subgroup(backend, operation.shape)
-    process_set_groups[response.value] = ProcessSetGroup(operation.shape, backend, beside)
+    subgroup = None if backend is None or device is None else device.make_subgroup(backend, operation.shape)
+    process_set_groups[response.value] = ProcessSetGroup(operation.shape, backend, subgroup)
     return CollectiveResult(value=response.value)

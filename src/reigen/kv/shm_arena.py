@@ -62,7 +62,7 @@ class ShmArena:
         self._starts: list[int] = []
         self._slabs: list[NDArray[np.uint8]] = []
         #: freed blocks by their length: the next block is most likely as long as one before
-        self._quick: dict[int, list[int]] = {}
+        self._free_by_length: dict[int, list[int]] = {}
         #: free ranges (offset, length), ascending, with no two that touch within a slab
         self._free: list[tuple[int, int]] = []
         self.num_used_bytes = 0
@@ -76,7 +76,7 @@ class ShmArena:
         """
         length = round_up(nbytes, _CACHE_LINE_BYTES)
         with self._lock:
-            same = self._quick.get(length)
+            same = self._free_by_length.get(length)
             offset = same.pop() if same else self._find(length)
             self.num_used_bytes += length
             index = bisect.bisect_right(self._starts, offset) - 1
@@ -107,7 +107,7 @@ class ShmArena:
         """Take a block back, which is of no use from now on."""
         length = round_up(block.array.nbytes, _CACHE_LINE_BYTES)
         with self._lock:
-            self._quick.setdefault(length, []).append(block.offset)
+            self._free_by_length.setdefault(length, []).append(block.offset)
             self.num_used_bytes -= length
 
     def announced(self, hello: KVHello, host_id: str) -> KVHello:
@@ -120,13 +120,13 @@ class ShmArena:
             self.segment.close()
             self._starts.clear()
             self._slabs.clear()
-            self._quick.clear()
+            self._free_by_length.clear()
             self._free.clear()
 
     def _find(self, length: int) -> int:
         """Return the offset of ``length`` free bytes: of a range, of freed blocks that touch, or of a new slab."""
         offset = self._take(length)
-        if offset is None and self._quick:
+        if offset is None and self._free_by_length:
             self._coalesce()
             offset = self._take(length)
         if offset is None:
@@ -150,8 +150,10 @@ class ShmArena:
 
     def _coalesce(self) -> None:
         """Make ranges of all blocks that were freed."""
-        ranges = sorted(self._free + [(offset, length) for length, some in self._quick.items() for offset in some])
-        self._quick.clear()
+        ranges = sorted(
+            self._free + [(offset, length) for length, some in self._free_by_length.items() for offset in some]
+        )
+        self._free_by_length.clear()
         self._free = []
         starts = set(self._starts)
         for offset, length in ranges:

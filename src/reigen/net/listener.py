@@ -166,11 +166,11 @@ class Listener:
 
     def _add(self, connection: Connection, drop: Callback) -> None:
         """Let a connection be pending, among the unproven ones or among those that have said nothing."""
-        alike = [each for each in self._pending if each.is_authenticated == connection.is_authenticated]
+        same_kind = [each for each in self._pending if each.is_authenticated == connection.is_authenticated]
         deadline = time.monotonic() + self._handshake_seconds
         self._pending[connection] = deadline, drop
-        if len(alike) >= MAX_UNAUTHENTICATED:
-            self._drop(alike[0], f"was the oldest of more than {MAX_UNAUTHENTICATED} without a proof")
+        if len(same_kind) >= MAX_UNAUTHENTICATED:
+            self._drop(same_kind[0], f"was the oldest of more than {MAX_UNAUTHENTICATED} without a proof")
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._drop_late)
 

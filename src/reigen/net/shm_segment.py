@@ -159,8 +159,8 @@ class ShmSegment:
                 raise
             if isinstance(error, OSError) and (limit := find_limit(error)):
                 raise SharedMemoryError.refused(nbytes, what, f"{error.strerror}: {limit}") from error
-            words = f"{what} ({error})"  # whatever was to be kept free
-            raise SharedMemoryError.for_request(nbytes, available.num_bytes, words, available.limit) from error
+            text = f"{what} ({error})"  # whatever was to be kept free
+            raise SharedMemoryError.for_request(nbytes, available.num_bytes, text, available.limit) from error
         self.size = offset + nbytes
         return offset
 

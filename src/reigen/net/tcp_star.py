@@ -54,8 +54,8 @@ class TcpStarTransport:
             for thread in (WaitingThread.ENGINE, WaitingThread.CALLER)
         }
         self._wake_epolls = {thread: select.epoll() for thread in self._wake_events}
-        for thread, alarm in self._wake_events.items():
-            self._wake_epolls[thread].register(alarm, select.EPOLLIN)
+        for thread, wake_event in self._wake_events.items():
+            self._wake_epolls[thread].register(wake_event, select.EPOLLIN)
             self._wake_epolls[thread].register(self._epoll.fileno(), select.EPOLLIN)
         self._waiter, self._tokens = WaitingThread.ENGINE, itertools.count()
         #: whether messages wake the engine's thread, and whether they will in a moment
@@ -133,7 +133,7 @@ class TcpStarTransport:
         return bool(self._received) or bool(self._epoll.poll(0))
 
     def token(self) -> int:
-        """A new number: an alarm that was rung before a sleep ends it at once, and something may always have come."""
+        """A new number: a wake event from before a sleep ends it at once, and something may always have come."""
         return next(self._tokens)
 
     def look(self, token: int, times: int) -> bool:
@@ -143,7 +143,7 @@ class TcpStarTransport:
     def sleep(self, token: int, thread: WaitingThread, timeout_seconds: float) -> None:
         """Sleep until a message has come or a thread has woken ``thread``, or for the time given."""
         if any(fd == self._wake_events[thread] for fd, _ in self._wake_epolls[thread].poll(timeout_seconds)):
-            self._silence(thread)
+            self._clear_wake_event(thread)
 
     def set_wake_target(self, thread: WaitingThread) -> None:
         """From now on messages wake ``thread``."""
@@ -168,15 +168,15 @@ class TcpStarTransport:
         awaited = (
             thread & self._waiter or thread
         )  # of several, the one that has taken over looks after all there is to do
-        for one, alarm in self._wake_events.items():
+        for one, wake_event in self._wake_events.items():
             if one & awaited:
-                os.eventfd_write(alarm, 1)
+                os.eventfd_write(wake_event, 1)
 
     def clear_wakeup(self) -> None:
         """For who waits on `descriptor`: look for work after this, and it is readable when there is more."""
-        self._silence(WaitingThread.CALLER)
+        self._clear_wake_event(WaitingThread.CALLER)
 
-    def _silence(self, thread: WaitingThread) -> None:
+    def _clear_wake_event(self, thread: WaitingThread) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_events[thread])
 
@@ -189,6 +189,6 @@ class TcpStarTransport:
         for each in (self._epoll, *self._wake_epolls.values()):
             each.close()
         self._engine_timer.close()
-        for alarm in self._wake_events.values():
-            os.close(alarm)
+        for wake_event in self._wake_events.values():
+            os.close(wake_event)
         self._wake_events = {}

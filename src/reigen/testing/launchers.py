@@ -320,7 +320,7 @@ def _rank_ignoring_sigterm(check: _LauncherCheck) -> None:
     check.run(code, "--grace-seconds", "0.3").expect(5)
 
 
-def _orphans(check: _LauncherCheck) -> None:
+def _orphan_processes(check: _LauncherCheck) -> None:
     """Descendants of ranks in sessions of their own do not outlive the job, and do not keep it alive."""
     check.run("subprocess.Popen(['sleep', '600'], start_new_session=True)\nif rank == 1: sys.exit(5)").expect(5)
 
@@ -419,7 +419,16 @@ _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
     case.__name__[1:]: case
     for case in (
         *(_unused_launcher, _all_ranks, _placement, _too_many_ranks, _arguments, _environment, _directory),
-        *(_streams, _prefixes, _bytes, _exit_code, _first_failure, _killed_rank, _rank_ignoring_sigterm, _orphans),
+        *(
+            _streams,
+            _prefixes,
+            _bytes,
+            _exit_code,
+            _first_failure,
+            _killed_rank,
+            _rank_ignoring_sigterm,
+            _orphan_processes,
+        ),
         *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _secret, _missing_program),
         *(_two_jobs, _collective),
     )

@@ -96,8 +96,8 @@ def find_divergence(ranks: Sequence[int], table: Fingerprints) -> Divergence | N
     # Counter keeps the order of first sight, and max() the first of equals: the lowest rank decides a tie.
     votes = Counter(values)
     truth = max(votes, key=votes.__getitem__)
-    strangers = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != truth)
-    return Divergence(tensor, strangers, differing.size)
+    differing_ranks = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != truth)
+    return Divergence(tensor, differing_ranks, differing.size)
 
 
 def check_replicas(reduce_group: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:

@@ -89,18 +89,18 @@ class IntraHost:
             if not followed:
                 self.backend.barrier(deadline)  # until now some rank may have been reading
             return
-        room = SLOT_BYTES // len(receivers) // _LINE * _LINE // storage.itemsize
-        places = {rank: index * room for index, rank in enumerate(receivers)}
+        capacity = SLOT_BYTES // len(receivers) // _LINE * _LINE // storage.itemsize
+        places = {rank: index * capacity for index, rank in enumerate(receivers)}
         own, block = parts[self.rank], BLOCK_BYTES // storage.itemsize
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
             for rank in receivers:
-                begin, end = index * room, min(parts[rank].size, (index + 1) * room)
+                begin, end = index * capacity, min(parts[rank].size, (index + 1) * capacity)
                 if rank != self.rank and begin < end:
                     parts[rank].read(begin, end, _typed_view(slot, storage, places[rank], end - begin))
 
         def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
-            start, end = index * room, min(own.size, (index + 1) * room)
+            start, end = index * capacity, min(own.size, (index + 1) * capacity)
             for begin in range(start, end, block):
                 for place, (contribution, result) in zip_pieces([own, out], begin, min(end, begin + block)):
                     where = places[self.rank] + place - start
@@ -109,7 +109,7 @@ class IntraHost:
                     combine(inputs, result)
             self.ended("SHM_REDUCE")
 
-        num_rounds = -(-max(part.size for part in parts) // room)
+        num_rounds = -(-max(part.size for part in parts) // capacity)
         self.backend.rounds(num_rounds, fill, collect, deadline, waits_last=own.size > 0 or not followed)
 
     def share(
@@ -133,24 +133,24 @@ class IntraHost:
         if self.backend.uses_cross_memory(sum(sizes) * storage.itemsize):
             self._share_directly(self.backend, shared, requests, storage, deadline)
             return
-        room = SLOT_BYTES // storage.itemsize
+        capacity = SLOT_BYTES // storage.itemsize
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
-            begin, end = index * room, min(shared.size, (index + 1) * room)
+            begin, end = index * capacity, min(shared.size, (index + 1) * capacity)
             if begin < end:
                 shared.read(begin, end, _typed_view(slot, storage, 0, end - begin))
 
         def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             for slot, part in zip(slots, requests, strict=True):
                 if part is not None:
-                    begin = max(part.begin, index * room)
-                    end = min(part.begin + part.into.size, (index + 1) * room)
+                    begin = max(part.begin, index * capacity)
+                    end = min(part.begin + part.into.size, (index + 1) * capacity)
                     if begin < end:
                         part.into.write(
-                            begin - part.begin, _typed_view(slot, storage, begin - index * room, end - begin)
+                            begin - part.begin, _typed_view(slot, storage, begin - index * capacity, end - begin)
                         )
 
-        self.backend.rounds(-(-max(sizes) // room), fill, collect, deadline)
+        self.backend.rounds(-(-max(sizes) // capacity), fill, collect, deadline)
 
     def _reduce_directly(
         self,
@@ -166,15 +166,15 @@ class IntraHost:
         block = BLOCK_BYTES // itemsize
         for begin in range(0, own.size, block):
             end = min(own.size, begin + block)
-            rooms = [room[: (end - begin) * itemsize].view(storage) for room in backend.reader.scratch]
+            buffers = [buffer[: (end - begin) * itemsize].view(storage) for buffer in backend.reader.scratch]
             for rank, tables in enumerate(address_tables):
                 if rank != self.rank:
                     remote_ranges = cut_ranges(tables[self.rank], begin * itemsize, end * itemsize)
                     backend.reader.read(
-                        rank, *pair_ranges(remote_ranges, [(rooms[rank].ctypes.data, rooms[rank].nbytes)])
+                        rank, *pair_ranges(remote_ranges, [(buffers[rank].ctypes.data, buffers[rank].nbytes)])
                     )
             for place, (contribution, result) in zip_pieces([own, out], begin, end):
-                inputs = [room[place - begin :][: result.size] for room in rooms]
+                inputs = [buffer[place - begin :][: result.size] for buffer in buffers]
                 inputs[self.rank] = contribution
                 combine(inputs, result)
         self.ended("SHM_REDUCE")

@@ -271,8 +271,8 @@ class MpiBackend(FlatBackend):
             stage = self._take("send", index, sum(outgoing), target.dtype)
             _parts_of(source, send_starts, parts).read(0, stage.size, stage)
             self._ended("MEMCPY_IN_FUSION_BUFFER")
-            room = self._take("receive", index, sum(incoming), target.dtype)
-            return self._exchange(stage, outgoing, room, incoming)
+            buffer = self._take("receive", index, sum(incoming), target.dtype)
+            return self._exchange(stage, outgoing, buffer, incoming)
 
         def finish(index: int) -> None:
             parts = [_chunk_part(count, index, num_rounds) for count in received]
@@ -305,12 +305,12 @@ class MpiBackend(FlatBackend):
             if index + _NUM_SLOTS < count:
                 requests[index % _NUM_SLOTS] = start(index + _NUM_SLOTS)
 
-    def _exchange(self, stage: Array, outgoing: Sequence[int], room: Array, incoming: Sequence[int]) -> Request:
+    def _exchange(self, stage: Array, outgoing: Sequence[int], buffer: Array, incoming: Sequence[int]) -> Request:
         """Start an alltoall; numbers of elements."""
         byte, itemsize = self._mpi.BYTE, stage.itemsize
         send = [stage, [n * itemsize for n in outgoing], byte]
-        receive = [room, [n * itemsize for n in incoming], byte]
-        return self._post(lambda: self._communicator.Ialltoallv(send, receive), stage, room)
+        receive = [buffer, [n * itemsize for n in incoming], byte]
+        return self._post(lambda: self._communicator.Ialltoallv(send, receive), stage, buffer)
 
     def _gather(self, stage: Array, sizes: Sequence[int]) -> Request:
         """Start an allgather in place; numbers of elements."""

@@ -333,8 +333,8 @@ class ShmBackend:
             self._ended("WAIT_FOR_OTHER_RANKS")
             end = begin + received.size
             for (place, own), (_, result) in zip(source.pieces(begin, end), target.pieces(begin, end), strict=True):
-                theirs = received[place - begin :][: own.size]
-                reducer.reduce((own, theirs) if self.rank == 0 else (theirs, own), result)
+                remote = received[place - begin :][: own.size]
+                reducer.reduce((own, remote) if self.rank == 0 else (remote, own), result)
             self._ended("SHM_ALLREDUCE")
 
     def _reduce_slice(
@@ -561,7 +561,7 @@ class ShmBackend:
             SharedMemoryError: on every rank, when one has not enough; nothing has grown then.
         """
         begin = self._local_peers.reserved_bytes
-        self._check_room(nbytes, what, deadline)
+        self._check_free_memory(nbytes, what, deadline)
         failure: SharedMemoryError | None = None
         try:
             if nbytes:
@@ -574,7 +574,7 @@ class ShmBackend:
             raise failure or self._short([member for member, offset in enumerate(offsets) if offset < 0], nbytes, what)
         return offsets
 
-    def _check_room(self, nbytes: int, what: str, deadline: float) -> None:
+    def _check_free_memory(self, nbytes: int, what: str, deadline: float) -> None:
         """Check, before any is taken, that there is room for the needs of all members together; some may be 0.
 
         Raises:

@@ -148,16 +148,16 @@ class CrossMemoryAllreduce:
 
     def _reduce_block(self, begin: int, end: int, reducer: BlockReducer) -> None:
         scratch = self._reader.scratch
-        for rank, room in enumerate(scratch):
+        for rank, buffer in enumerate(scratch):
             if rank != self._reader.rank:
                 there = self._source.ranges(begin, end, self._sources[rank])
-                places = itertools.accumulate((nbytes for _, nbytes in there), initial=room.ctypes.data)
+                places = itertools.accumulate((nbytes for _, nbytes in there), initial=buffer.ctypes.data)
                 here = [(place, nbytes) for place, (_, nbytes) in zip(places, there, strict=False)]
                 self._reader.read(rank, there, here)
         for (place, contribution), (_, result) in zip(
             self._source.pieces(begin, end), self._target.pieces(begin, end), strict=True
         ):
             first = (place - begin) * self._itemsize
-            inputs = [room[first : first + result.nbytes].view(result.dtype) for room in scratch]
+            inputs = [buffer[first : first + result.nbytes].view(result.dtype) for buffer in scratch]
             inputs[self._reader.rank] = contribution
             reducer.reduce(inputs, result)

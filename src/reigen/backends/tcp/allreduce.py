@@ -97,7 +97,7 @@ class _ChunkedAllreduce:
         self._slots: dict[int, dict[int, ChunkBlock]] = {}
 
     def _slot(self, index: int, member: int, count: int) -> Array:
-        """Return room for a member's contribution to the chunk ``index``, until `_release`."""
+        """Return a buffer for a member's contribution to the chunk ``index``, until `_release`."""
         slot = self._slots.setdefault(index, {})
         if member not in slot:
             slot[member] = self._scratch.take()
@@ -112,13 +112,13 @@ class _ChunkedAllreduce:
         assert count * self._storage.itemsize <= block.size, "a chunk fits a block"
         return block[: count * self._storage.itemsize].view(self._storage)
 
-    def _contribution(self, begin: int, end: int, room: Array) -> Array:
-        """Return this rank's contribution to a chunk in one piece: where it lies, or else copied to ``room``."""
+    def _contribution(self, begin: int, end: int, buffer: Array) -> Array:
+        """Return this rank's contribution to a chunk in one piece: where it lies, or else copied to ``buffer``."""
         piece = self._source.whole(begin, end)
         if piece is not None:
             return piece
-        self._source.read(begin, end, room)
-        return room
+        self._source.read(begin, end, buffer)
+        return buffer
 
     def _own_contribution(self, index: int, begin: int, end: int) -> Array:
         """Return the same; copied, if it must be, to this rank's slot for the chunk ``index``."""
@@ -155,7 +155,7 @@ class _ChunkedAllreduce:
         self._group.loop.send(self._group.ranks[member], place, lambda: self._scratch.give(blocks.pop()))
 
     def _result(self, begin: int, end: int) -> tuple[Array, ChunkBlock | None]:
-        """Return room for a chunk of the result: where it belongs, or else in a block, and that block."""
+        """Return a buffer for a chunk of the result: where it belongs, or else in a block, and that block."""
         piece = self._target.whole(begin, end)
         if piece is not None:
             return piece, None

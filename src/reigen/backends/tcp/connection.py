@@ -26,7 +26,7 @@ class PeerConnection:
         events: those that the poll object looks for.
     """
 
-    __slots__ = ("_silence", "events", "fd", "link", "peer", "receiving", "sending")
+    __slots__ = ("_ack_monitor", "events", "fd", "link", "peer", "receiving", "sending")
 
     def __init__(self, peer: TcpPeer, link: BulkConnection) -> None:
         self.peer, self.link = peer, link
@@ -34,7 +34,7 @@ class PeerConnection:
         self.sending: deque[CompletionCallback | None] = deque()
         self.receiving: deque[CompletionCallback | None] = deque()
         self.events = 0
-        self._silence = AckMonitor()
+        self._ack_monitor = AckMonitor()
 
     def leave_little_unsent(self) -> None:
         """Have the kernel take no more than it may send soon, so that a message that has left is on its way."""
@@ -61,7 +61,7 @@ class PeerConnection:
     def silent_seconds(self) -> float:
         """Seconds of silence: see `reigen.net.sockets.AckMonitor`."""
         with self._connection() as connection:
-            return self._silence.seconds(connection)
+            return self._ack_monitor.seconds(connection)
 
     @contextmanager
     def _connection(self) -> Iterator[socket.socket]:

@@ -4,8 +4,8 @@ a. A connection ends: its rank has died. ``failure``, which may know more, is as
 b. A rank gives up: it sends the reason on all its connections, and the others raise that.
 c. The deadline passes. Late are ranks that have sent nothing since the operation began, or, where all have, ranks that
    owe something. A rank reports the ranks that it waits for, as in (b), and one that receives that, and waits, too,
-   reports its own. So every rank listens for a moment to those that are blamed: one that reports is excused, and those
-   that it waits for are blamed. In the end all blame the silent ones.
+   reports its own. So every rank listens for a moment to those that are suspected: one that reports is cleared, and
+   those that it waits for are suspected. In the end all suspect the silent ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, P
 from reigen.net.bulk_connection import PeerAborted
 
 #: Seconds of asking why a connection has ended, and of listening to late ranks.
-_REASON_SECONDS, _EXCUSE_SECONDS = 0.7, 0.3
+_REASON_SECONDS, _LISTEN_SECONDS = 0.7, 0.3
 #: Seconds of finishing messages in the middle of which this rank gives up: only behind them it can send the reason.
 _ABORT_SEND_SECONDS = 0.3
 _PAUSE_SECONDS = 0.01
@@ -97,7 +97,7 @@ class FailureDiagnosis:
         """Explain a passed deadline while these ranks are to send or to receive."""
         late = self._late(pending)
         self.send_abort(_late_ranks_error(late))
-        return self._blame(late, set()) or _late_ranks_error(late)
+        return self._resolve_late(late, set()) or _late_ranks_error(late)
 
     def _of_abort(self, sender: int, reason: CollectiveError, pending: Sequence[int]) -> CollectiveError:
         """Explain a rank that gives up; if its deadline has passed, find the late ranks."""
@@ -106,26 +106,26 @@ class FailureDiagnosis:
         late = self._late(pending)
         if late:
             self.send_abort(_late_ranks_error(late))
-        return self._blame(late | set(reason.ranks), {sender, self._rank}) or reason
+        return self._resolve_late(late | set(reason.ranks), {sender, self._rank}) or reason
 
     def _late(self, pending: Sequence[int]) -> set[int]:
         peers = [self._peers[rank] for rank in pending]
-        unheard = {peer.rank for peer in peers if not peer.is_heard}
-        return unheard or {peer.rank for peer in peers if peer.owes_data} or set(pending)
+        silent = {peer.rank for peer in peers if not peer.is_heard}
+        return silent or {peer.rank for peer in peers if peer.owes_data} or set(pending)
 
-    def _blame(self, late: set[int], excused: set[int]) -> CollectiveError | None:
-        """Listen to ranks that seem to be late; None if all are excused in the end."""
-        until = time.monotonic() + _EXCUSE_SECONDS
-        while (blamed := late - excused) and time.monotonic() < until:
-            for connection in self._connections(blamed):
+    def _resolve_late(self, late: set[int], cleared: set[int]) -> CollectiveError | None:
+        """Listen to ranks that seem to be late; None if all are cleared in the end."""
+        until = time.monotonic() + _LISTEN_SECONDS
+        while (suspected := late - cleared) and time.monotonic() < until:
+            for connection in self._connections(suspected):
                 report = _read_abort(connection)
                 if isinstance(report, DeadlineError):
-                    excused.add(connection.peer.rank)
+                    cleared.add(connection.peer.rank)
                     late = late | set(report.ranks) - {self._rank}
                 elif report is not None:
                     return report
             time.sleep(_PAUSE_SECONDS)
-        return _late_ranks_error(blamed) if blamed else None
+        return _late_ranks_error(suspected) if suspected else None
 
     def _connections(self, ranks: Iterable[int]) -> list[PeerConnection]:
         return [connection for rank in ranks if rank in self._peers for connection in self._peers[rank].connections]

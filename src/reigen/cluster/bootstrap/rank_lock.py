@@ -72,8 +72,8 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
 
 
 def _is_running(holder: _RankHolder) -> bool:
-    words = read_process_stat(holder.pid)
-    return bool(words) and int(words[19]) == holder.started and words[0] not in {"Z", "X"}
+    fields = read_process_stat(holder.pid)
+    return bool(fields) and int(fields[19]) == holder.started and fields[0] not in {"Z", "X"}
 
 
 def read_process_stat(pid: int) -> list[str]:
@@ -86,7 +86,7 @@ def read_process_stat(pid: int) -> list[str]:
 
 def _format_command(holder: _RankHolder) -> str:
     try:
-        words = Path(f"/proc/{holder.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        fields = Path(f"/proc/{holder.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    return f" ({' '.join(words).strip()[:_SHOWN_CHARACTERS]})"
+    return f" ({' '.join(fields).strip()[:_SHOWN_CHARACTERS]})"

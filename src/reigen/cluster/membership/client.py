@@ -43,13 +43,13 @@ _GOODBYE_SECONDS = 1.0
 
 
 class MembershipClient:
-    """Membership of one rank among those of its room. Threads may share one.
+    """Membership of one rank among those of its group. Threads may share one.
 
     Args:
         address: ``host:port`` of the control service.
         secret: the job's 32 bytes.
-        room: the same for all ranks that are in this together, and different from that of earlier and later ones.
-        rank: this one's number in the room.
+        group: the same for all ranks of one job, and different from that of earlier and later ones.
+        rank: this one's number in the group.
         size: how many ranks belong there.
         timeout_seconds: how long connecting may take.
         peer_timeout_seconds: after so much silence a host counts as lost.
@@ -57,7 +57,7 @@ class MembershipClient:
         tls: encrypt everything; the service must do so, too.
 
     Raises:
-        ArgumentError: the service has had a rank of this number in the room, or expects another size.
+        ArgumentError: the service has had a rank of this number in the group, or expects another size.
         AuthenticationError: the process that listens there does not know the secret.
         PeerLostError: no process listens there any more.
         TimeoutError: it did not answer in time.
@@ -67,7 +67,7 @@ class MembershipClient:
         self,
         address: str,
         secret: bytes,
-        room: str,
+        group: str,
         rank: int,
         size: int,
         *,
@@ -80,7 +80,7 @@ class MembershipClient:
         self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
         identity, self._host = host_identity(host_id)
         me = RegisterMember(
-            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=room, host_id=identity
+            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=group, host_id=identity
         )
         self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()

@@ -204,9 +204,9 @@ class ControlService:
         """Return the time (``time.monotonic()``) of an agent's last message, by the agent's number; -inf: none came."""
         return self._heard_at.get(agent, -math.inf)
 
-    def turn(self, alarm: float | None = None) -> bool:
-        """Wait for what happens next, at most until ``alarm``, and handle it; False: it is time to end."""
-        due = min((at for at in (self._members.due(), alarm) if at is not None), default=None)
+    def turn(self, until: float | None = None) -> bool:
+        """Wait for what happens next, at most until ``until``, and handle it; False: it is time to end."""
+        due = min((at for at in (self._members.due(), until) if at is not None), default=None)
         goes_on = self._listener.turn(due)
         if due is not None and time.monotonic() >= due:  # who has said something until then is not silent
             goes_on &= self._listener.turn(due)

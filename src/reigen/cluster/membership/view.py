@@ -165,7 +165,7 @@ class JobView:
         if self.failure is None:
             self.failure = error
             if self.is_assigned:
-                self._tell(JobEnded(1, str(error)))
+                self._notify(JobEnded(1, str(error)))
 
     def take(self, message: MembershipReply) -> list[MemberMessage]:
         """Take in a message of the service; returns what to say to it."""
@@ -235,9 +235,9 @@ class JobView:
             self._abort = self._abort or error_from_abort(event.abort, reporter)
         elif self.failure is None:
             self.failure = event.error()
-        self._tell(event)
+        self._notify(event)
 
-    def _tell(self, event: MembershipEvent) -> None:
+    def _notify(self, event: MembershipEvent) -> None:
         if self._registration.role != "rank":  # which asks by `rank_error`
             _log.info("%s", event)
             self.events.append(event)

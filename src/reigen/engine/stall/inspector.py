@@ -313,8 +313,10 @@ class StallInspector:
         due = [wait for wait in due if set(wait.missing) <= set(query.ranks)]
         if not due:
             return []
-        alike = {wait.missing for wait in due}
-        reported = [wait for wait in waits if wait in due or (wait.missing in alike and self._is_half_due(wait, now))]
+        missing_sets = {wait.missing for wait in due}
+        reported = [
+            wait for wait in waits if wait in due or (wait.missing in missing_sets and self._is_half_due(wait, now))
+        ]
         silent = tuple(rank for rank in query.ranks if rank not in query.answers)
         others = tuple(wait for wait in waits if wait not in reported)
         stall = Stall(tuple(sorted(reported, key=_wait_start)), others, query.answers, silent, now)

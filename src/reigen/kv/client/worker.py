@@ -641,8 +641,8 @@ class KVWorker:
             limit = "REIGEN_START_TIMEOUT sets how long to wait"
         else:
             limit = "the caller's timeout is over"
-        words = what if operation is None else operation.what
-        error = DeadlineError(f"{words}: no answer from {', '.join(names) or 'servers'} in time ({limit})")
+        text = what if operation is None else operation.what
+        error = DeadlineError(f"{text}: no answer from {', '.join(names) or 'servers'} in time ({limit})")
         if is_final and operation is not None:
             for request in late:
                 request.forget()

@@ -43,12 +43,12 @@ class SchedulerLocator:
 
     def __init__(self, settings: ProcessConfig) -> None:
         self._settings = settings
-        self._keeper: LocalBootstrapServer | None = None
+        self._secret_server: LocalBootstrapServer | None = None
         if settings.secret is None and not is_local_address(settings.scheduler[0]):
             raise ConfigError(_explain_missing_secret(settings))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Describe the scheduler's place, for errors."""
         return f"the scheduler at {join_address(*self._settings.scheduler)} (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"
 
@@ -70,14 +70,16 @@ class SchedulerLocator:
 
     def keep(self, secret: bytes) -> None:
         """Keep the job's secret for a scheduler that is started again, unless another does, or it is not needed."""
-        if self._settings.secret is None and self._keeper is None:
+        if self._settings.secret is None and self._secret_server is None:
             with suppress(OSError):
-                self._keeper = LocalBootstrapServer(_socket_name(self._settings, "keeper"), ServiceEndpoint("", secret))
+                self._secret_server = LocalBootstrapServer(
+                    _socket_name(self._settings, "keeper"), ServiceEndpoint("", secret)
+                )
 
     def close(self) -> None:
         """Keep nothing any more. May be called twice."""
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._secret_server is not None:
+            self._secret_server.close()
 
 
 def choose_listen_host(settings: ProcessConfig) -> tuple[str, str]:

@@ -61,13 +61,13 @@ class Scheduler(ControlService):
         if wait_seconds:
             _log.info("processes that know the job may come first, for up to %g s: %s", wait_seconds, why)
         job, known_first_until = settings.job or 1 + secrets.randbits(62), time.monotonic() + wait_seconds
-        beats = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
+        heartbeat_timeout = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
         spec = parameter_server_job(
             settings.num_workers,
             settings.num_servers,
             policy=LossPolicy(config.kv_on_worker_loss),
             servers_return=config.kv_snapshot_dir is not None,
-            heartbeat_timeout_seconds=beats or math.inf,
+            heartbeat_timeout_seconds=heartbeat_timeout or math.inf,
             return_seconds=config.start_timeout_seconds,
             start_seconds=config.start_timeout_seconds,
             deadline_seconds=config.deadline_seconds,

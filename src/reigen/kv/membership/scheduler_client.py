@@ -193,7 +193,7 @@ class SchedulerClient:
             if missing is None:  # it may have ended the job in the meantime, and says why
                 self._raise_failure()
         if missing is None:
-            raise DeadlineError(f"{self._locator.words} does not say where the servers are, nor who is missing")
+            raise DeadlineError(f"{self._locator.description} does not say where the servers are, nor who is missing")
         raise DeadlineError(
             f"{messages.format_members(workers=missing.workers, servers=missing.servers) or 'nobody'} of "
             f"{self.num_workers} worker(s) and {self.num_servers} server(s) did not start within "
@@ -225,7 +225,8 @@ class SchedulerClient:
                 view.forget(entry)
         if outcome is None:
             raise DeadlineError(
-                f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
+                f"barrier {name!r}: {self._locator.description} does not answer; whether others have passed it "
+                "is not known"
             )
         if outcome.is_broken:
             who = messages.format_members(workers=outcome.missing) or "somebody"
@@ -326,7 +327,7 @@ class SchedulerClient:
 
     def _too_late(self, problem: str) -> DeadlineError:
         return DeadlineError(
-            f"{self._locator.words} did not answer within {self._config.start_timeout_seconds:g} s "
+            f"{self._locator.description} did not answer within {self._config.start_timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT); was it started, and is the job not over already?"
             f"{f' ({problem})' if problem else ''}"
         )
@@ -383,7 +384,7 @@ class SchedulerClient:
                 grace_seconds = _BUSY_SECONDS if isinstance(error.__context__, ConnectionError) else _REPLACED_SECONDS
                 is_refused = isinstance(error, AuthenticationError) and not self._view.is_assigned
                 if is_refused and now >= refused_since + grace_seconds:
-                    raise AuthenticationError(f"{self._locator.words} cannot be believed: {error}") from error
+                    raise AuthenticationError(f"{self._locator.description} cannot be believed: {error}") from error
             else:
                 if not isinstance(found, str):
                     return found
@@ -394,7 +395,7 @@ class SchedulerClient:
         if not self._view.is_assigned:
             raise self._too_late(problem)
         raise PeerLostError(
-            f"{self._locator.words} has gone, and was not started again within "
+            f"{self._locator.description} has gone, and was not started again within "
             f"{self._config.peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): {problem}"
         )
 
@@ -423,12 +424,12 @@ class SchedulerClient:
         with self._changed:
             self._outbox.clear()
             connection.post(messages.MEMBER_CODEC.encode(self._view.registration(saved)))
-        beat, self._is_placed = self._config.kv_heartbeat_seconds, False
-        due = time.monotonic() if beat else math.inf
+        heartbeat_seconds, self._is_placed = self._config.kv_heartbeat_seconds, False
+        due = time.monotonic() if heartbeat_seconds else math.inf
         while not self._is_over:
             if self._is_placed and time.monotonic() >= due:
                 connection.post(messages.MEMBER_CODEC.encode(messages.MemberHeartbeat()))
-                due = time.monotonic() + beat
+                due = time.monotonic() + heartbeat_seconds
             flush = None if self._send_outbox(connection) else partial(_flush, connection)
             self._loop.watch(connection, partial(self._read, connection), flush)
             until = min(self._gone_at, due if self._is_placed else math.inf)

@@ -36,7 +36,7 @@ class _KeyRecord:
     Attributes:
         consensus: of all workers, on what the key is.
         places: the shards, as rank 0 said.
-        agreed: their word, once all have said it.
+        agreed: their proposal, once all have made the same.
         is_initialised: rank 0 has sent all shards.
     """
 

@@ -253,7 +253,7 @@ class KVServer:
         for client in list(self._busy):
             self._receive(client)
         for client in list(self._waiting):
-            self._pace(client)
+            self._throttle(client)
         for store in self._stores.values():
             store.save()  # before anybody is told
         for client in list(self._connections):
@@ -325,9 +325,9 @@ class KVServer:
         if self._limits_senders and client.connection is not None:
             client.bound(self._inflow)
             if client.connection.num_held_bytes > MAX_LEAD_BYTES:
-                self._pace(client)
+                self._throttle(client)
 
-    def _pace(self, client: _ClientConnection) -> None:
+    def _throttle(self, client: _ClientConnection) -> None:
         """Have a client wait for others, or go on, as `reigen.kv.server.flow_control` says."""
         connection, waits = client.connection, client in self._waiting
         assert connection is not None

@@ -67,7 +67,7 @@ class Agent:
     """
 
     def __init__(self, watchdog_pipe: int, descriptors: tuple[int, int]) -> None:
-        self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_orphaned)
+        self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self._pipes = MessagePipes(
             self._loop, descriptors, (REPLY_CODEC, REQUEST_CODEC), self._on_request, self._on_end
         )
@@ -196,7 +196,7 @@ class Agent:
     def _on_signal(self, signum: int) -> None:
         self._end(f"ended by {signal_name(signum)}", 128 + signum)
 
-    def _on_orphaned(self) -> None:
+    def _on_watchdog_lost(self) -> None:
         self._end("the process that watches over the agent has gone")
 
     # ---------------------------------------------------------------- events of the processes

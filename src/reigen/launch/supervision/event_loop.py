@@ -18,17 +18,17 @@ class LauncherLoop(EventLoop):
     Args:
         watchdog_pipe: see ``launch.supervision.watchdog``; None where there is no watchdog.
         on_signal: called with the number of a signal that asks to stop, sent to this process or to its watchdog.
-        on_orphaned: called when the watchdog has gone.
+        on_watchdog_lost: called when the watchdog has gone.
     """
 
     def __init__(
         self,
         watchdog_pipe: int | None = None,
         on_signal: Callable[[int], None] = lambda signum: None,
-        on_orphaned: Callable[[], None] = lambda: None,
+        on_watchdog_lost: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self._watchdog_pipe, self._on_signal, self._on_orphaned = watchdog_pipe, on_signal, on_orphaned
+        self._watchdog_pipe, self._on_signal, self._on_watchdog_lost = watchdog_pipe, on_signal, on_watchdog_lost
         self._signals, self._signalled = socket.socketpair()
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class LauncherLoop(EventLoop):
         signals = os.read(watchdog_pipe, 64)
         if not signals:
             self.unwatch(watchdog_pipe)
-            self._on_orphaned()
+            self._on_watchdog_lost()
         self._dispatch(signals)
 
     def _dispatch(self, signals: bytes) -> None:

@@ -69,8 +69,8 @@ def run_job(
 
 
 def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
-    for remnant in launcher.close():
-        listener.complain(remnant)
+    for message in launcher.close():
+        listener.complain(message)
 
 
 def _run_supervised(launcher: Launcher, environ: Mapping[str, str], watchdog_pipe: int, listener: JobListener) -> int:
@@ -150,7 +150,7 @@ class Supervisor:
         self._numbers: dict[str, tuple[int, ...]] = {}
         self._names = name_ps_processes(options.num_ranks, options.servers)
         self._job = job_state.JobState(options.num_ranks, {})
-        self.loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_orphaned)
+        self.loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self.agents: dict[str, AgentClient] = {}
         self.is_starting = True
         #: Hosts that were lost, and why.
@@ -169,7 +169,7 @@ class Supervisor:
         self._grace_ends: float | None = None
         self._finish: job_state.FinishJob | None = None
         #: Do not wait until all output is written.
-        self._is_hurried = False
+        self._is_forced = False
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
@@ -242,11 +242,11 @@ class Supervisor:
         self._local.drain()
         self._finish_agents()
         self._display.finish()
-        words = b"" if self._listener.finished is not None else self._describe_end(self._finish)
+        message = b"" if self._listener.finished is not None else self._describe_end(self._finish)
         self._display.say_repeats()
-        self._display.say(words)
+        self._display.say(message)
         timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
-        self._display.write_all(timeout_seconds, lambda: self._is_hurried)
+        self._display.write_all(timeout_seconds, lambda: self._is_forced)
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
         return self._finish.exit_code
@@ -322,7 +322,7 @@ class Supervisor:
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for agent in self.agents.values():
             agent.finish_agent()
-        while not self._is_hurried and any(each.phase is not AgentPhase.GONE for each in self.agents.values()):
+        while not self._is_forced and any(each.phase is not AgentPhase.GONE for each in self.agents.values()):
             if (remaining := deadline - time.monotonic()) <= 0:
                 return
             self.turn(remaining)
@@ -389,8 +389,8 @@ class Supervisor:
         where = f" (host {self._hosts[number]})" if self.agents else ""
         return self._names.get(number, f"rank {number}") + where
 
-    def _on_orphaned(self) -> None:
-        self._is_hurried = True
+    def _on_watchdog_lost(self) -> None:
+        self._is_forced = True
         if self.is_starting:
             raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
         self._handle(job_state.WatchdogLost())
@@ -398,5 +398,5 @@ class Supervisor:
     def _on_signal(self, signum: int) -> None:
         if self.is_starting:
             raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
-        self._is_hurried = self._finish is not None
+        self._is_forced = self._finish is not None
         self._handle(job_state.SignalReceived(signum, time.monotonic()))

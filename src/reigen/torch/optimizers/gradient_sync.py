@@ -137,9 +137,9 @@ class GradientSynchronizer(OptimizerReducer):
         Raises:
             ArgumentError: it is none of these parameters.
         """
-        is_mine = unsent is not None and unsent["rank"] == self._context.rank
+        is_own = unsent is not None and unsent["rank"] == self._context.rank
         residuals: dict[torch.Tensor, torch.Tensor] = {}
-        for place, left in unsent["residuals"].items() if unsent is not None and is_mine else ():
+        for place, left in unsent["residuals"].items() if unsent is not None and is_own else ():
             if not 0 <= place < len(parameters) or parameters[place].shape != left.shape:
                 raise ArgumentError(
                     f"the state dict has a residual of shape {tuple(left.shape)} for parameter {place}, and there is "

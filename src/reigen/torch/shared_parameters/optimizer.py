@@ -94,10 +94,10 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     @torch.optim.Optimizer.profile_hook_step
     def _hooked_step(self) -> None:
         synchronizer = self._reducer
-        came_early = synchronizer.finished is not FinishedBy.NONE
+        is_synchronized = synchronizer.finished is not FinishedBy.NONE
         self._reduce_for_step(wanted=True, stacklevel=5)
         try:
-            self._update(came_early or self._skips, from_parameters=self._is_gathered or self._skips)
+            self._update(is_synchronized or self._skips, from_parameters=self._is_gathered or self._skips)
         finally:
             synchronizer.stepped()
             self._forget_gradients()
@@ -189,7 +189,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         groups = self.__dict__["param_groups"]
         return {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
 
-    def _update(self, came_early: bool, *, from_parameters: bool) -> None:
+    def _update(self, is_synchronized: bool, *, from_parameters: bool) -> None:
         if not self._shared:  # nothing has a gradient, or there is one rank by now
             inner_step(unwrap_optimizer(self))
             return
@@ -197,7 +197,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         changed: list[int] = []
         try:
             inner = self._prepared(from_parameters=from_parameters)
-            if came_early:
+            if is_synchronized:
                 changed = self._ranks_that_changed(from_parameters=from_parameters)
             if not changed:
                 self._update_pieces(inner)
