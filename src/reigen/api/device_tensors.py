@@ -1,7 +1,8 @@
 """A tensor becomes the memory of an operation, and the memory a tensor again.
 
 That is an array in host memory: the tensor's own, or a copy of it. Where the tensors of an operation lie in the memory
-of a device, the framework's room can lend it, and the context's backend for devices takes it, it is that memory itself.
+of a device, the framework's package can lend it, and the context's backend for devices takes it, it is that memory
+itself.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ travel like tensors, which nothing authenticates without TLS; so, for every call
 a. Sizes and, between hosts, BLAKE2b hashes are exchanged by control messages. These are authenticated with keys of this
    life of the job, numbered, and of one sender each; the exchange is of one process set, name and root. So nothing that
    was said earlier, under another name, by another rank, in another set or before a ``shutdown()`` fits, and no size
-   that somebody in between announces is allocated.
+   that an attacker in between announces is allocated.
 b. The bytes are moved by the backend, and every rank compares what it received with the hashes.
 c. Between hosts the ranks exchange what they found. If something did not arrive anywhere as it was sent, all of them
    raise the same AuthenticationError, and none has read anything. The job can go on.

@@ -1,7 +1,7 @@
 """Control messages between this rank and rank 0, or all others, of any length; and notes beside them.
 
 A `reigen.engine.transport.ControlTransport` carries messages of bounded size. What is longer is sent in pieces, and
-read when the last one has come. Notes go to listeners; whoever reads the channel does not see them.
+read when the last one has come. Notes go to listeners; a reader of the channel does not see them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ControlChannel:
             msgspec.DecodeError: something else than messages has come.
             CollectiveError: a message that is too long.
         """
-        # Both: whoever calls this takes it that nothing is left of what had come when he looked whether anybody rang.
+        # Both: callers rely on it that nothing is left of what had come when they looked at the doorbell.
         received = self._transport.receive()
         if self.unread:
             received, self.unread = [*self.unread, *received], []

@@ -29,7 +29,7 @@ F. A name that not all ranks have reported by the deadline, counted from the fir
 G. A rank that shuts down says `ShutdownRequest`, as its last word. The coordinator announces `RankShutdown` and nothing
    ever after, since nothing can be complete without that rank. On `RankShutdown` every rank fails what it has
    outstanding, and whatever it submits later.
-H. A rank that dies says nothing. Whoever notices tells its own participant (`lose`), with the same effect as
+H. A rank that dies says nothing. A rank that notices tells its own participant (`lose`), with the same effect as
    `RankShutdown`. What waits too long ends the job, if that is wanted: the coordinator announces `JobAbort`, with the
    same effect, too.
 
@@ -44,7 +44,7 @@ K. *Join.* A rank that has no more data submits JOIN and nothing more (but FREE)
    ranks have: with the last one's number. Meanwhile an operation that waits for joined ranks alone is complete; at the
    end that is every one, so nothing of before is outstanding when JOIN is answered. An allreduce is announced with a
    template, from which those who did not submit it stand in with neutral elements; such responses are not cached, nor
-   in place (nobody could know when a stand-in has cleared its memory). Anything else is refused. A JOIN waits as long
+   in place (no rank could know when a stand-in has cleared its memory). Anything else is refused. A JOIN waits as long
    as it takes. Where a cache hit before it was ignored (E), it counts only when what is to be said in full has come: a
    rank must not be stood in for in what it has submitted.
 L. An operation that makes no sense whatever the others say is refused on the rank that submitted it.
@@ -52,11 +52,11 @@ M. *Exchange.* A few bytes of every rank are in what it submits, and all of them
    authenticated, numbered and bound to this life of the job between any two hosts, what the backends move is not.
 N. *Integers.* Cache hits and announcements of nothing but cached responses travel as integers where the transport
    carries them: between the ranks of one host. They lie in the order of all else that the sender says, so nothing above
-   changes. They need not wake their readers at once: whoever wrote them wakes those that have not read them when it
+   changes. They need not wake their readers at once: the writer wakes those that have not read them when it
    sleeps or stops driving; see `reigen.net.shm_ring`.
 O. *Eager.* On one host a rank that waits for a small allreduce that is cached, and has nothing else outstanding, puts
    its data into shared memory along with the cache hit. When rank 0 comes to the same one itself, in the same way, and
-   finds the others' there, its answer is one number, and everybody reads everybody's data: this stands for the
+   finds the others' there, its answer is one number, and every rank reads every other's data: this stands for the
    `ResponseList` of that slot and its execution. In any other case rank 0 takes what was submitted so as a cache hit.
    Since rank 0 alone decides which of the two happens, all ranks do the same. A rank reads the answer before messages
    that came behind it, and rank 0 the submission before those of its sender.
@@ -377,7 +377,7 @@ class Coordinator:
             return
         self._joining.discard(rank)
         self._joined.add(rank)
-        for name, entry in list(self._table.items()):  # only this one leaves it: sets change when nobody has joined
+        for name, entry in list(self._table.items()):  # only this one leaves it: sets change when no rank has joined
             self._complete_if_all_submitted(name, entry)
         if len(self._joined) == self.size:
             self._joined.clear()

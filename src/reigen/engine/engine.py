@@ -3,14 +3,14 @@
 Who does the work
 -----------------
 Exactly one thread *drives* at a time: it holds ``_driver``, feeds the state machines, executes batches and sleeps on
-the doorbell. A thread that waits for its own operation while nobody drives does so itself, so a blocking collective
+the doorbell. A thread that waits for its own operation while no other drives does so itself, so a blocking collective
 changes threads not once. Otherwise the engine's thread drives: it is woken by asynchronous submissions and by
 messages, drives until nothing is outstanding, and parks.
 
 Whom a ring of the doorbell wakes (`WaitingThread`) is written only by the thread that holds ``_driver``. A caller that
 has finished driving hands the doorbell back to the parked thread, which begins with what has come in between: at once,
-or, where nobody can want anything of rank 0 before its next submission (all process sets have it), in a moment, or when
-those that have written it sleep themselves (`ControlTransport.release_to_engine`).
+or, where no rank can want anything of rank 0 before its next submission (all process sets have it), in a moment, or
+when those that have written it sleep themselves (`ControlTransport.release_to_engine`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Engine:
             else None
         )
         self._exit_grace = PeerExitGrace(watch, self._outstanding)
-        #: looks for stalls, if somebody should
+        #: looks for stalls, if that is enabled
         self._stalls: StallMonitor | None = None
         #: on rank 0: announced while data was being moved, and to be carried out
         self._announced: list[Announcement] = []
@@ -257,7 +257,7 @@ class Engine:
                         self._hand_over(handle)
                     continue
                 if self._outstanding.inbox and self._thread is not None:
-                    self._transport.wake(WaitingThread.ANY)  # whoever drives may sleep on something else
+                    self._transport.wake(WaitingThread.ANY)  # the thread that drives may sleep on something else
                 self._outstanding.wait(handle, CHECK_SECONDS)
         finally:
             if observer is not None:
@@ -285,7 +285,7 @@ class Engine:
     def give_up(self, error: BaseException) -> None:
         """Fail outstanding and later operations of all ranks, this one too, with this error: this rank cannot go on."""
         known = interruption_error(error, self._backend.rank)
-        self._watch.abort(known)  # seen here, too, by whoever drives
+        self._watch.abort(known)  # seen here, too, by the thread that drives
         with self._driver:
             if self.is_operational:
                 self._give_up(known)
@@ -347,7 +347,7 @@ class Engine:
     def _drive(self, thread: WaitingThread, handle: Handle | None) -> None:
         """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
         self._transport.set_wake_target(WaitingThread.NONE)
-        self._read_token = -1  # of what is submitted eagerly, parked threads do not hear
+        self._read_token = -1  # parked threads do not see what is submitted eagerly
         try:
             while self._outstanding.is_operational:
                 token = self._transport.token()
@@ -362,7 +362,7 @@ class Engine:
                 looks = self._spin.looks if thread is WaitingThread.CALLER else 0
                 if announced is None and not (looks and self._transport.look(token, looks)):
                     self._rest(token, thread)
-        except BaseException as error:  # whoever waits for an operation is told by its handle
+        except BaseException as error:  # a caller that waits for an operation gets it from its handle
             self._give_up(error)
             if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit end more than this operation
                 raise
@@ -370,7 +370,7 @@ class Engine:
     def _step(self, token: int) -> Sequence[Announcement] | None:
         """Take in messages, send those that are due; return the batches to execute, None without any message."""
         received: Sequence[tuple[int, Sequence[Any]]] = ()
-        if token != self._read_token or self._channel.unread:  # else nobody has rung since it was read last
+        if token != self._read_token or self._channel.unread:  # else the doorbell was not rung since it was read last
             self._read_token = token
             received = self._channel.receive()
             if self._eager is not None:

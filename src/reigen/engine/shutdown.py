@@ -106,7 +106,7 @@ class PeerExitGrace:
 def clear_frames(error: BaseException) -> None:
     """Clear the frames of an error that ends here: they hold it, the engine, and with it the memory of backends.
 
-    Where it is no error of ours, somebody wants to know where it came from: its traceback stays, without variables.
+    Where it is no error of Reigen's, its origin matters: its traceback stays, without variables.
     """
     traceback.clear_frames(error.__traceback__)
     cause = error.__cause__ if isinstance(error, CollectiveError) else None

@@ -11,7 +11,7 @@ from reigen.engine.messages import JOIN_NAME, Operation, OperationKind
 from reigen.engine.observer import EngineObserver
 from reigen.errors import ArgumentError, CollectiveError, DuplicateNameError
 
-#: What whoever hands in something after the end is told.
+#: The error of what is submitted after the end.
 SHUTDOWN_MESSAGE = (
     "Reigen has been shut down. This was caused by an exception on one of the ranks or an attempt to run a collective "
     "after one of the ranks finished execution."
@@ -52,7 +52,7 @@ class TensorQueue:
         Args:
             operation: what is wanted.
             handle: completed in time.
-            observer: told of it before anybody can begin it.
+            observer: called before any thread can begin it.
 
         Raises:
             DuplicateNameError: an operation of this name is outstanding.

@@ -2,11 +2,11 @@
 
 Each process has one arena for each of its stores: a growing segment (`reigen.net.shm_segment`) in which it alone
 allocates and writes. The other end maps it and only reads. Who may read what until when is said in
-`reigen.kv.protocol`; the header's way through the kernel orders the writes to a body before the reads of whoever has
-received it.
+`reigen.kv.protocol`; the header's way through the kernel orders the writes to a body before the reads of a process that
+has received it.
 
-The file grows by slabs, and no block lies in two of them. So whoever maps all that is new whenever a block lies beyond
-what it has mapped, maps whole slabs, and finds every block within one mapping.
+The file grows by slabs, and no block lies in two of them. So a process that maps all that is new whenever a block lies
+beyond what it has mapped, maps whole slabs, and finds every block within one mapping.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ a. The connecting end sends HELLO: the protocol's name and version (4 bytes), it
    for, a fresh nonce (73 bytes in all).
 b. The accepting end sends CHALLENGE: the same of its own, and its proof (105 bytes).
 c. The connecting end checks that proof and sends its own PROOF (32 bytes).
-d. The accepting end checks it. Whoever finds a wrong proof closes the connection without a word.
+d. The accepting end checks it. An end that finds a wrong proof closes the connection without an answer.
 
 The first four bytes are looked at as soon as they are there: an end that speaks another version, or no Reigen at all,
 is refused at once, whatever the length of its messages. Who the peer is gets read after its proof was checked.
@@ -121,8 +121,8 @@ class Handshake(ABC):
         me: identity of this end, and what the connection is for.
 
     Attributes:
-        binding: what both ends, and nobody else, know of the channel beneath, of one length at both; empty without one.
-            May be set until the first byte of the peer is given.
+        binding: what both ends, and no other process, know of the channel beneath, of one length at both; empty without
+            one. May be set until the first byte of the peer is given.
         opening: what this end sends before it has heard anything.
     """
 

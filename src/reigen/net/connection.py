@@ -37,7 +37,7 @@ HANDSHAKE_ENDED_TEXT = (
 class StreamProtocol:
     """One end of an authenticated connection, without a socket: bytes go in, payloads come out.
 
-    Whoever owns the socket sends ``outgoing`` when it can, and reads at most ``num_wanted_bytes`` at a time. Until the
+    The owner of the socket sends ``outgoing`` when it can, and reads at most ``num_wanted_bytes`` at a time. Until the
     peer is proven these are the bytes of the handshake and no more, and none of them is decoded.
 
     Args:
@@ -218,7 +218,7 @@ class Connection:
         Both ends do so at the same message: for `BulkConnection` and `FramedConnection`, right after the handshake.
 
         Raises:
-            WireError: messages were read or posted that nobody has taken, or that have not left.
+            WireError: messages were read or posted that were not taken, or that have not left.
         """
         if self._messages:
             raise WireError("a connection was detached while messages of the peer were waiting in it")
@@ -427,7 +427,7 @@ def open_connection(
     Raises:
         AuthenticationError: the other end does not know the secret, or one end uses TLS and the other does not.
         TimeoutError: not done by the deadline.
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     left = deadline - time.monotonic()
     if left <= 0:

@@ -6,16 +6,16 @@ Each reader keeps its own place in its own segment, so every word of shared memo
 A. A message is written to the ring as 4 bytes of length and the bytes; then the write cursor is moved; then the
    doorbells of its readers are rung. A ring that is full keeps messages back, in order, until its readers have moved
    on.
-B. Ringing stores a value into the doorbell that it never had and wakes whoever sleeps on it. The value differs with
-   every ring and ringer, so a sleeper who read the doorbell, looked at the rings and found nothing sleeps only while
-   nobody has rung since. Likewise who finds the doorbell as it was before it looked at the rings need not look again:
-   the cursor is published before the ring that follows it.
+B. Ringing stores a value into the doorbell that it never had and wakes the thread that sleeps on it. The value differs
+   with every ring and ringer, so a sleeper who read the doorbell, looked at the rings and found nothing sleeps only
+   while no rank has rung since. Likewise who finds the doorbell as it was before it looked at the rings need not look
+   again: the cursor is published before the ring that follows it.
 C. A rank says which kind of thread may sleep on its doorbell (`WaitingThread`), so that a ring does not wake a thread
    of which another one has taken over the work.
 D. Integers lie in the ring like messages, with a mark at their length. A rank whose caller has gone, and may soon be
    back, can say that integers need not wake its engine's thread: what they announce is of no use to it before its next
    submission, and where one blocking call follows another the thread would be woken each time, only to find the caller
-   at work. But they must be read in time. So whoever has written something, and sleeps or leaves, first wakes the
+   at work. But they must be read in time. So a thread that has written something, and sleeps or leaves, first wakes the
    engine's thread of every reader that has not come to the end of the ring. It does so whatever the sleeper says: a
    reader that was just about to say "sleep on" has not read, and its thread, which has slept since before, is woken; a
    thread that is awake looks at the rings before it sleeps, by B.
@@ -227,7 +227,7 @@ class ShmTransport:
     def set_wake_target(self, thread: WaitingThread) -> None:
         """From now on rings wake ``thread``. Who stops driving calls this first, so it is time for step D."""
         self._waiter.cell[0] = thread  # as the int that it is: the operators of IntFlag take a microsecond
-        with self._fence:  # before whoever is parked no more looks at the eager slots
+        with self._fence:  # before the thread that is parked no more looks at the eager slots
             pass
         for place in self._progress if thread else ():
             if place[0] != self._cursor or not self._is_hub:

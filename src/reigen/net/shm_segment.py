@@ -2,7 +2,7 @@
 
 A memfd has no name: it is gone when its last user is, however that user ended, so a crash leaves nothing behind, and
 the size of /dev/shm (64 MB in a plain container) does not limit it. Another process of the same user opens it through
-``/proc/PID/fd/FD``; nobody else can.
+``/proc/PID/fd/FD``; no other process can.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ShmSegment:
 
         Args:
             name: for /proc/PID/maps alone.
-            only_grows: nobody, this process neither, can make it smaller: whoever maps what is there can read it for
+            only_grows: no process, not even this one, can make it smaller: one that maps what is there can read it for
                 ever, while a page that is cut off would end the reader (SIGBUS).
 
         Raises:

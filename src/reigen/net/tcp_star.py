@@ -100,7 +100,7 @@ class TcpStarTransport:
         """Every message that has come, with its sender, in each sender's order.
 
         Raises:
-            AuthenticationError, WireError: somebody has put bytes into a connection that are not its peer's.
+            AuthenticationError, WireError: an attacker has put bytes into a connection that are not its peer's.
         """
         received, self._received = self._received, []
         for fd, _ in self._epoll.poll(0):

@@ -32,7 +32,7 @@ from reigen.kernels.reduce import Reduction
 #: Longer than any deadline: torch's own limits are not to be met.
 GROUP_TIMEOUT = timedelta(days=365)
 #: Read by the constructor of a process group for NCCL: errors are reported and nothing else, `wait` waits on the GPU
-#: only, nobody ends the process because a thread of torch's is slow, and nothing is written when groups are aborted.
+#: only, the process is not ended because a thread of torch's is slow, and nothing is written when groups are aborted.
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -152,7 +152,7 @@ class C10dGroup:
         if not any(map(any, counts)):
             return []
         sent, received = ([n * width for n in row] for row in (counts[rank], [row[rank] for row in counts]))
-        given = _bytes(source)[: sum(sent)]  # there may be rows for nobody at the end
+        given = _bytes(source)[: sum(sent)]  # there may be rows for no rank at the end
         return self._wait(self._group.alltoall_base(_bytes(target), given, received, sent, _options("AllToAll")))
 
     def abort(self) -> None:

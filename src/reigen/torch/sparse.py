@@ -108,7 +108,8 @@ class SparseGradients:
 def _assemble(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size, name: str | None = None) -> torch.Tensor:
     """Assemble a sparse tensor of the gathered parts.
 
-    Without TLS somebody between the hosts can have changed the indices: torch would write beyond the tensor's memory.
+    Without TLS an attacker between the hosts can have changed the indices: torch would write beyond the tensor's
+    memory.
 
     Raises:
         CollectiveError: an index lies outside.

@@ -246,7 +246,7 @@ class DeviceBackend:
         if group is not None:
             try:
                 group.abort()
-            except RuntimeError as failed:  # there is nobody left whom it could help
+            except RuntimeError as failed:  # no rank is left that it could help
                 _log.debug("the process group cannot be aborted: %s", failed)
 
     def close(self) -> None:

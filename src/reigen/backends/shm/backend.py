@@ -20,7 +20,7 @@ a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for f
    operation (so copying overlaps with waiting). So when it has waited for filled(k), all have collected k - 2.
 b. It fills k + 2 after that wait: the chunk that used this slot before, k - 2, is collected. Who does not wait for an
    operation's last chunk (`rounds`) is ahead likewise, and therefore fills nothing ahead in the next operation.
-c. What a rank has reduced goes to the slice of the slot that it had not filled, since it is its own: nobody reads that
+c. What a rank has reduced goes to the slice of the slot that it had not filled, since it is its own: no rank reads that
    but to collect it, after waiting for reduced(k) of all ranks.
 
 Every element's sum is taken in rank order wherever it is cut, so results have the same bits for all sizes of chunk and
@@ -654,7 +654,7 @@ class ShmBackend:
             backend = ShmBackend(members, part, self._looks, self._direct_bytes)
             backend._reads_directly = self._reads_directly  # what all may do, some may
             backend._give_back = lambda: self._free_parts.append(own)
-        self.barrier(deadline)  # nobody counts before all have cleared their counters
+        self.barrier(deadline)  # no rank counts before all have cleared their counters
         return backend
 
     # -- ends ---------------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 1. The ranks show each other the addresses of their arrays.
 2. Rank r reads slice r of the others' sources block by block, reduces it in rank order, and writes the result into its
-   own target. Sources and targets may be the same arrays: of this rank's arrays nobody else needs slice r so far.
+   own target. Sources and targets may be the same arrays: of this rank's arrays no other rank needs slice r so far.
 3. All wait until all have reduced (the first barrier after the addresses).
-4. Everybody reads the other slices of the result from the targets of their owners.
-5. All wait once more: until then the arrays must stay as they are, since somebody may still read them.
+4. All ranks read the other slices of the result from the targets of their owners.
+5. All wait once more: until then the arrays must stay as they are, since another rank may still read them.
 
 Nothing is written to another process, so a rank that has given up, and uses its arrays for something else, harms only
 results that raise an error anyway.

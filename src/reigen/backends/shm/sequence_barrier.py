@@ -39,7 +39,7 @@ class SequenceBarrier:
 
     Args:
         words: the counters in rank order, zero at first.
-        sleeping: a word of each rank, in which it says whether it sleeps on somebody's counter; zero at first.
+        sleeping: a word of each rank, in which it says whether it sleeps on another's counter; zero at first.
         neighbours: who is asked whether the others still live.
         looks: how often to look before sleeping.
         ranks_missing: called about ten times a second with the ranks that have not come, while there are any.
@@ -69,7 +69,7 @@ class SequenceBarrier:
     def post(self) -> int:
         """Say that this rank has come one step further; returns the number of the step.
 
-        It costs a system call only where somebody sleeps: who is about to has said so before the kernel compares the
+        It costs a system call only where a rank sleeps: one that is about to has said so before the kernel compares the
         counter (*Sleep* in `reigen.net.futex`).
         """
         self.count += 1

@@ -306,7 +306,7 @@ class TcpEventLoop:
         if self._ranks_missing is not None and silent:
             self._ranks_missing(silent)
         error = self._failure(pending)
-        # Who is gone may have sent all before; and behind all that somebody sent who left, the connection ends.
+        # A rank that is gone may have sent all before; and behind all that one sent which left, the connection ends.
         if error is not None and not has_left(error) and not self._poll.poll(0):
             raise error
         self._listen(pending)

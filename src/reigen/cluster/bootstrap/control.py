@@ -1,7 +1,7 @@
 """Discovery of a job's control service, for ranks of any launcher.
 
-`reigen run` hosts the service and tells the ranks where it is. Where somebody else has started them, rank 0 hosts it,
-and the others have to learn two things before they can trust anybody: where, and which secret. How, is one decision
+`reigen run` hosts the service and tells the ranks where it is. Where another launcher has started them, rank 0 hosts
+it, and the others have to learn two things before they can trust it: where, and which secret. How, is one decision
 (`choose_discovery_method`):
 
 HANDOVER  All ranks are on one host: rank 0 hands both over through a Unix socket, to processes that the kernel lets

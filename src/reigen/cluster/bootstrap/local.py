@@ -1,8 +1,8 @@
 """Handover of the service's address and the job's secret from rank 0 to the other ranks of its host.
 
 Through a Unix socket with an abstract name, which the kernel forgets with the process: nothing lies on a disk, and
-nothing is left behind. Such a name can be used, and taken first, by everybody in the network namespace: by other users,
-and by a container that has the host's network. So both ends prove to each other who they are:
+nothing is left behind. Such a name can be used, and taken first, by any process of the network namespace: by other
+users, and by a container that has the host's network. So both ends prove to each other who they are:
 
 a. Each end asks the kernel for the other one's user and process id (SO_PEERCRED). Another user is turned away.
 b. Each end has a memfd with a random token in its name, and tells the other one the descriptor's number.
@@ -10,11 +10,11 @@ c. Each end reads that name, through /proc/PID/fd/FD. The kernel allows it to th
    and open the shared memory of that process (PTRACE_MODE_READ), and see its id at all. A container with namespaces of
    its own cannot, whatever its user is called.
 d. Both tokens together are the key by which the connection is authenticated, as all others are (`net.auth`), before
-   the secret is sent. What somebody was told on another connection, by a process whose id is used again, is no key.
+   the secret is sent. What a process received on another connection, from one whose id is used again, is no key.
 
 So nothing is given to, nor taken from, a process that could not take the secret from this one's environment and memory
 as well. (Namespaces could be compared instead; but that is a look at what has an id now, which may not be what is
-connected. A directory of mode 0700 is private to a user, not to a container into which somebody has mounted it.)
+connected. A directory of mode 0700 is private to a user, not to a container into which it was mounted.)
 
 Where the ranks were given a secret, that is the key instead: so ranks in several containers of a host can meet, too.
 """

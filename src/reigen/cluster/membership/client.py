@@ -126,7 +126,7 @@ class MembershipClient:
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, as `LocalPeers.linger` does, unless it is ``over``.
 
-        That a rank's process has ended is only known here where it died; whoever has left gets all of the time.
+        That a rank's process has ended is only known here where it died; one that has left gets all of the time.
         """
         until = time.monotonic() + LINGER_SECONDS
         while not over() and (left := until - time.monotonic()) > 0:

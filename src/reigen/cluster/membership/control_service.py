@@ -1,8 +1,8 @@
 """Control service of a job: the membership of its ranks, or of its workers and servers, and a bounded key-value store.
 
-The launcher hosts it, or rank 0 where somebody else has started the ranks; the scheduler of a parameter server is one.
-Membership is stated in `cluster.membership.messages`. The protocol of the store, after the handshake of ``net.auth``,
-one msgspec message a frame:
+The launcher hosts it, or rank 0 where another launcher has started the ranks; the scheduler of a parameter server is
+one. Membership is stated in `cluster.membership.messages`. The protocol of the store, after the handshake of
+``net.auth``, one msgspec message a frame:
 
 a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers, and serves
    everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays and is the

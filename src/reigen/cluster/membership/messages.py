@@ -138,7 +138,7 @@ class JobEnded(_Message, tag="stop", frozen=True):
     Attributes:
         exit_code: 0: all workers have left in good order; WORKERS_LOST_EXIT_CODE: it ends since some are lost.
         reason: why, for people.
-        is_late: it never began as it should: somebody did not come.
+        is_late: it never began as it should: a member did not come.
         workers: and these of them are workers.
     """
 

@@ -7,7 +7,7 @@ E, J and K are theirs.
 The protocol
 ------------
 A. *Numbers.* A member says its number where it was given one (its rank, its task number), and gets it; else the lowest
-   that nobody has had, in the order of arrival. What makes no sense is refused.
+   that no member has had, in the order of arrival. What makes no sense is refused.
 B. *Start.* When all servers have come for the first time, every member that is there is told where they are, and every
    one that comes later at once. A process that is lost (C) before that is forgotten, as if it had not come. Servers
    that do not come, and later workers, end the job when the time for it is over. No time counts for anything in which
@@ -20,15 +20,16 @@ D. *Return.* A lost member that says something is there again, the same process;
    `MemberReturned`. One that was away says whom it holds for lost (`RegisterMember.lost`), and hears
    which of them have returned. But where a loss is final (a rank, a worker under abort, a server that is not started
    again, or not in time) it is refused. While the process that has the number is connected, and may be dead without
-   anybody's knowing, another that comes for it waits for a sign of life, or the end, of the first.
-E. *Leaving.* All are told of a member that leaves (`MemberLeft`). It is not waited for any more, nor does it come back.
+   any notice, another that comes for it waits for a sign of life, or the end, of the first.
+E. *Leaving.* A member that leaves is announced to all (`MemberLeft`). It is not waited for any more, nor does it come
+   back.
 F. *Barriers.* A barrier is done for the n-th time when every worker has entered it n times, but those that have left or
    are lost and not awaited. If one of them gives it up before, it is broken for that time, and all are told so that
-   are there, or come to it later: nobody passes a barrier at which another has failed. Entering again is answered
+   are there, or come to it later: no member passes a barrier at which another has failed. Entering again is answered
    again.
 G. *End.* When all workers have left, the job is over with exit code 0; when all have left or are lost, and nobody came
    in their place, with another one (under continue: if none has left): `WORKERS_LOST_EXIT_CODE` if it was a worker
-   that was lost first, else 1. All are told (`JobEnded`), and whoever comes later is refused.
+   that was lost first, else 1. It is announced to all (`JobEnded`), and a process that comes later is refused.
    After a restart (H) that waits for those who have not come back: they are to be told, too.
 H. *Restart of the service.* Members connect again and say what they were told before (`RegisterMember.is_known`): their
    numbers, the epoch, and which workers have left; how often they have entered which barriers, and how these ended. A
@@ -38,18 +39,19 @@ H. *Restart of the service.* Members connect again and say what they were told b
    tell. (That one does not, its launcher can: `RegisterMember.is_restart`.)
    Where there may be members that know the job, unknown processes wait for the first of those, until
    ``known_first_until``: they would be taken for the first ones of a new job. They do not wait when unknown ones have
-   come for all places: nobody is left who knows. One that was told no number waits until it is clear which are free.
+   come for all places: no member is left that knows. One that was told no number waits until it is clear which
+   are free.
 I. *Other jobs.* A job has a number: it follows from its secret, where a launcher made that for it alone; else its first
    service chose it. Of the latter kind, a service to which a known process comes first goes on with that one's job;
    one to which an unknown process comes first, that need not wait (H), has a new job, whatever was saved of earlier
    ones. Processes of any other job are refused. Where a job goes on, and servers cannot return, an unknown server is
    refused, too: what it comes for is a new job on the same port and with the same secret, while processes of the old
    one still run.
-J. *Epochs.* Every change of who is there has a number, one more than the one before it, and everybody is told the
+J. *Epochs.* Every change of who is there has a number, one more than the one before it, and all are sent the
    latest with what it hears. A service that is started again goes on behind the latest of which a member has heard.
 K. *Attribution.* What goes wrong at one time is held for a moment, and told in the order of cause and effect
    (`reigen.cluster.membership.attribution`). A connection that ends because its host is *silent* (the kernel got no
-   answer in time) stands for all members of that host. Only the first abort is told: it ends everybody's waiting, and
+   answer in time) stands for all members of that host. Only the first abort is sent: it ends the waiting of all, and
    those that come later follow from it.
 """
 
@@ -134,7 +136,7 @@ class MembershipTable:
         self._member_of: dict[ConnectionId, Member] = {}
         #: other connections of processes that have made several
         self._duplicate_connections: dict[ConnectionId, Member] = {}
-        #: somebody has been here (B); all servers have (B); some member had been told its number before (H)
+        #: a member has been here (B); all servers have (B); some member had been told its number before (H)
         self.is_begun = self._is_open = self._is_restarted = False
         #: and all servers had come by then (I)
         self._goes_on = False

@@ -12,11 +12,11 @@ D. A collective that has waited for ``shutdown_seconds`` ends the job (`AbortSta
 E. All this is rank 0's work. Rank 1, when it has waited for ``check_seconds`` itself, asks whether rank 0 answers, and
    warns or gives up in its place if it does not (`CoordinatorMonitor`).
 
-F. Where every rank has submitted something that waits, nobody may be left who computes: after two seconds all ranks are
-   asked. A rank cannot go on if the thread that trains is blocked in one of these collectives and no other thread runs
-   code of the program. Where that holds for all, twice, and nothing has come in between, no rank can ever submit what
-   the others wait for: that is warned of at once (`WarnStall`, with ``is_deadlock``). While it does not hold, the
-   next question comes after twice the time.
+F. Where every rank has submitted something that waits, no rank may be left that computes: after two seconds all ranks
+   are asked. A rank cannot go on if the thread that trains is blocked in one of these collectives and no other thread
+   runs code of the program. Where that holds for all, twice, and nothing has come in between, no rank can ever submit
+   what the others wait for: that is warned of at once (`WarnStall`, with ``is_deadlock``). While it does not hold,
+   the next question comes after twice the time.
 
 Who has joined is not missing, and a join that waits is no stall: both follow from what the coordinator says waits.
 """
@@ -346,7 +346,7 @@ class CoordinatorMonitor:
     def __init__(self, check_seconds: float, shutdown_seconds: float) -> None:
         self._shutdown = shutdown_seconds or math.inf
         self._check = min(check_seconds, self._shutdown)
-        #: when rank 0 was asked, until it has answered or was told of
+        #: when rank 0 was asked, until it has answered or was warned of
         self._asked: float | None = None
         self._next = 0.0
         self._times = 0

@@ -170,5 +170,5 @@ def process_state(pid: int) -> str:
         try:
             where = (process / "wchan").read_text().strip()
         except OSError:
-            where = ""  # not everybody may know
+            where = ""  # not every process may know
     return f"{pid} {_STATES[match[1]]}" + (f" (in {where})" if where not in {"", "0"} else "")

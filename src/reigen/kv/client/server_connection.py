@@ -234,7 +234,7 @@ class ServerConnection:
         now = time.monotonic()
         self._retry_at = now + _BETWEEN_ATTEMPTS_SECONDS
         if not isinstance(error, AuthenticationError):
-            self._accept_failed_auth_until = 0.0  # nobody is there who could fail to prove anything
+            self._accept_failed_auth_until = 0.0  # no process is there that could fail to prove anything
             return
         self._accept_failed_auth_until = self._accept_failed_auth_until or now + _REPLACED_SECONDS
         if now > self._accept_failed_auth_until:

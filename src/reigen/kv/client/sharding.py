@@ -3,8 +3,8 @@
 The unit of everything below a key is the *shard*: a contiguous range of the value's flat elements on one server.
 Rounds, consistency, compression, queues, snapshots and transfers are per shard.
 
-a. Rank 0 alone places keys, in the order of its init() calls, with one `ShardPlacer`. So nobody has to agree with
-   anybody.
+a. Rank 0 alone places keys, in the order of its init() calls, with one `ShardPlacer`. So workers need not
+   agree on it.
 b. A key's *home* server (`home_server`) keeps its declaration: name, shape, dtype, and the shards, which it tells the
    other workers. A worker needs nothing but the key to find it.
 c. A key of fewer elements than the bound lies on one server: that with the least bytes so far (ties: the lowest).

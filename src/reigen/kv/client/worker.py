@@ -1,8 +1,8 @@
 """Worker of a distributed store: its requests to all servers, and waiting for them.
 
-A caller that waits drives the connections itself, so that a blocking call changes threads not once. While nobody waits
-and something is pending, a thread of the store drives them. It leaves at once when a caller comes, and comes back when
-there have been no calls for a moment.
+A caller that waits drives the connections itself, so that a blocking call changes threads not once. While no caller
+waits and something is pending, a thread of the store drives them. It leaves at once when a caller comes, and comes back
+when there have been no calls for a moment.
 
 Requests of a key leave in the order in which they were begun. A server answers a pull when the pushes before it are
 done, since it says how many there were. A push must not be done before an earlier pull is answered: it is held back
@@ -192,7 +192,7 @@ class KVWorker:
         self._failure: ReigenError | None = None
         #: this process was forked from the one that made the connections
         self._is_inherited = False
-        #: operations that have failed, about which nobody has been told yet
+        #: operations that have failed, and were not reported yet
         self._failed: deque[KVOperation] = deque()
         self._num_outstanding = 0
         self._num_unsent_bytes = self._num_announced_bytes = 0
@@ -205,7 +205,7 @@ class KVWorker:
         self._servers: list[ServerConnection] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
         self._awaited: set[int] = set()
-        #: somebody has promised to drive whenever something is pending
+        #: a caller has promised to drive whenever something is pending
         self._has_driver = False
         #: while something is to be driven by the thread
         self._signal = threading.Event()
@@ -402,7 +402,7 @@ class KVWorker:
         self._release(request.header.kind, request.leave())
         self._num_outstanding -= 1
         operation = request.operation
-        operation.num_left -= 1  # last: whoever asks whether it is done may go on at once
+        operation.num_left -= 1  # last: a caller that asks whether it is done may go on at once
         if not operation.num_left:
             if operation.error is not None:
                 self._failed.append(operation)
@@ -447,7 +447,7 @@ class KVWorker:
             with self._driving:
                 is_woken = self._drive(what, is_done, until)
             if is_woken:
-                self._closing.wait(_YIELD_SECONDS)  # somebody else wants to come in
+                self._closing.wait(_YIELD_SECONDS)  # another thread waits for the lock
 
     def _leave_to_thread(self) -> None:
         """Have the store's thread drive pending requests."""
@@ -473,7 +473,7 @@ class KVWorker:
     def _drive(self, what: KVOperation | str, is_done: Callable[[], bool], until: float | None) -> bool:
         """Take turns until something is done, by ``until`` (None: the deadline of the job); with the lock.
 
-        Returns whether it is not, since somebody else wants to come in. Raises DeadlineError where it is late.
+        Returns whether it is not, since another thread waits for the lock. Raises DeadlineError where it is late.
         """
         self._signal.clear()
         if self._closing.is_set():
@@ -647,6 +647,6 @@ class KVWorker:
             for request in late:
                 request.forget()
             operation.fail(error)
-            operation.is_reported = True  # by this error, which whoever waits gets
+            operation.is_reported = True  # by this error, which the waiting caller gets
         self._leave_to_thread()
         return error

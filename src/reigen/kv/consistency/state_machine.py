@@ -31,13 +31,13 @@ G. *Loss.* What a lost worker has pushed counts. Its requests end without an ans
    abort: whatever waits fails, and whatever comes later, naming the worker and the round;
    continue: it is not expected any more, and synchronous rounds that lack it are scaled by (contributors + lost) /
    contributors;
-   wait: it is expected, so others wait, until their deadlines, for whoever returns in its place.
+   wait: it is expected, so others wait, until their deadlines, for the process that returns in its place.
    A lost worker's pushes and pulls fail until it is found or returns: it may be alive, and wrong about that.
    Losing a worker that has left changes nothing, nor does finding it.
 H. *Returning.* The worker is told which of its rounds are over (`RoundRecovered`) and is expected from the next one on.
-   What its predecessor has pushed beyond is pushed again (E): nobody else could, if this server were to die now. If the
-   others have gone on without it, it must neither repeat rounds that are over nor hold the others up until it has
-   caught up: its rounds up to the least `done` of the expected ones (of all, the largest, if none is) then count as
+   What its predecessor has pushed beyond is pushed again (E): no other process could, if this server were to die now.
+   If the others have gone on without it, it must neither repeat rounds that are over nor hold the others up until it
+   has caught up: its rounds up to the least `done` of the expected ones (of all, the largest, if none is) then count as
    over. A key's shards may tell different rounds; the worker goes on after the least, and (A) takes care of the rest.
 I. *Restart of the server, or of a connection.* `state` goes into a snapshot together with the value. In an engine made
    `from_state` all workers are away, until each itself has said how far it was (`WorkerResumed`), or returned, or left.
@@ -177,7 +177,7 @@ class FailRequest(msgspec.Struct, frozen=True):
     Attributes:
         reason: in words, without the names of the key and of hosts.
         workers: who is at fault.
-        late: a deadline is over. Otherwise somebody was lost or, with no ``workers``, the request makes no sense.
+        late: a deadline is over. Otherwise a worker was lost or, with no ``workers``, the request makes no sense.
     """
 
     token: RequestToken

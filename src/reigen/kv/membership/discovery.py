@@ -3,7 +3,7 @@
 Without a secret in the environment, all processes of a job are on one host. The scheduler makes a secret and hands it,
 with its address, through a Unix socket with an abstract name to processes that could read its memory as well
 (`cluster.bootstrap.local`). The name follows from DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, so several jobs of a host
-meet apart. A scheduler that is started again must find the secret of its job, or nobody could talk to it: one of the
+meet apart. A scheduler that is started again must find the secret of its job, or no node could talk to it: one of the
 workers and servers, whichever comes first to a second abstract name, keeps it there.
 """
 
@@ -62,8 +62,8 @@ class SchedulerLocator:
         if settings.secret is None:
             return fetch_endpoints(_socket_name(settings, "scheduler"))
         host, port = settings.scheduler
-        hosts = _resolve(host) or [host]  # whoever connects to the name is told that it means nothing
-        if is_local_address(host):  # its name may mean a loopback address here, and another one to everybody else
+        hosts = _resolve(host) or [host]  # a connection to the name fails with an error that it means nothing
+        if is_local_address(host):  # its name may mean a loopback address here, and another one to all others
             with suppress(ConfigError):
                 hosts.append(scheduler_host(settings))
         return [ServiceEndpoint(join_address(one, port), settings.secret) for one in dict.fromkeys(hosts)]

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 SCHEDULER_IDENTITY = Identity(ProcessRole.RANK, 0, "kv scheduler")
 
-#: How long nodes that were told of the job's end may take to hang up.
+#: How long nodes that were sent the job's end may take to hang up.
 _LINGER_SECONDS = 2.0
 #: How long a scheduler that may follow another one lets those come first who know the job.
 _KNOWN_FIRST_SECONDS = 15.0
@@ -73,7 +73,7 @@ class Scheduler(ControlService):
             deadline_seconds=config.deadline_seconds,
         )
         self._table = MembershipTable(spec, job, known_first_until)
-        #: whether somebody has come; and when to look who has not
+        #: whether a node has come; and when to look which have not
         self._has_begun = False
         self._alarm: float | None = time.monotonic() + config.deadline_seconds
         address = discovery.scheduler_host(settings), settings.scheduler[1]
@@ -171,8 +171,8 @@ def _explain_port(settings: ProcessConfig, address: str, error: OSError) -> str:
 def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool) -> tuple[float, str]:
     """Return how long unknown processes wait for those that know the job (`cluster.membership.table`, step H), and why.
 
-    Where a job could not survive the loss of its scheduler and another process, nobody waits. ``follows``: one of the
-    job's processes has kept its secret for this scheduler.
+    Where a job could not survive the loss of its scheduler and another process, no process waits. ``follows``: one of
+    the job's processes has kept its secret for this scheduler.
     """
     config = settings.config
     # half of what a node waits for its place at most

@@ -205,7 +205,7 @@ class SchedulerClient:
     def barrier(self, name: str, deadline: float) -> None:
         """Wait until every worker that is still in the job has entered the barrier of this name as often as this one.
 
-        It ends alike for all: where one of them does not want to wait any more, nobody passes.
+        It ends alike for all: where one of them does not want to wait any more, none passes.
 
         Raises:
             DeadlineError: not all came by this worker's deadline, or another's; ``ranks`` are those. Or the scheduler
@@ -374,7 +374,7 @@ class SchedulerClient:
         """Reach the scheduler, wherever it is now."""
         problem, refused_since = "", math.inf
         while not self._is_over:
-            if self._view.is_assigned:  # whoever kept the secret may have died with the scheduler
+            if self._view.is_assigned:  # the process that kept the secret may have died with the scheduler
                 self._locator.keep(self.secret)
             try:
                 found = self._reach_one()

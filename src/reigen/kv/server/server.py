@@ -154,7 +154,7 @@ class KVServer:
         self._busy: set[_ClientConnection] = set()
         self._tick_seconds = min(_TICK_SECONDS, config.deadline_seconds / 4)
         self._next_tick = time.monotonic() + self._tick_seconds
-        #: the last tick came late, and nobody's deadline was looked at
+        #: the last tick came late, and deadlines were not looked at
         self._is_behind = False
         self._next_snapshot = self._snapshot_time()
         self._exit_code: int | None = None
@@ -255,7 +255,7 @@ class KVServer:
         for client in list(self._waiting):
             self._throttle(client)
         for store in self._stores.values():
-            store.save()  # before anybody is told
+            store.save()  # before it is announced
         for client in list(self._connections):
             if client.connection is not None and client.connection.must_flush:
                 client.connection.must_flush = False

@@ -608,7 +608,7 @@ def _answer_pull(store: ServerStore, shard: Shard, what: AnswerPull) -> None:
         memory.retire(rows)
     elif encoder is not None and shard.is_sum:
         codes = shard.encoded(encoder)
-        if shard.is_dirty and store.context.saves_always:  # with what these codes lack, before anybody has them
+        if shard.is_dirty and store.context.saves_always:  # with what these codes lack, before any worker has them
             shard.must_save = True
             shard.queue.appendleft(what)
             return

@@ -9,7 +9,7 @@ set_learning_rate        learning_rate: a number          any worker; at once
 get_optimizer                                             any worker; at once: the spec, or None
 ======================== ================================ =============================================================
 
-The first two are for stores that nobody has pushed to. Said again as they were, in the same order, they always work:
+The first two are for stores that were not pushed to. Said again as they were, in the same order, they always work:
 a worker that takes the place of a lost one runs the same script.
 """
 

@@ -1,7 +1,7 @@
 """The memory in which gradients lie while they are reduced: the host's, or that of the GPU on which the model is.
 
-On the GPU nothing has to be registered, and nobody waits: a bucket is submitted behind what has been enqueued to fill
-it, and whoever needs the gradients lets his stream wait for the reduction.
+On the GPU nothing has to be registered, and no thread waits: a bucket is submitted behind what has been enqueued to
+fill it, and a reader of the gradients lets its stream wait for the reduction.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class ReduceOptions:
         groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
         process_set: the ranks that reduce together.
         owned: what is reduced stays with the owners of the slices, which have to update so much together: see
-            `reigen.api.gradients.sharding`. None: everybody gets it.
+            `reigen.api.gradients.sharding`. None: every rank gets it.
     """
 
     reduction: ReductionSpec

@@ -58,7 +58,7 @@ def choose_division(optimizer: torch.optim.Optimizer, *, asserted: bool, alignme
         alignment_bytes: cuts lie at multiples of so many bytes from the beginning of a parameter.
 
     Raises:
-        ArgumentError: it looks at whole tensors, needs a closure, is of an unknown class and nobody vouches for it, or
+        ArgumentError: it looks at whole tensors, needs a closure, is of an unknown class and not asserted to be, or
             did not do the same on parts as on the whole. Says which.
     """
     name = type(optimizer).__name__

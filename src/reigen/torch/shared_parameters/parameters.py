@@ -1,7 +1,7 @@
 """Parameters and optimizer state that exist once a host: those of one `Reducer`.
 
 `reigen.api.gradients.sharding` tells what a step is, `SharedLayout` what lies where. Every owner writes its own pieces,
-and says how far it has come; everybody reads.
+and says how far it has come; all ranks read.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class SharedParameters:
     def norm_of_all(self, norm: torch.Tensor, norm_type: float) -> float:
         """Collective: return the p-norm of all gradients, from that of this rank's slices. The same on all ranks.
 
-        The owners of another host have the same numbers, so each owner's is the largest that anybody has for it.
+        The owners of another host have the same numbers, so each owner's is the largest that any rank has for it.
         """
         norms = np.zeros(len(self._progress), np.float64)
         if self._owner is not None:
@@ -250,7 +250,7 @@ class SharedParameters:
         """Collective: every so many updates, before one, compare the options with which each rank updates its part.
 
         Raises:
-            ReplicaError: they differ; nobody has begun.
+            ReplicaError: they differ; no rank has begun.
         """
         if every and (self.num_updates + 1) % every == 0:
             names = [f"the options of parameter group {number}" for number in range(len(groups))]
@@ -281,8 +281,8 @@ class SharedParameters:
     def progress(self, update: int) -> UpdateProgress:
         """Return the owners' progress in an update; waits a moment for those that may still come to its end.
 
-        If the job is over, nobody begins one after that: who was stopped, and goes on, does not make untrue what is
-        said now.
+        If the job is over, no rank begins one after that: one that was stopped, and goes on, does not make untrue what
+        is said now.
         """
         until = time.monotonic() + _SETTLE_SECONDS
         while self._progress[:, 1].min() < update and time.monotonic() < until:
