@@ -164,9 +164,9 @@ class ShmBackend:
 
         def ask(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             for pid, slot in zip(self._local_peers.pids, slots, strict=True):
-                there = int(slot[:8].view(np.uint64)[0])
+                remote_address = int(slot[:8].view(np.uint64)[0])
                 answers.append(
-                    process_memory.can_read_process_memory(pid, there, slot[8 : 8 + _SECRET_BYTES].tobytes())
+                    process_memory.can_read_process_memory(pid, remote_address, slot[8 : 8 + _SECRET_BYTES].tobytes())
                 )
 
         self.exchange(np.concatenate([address, secret]), ask, deadline)
@@ -352,12 +352,12 @@ class ShmBackend:
         pairs = zip(source.pieces(low, high), target.pieces(low, high), strict=True)
         for (place, contribution), (_, result) in pairs:
             for first in range(0, result.size, block):
-                here = slice(first, min(result.size, first + block))
-                there = slice(place - begin + here.start, place - begin + here.stop)
-                inputs = [view[there] for view in views]
-                inputs[self.rank] = contribution[here]
-                reducer.reduce(inputs, result[here])
-                views[self.rank][there] = result[here]
+                in_result = slice(first, min(result.size, first + block))
+                in_slot = slice(place - begin + in_result.start, place - begin + in_result.stop)
+                inputs = [view[in_slot] for view in views]
+                inputs[self.rank] = contribution[in_result]
+                reducer.reduce(inputs, result[in_result])
+                views[self.rank][in_slot] = result[in_result]
 
     def _reduce_directly(self, source: BufferList, target: BufferList, reducer: BlockReducer, deadline: float) -> None:
         own = encode_addresses(source, target)

@@ -143,17 +143,17 @@ class CrossMemoryAllreduce:
         own = self._targets[self._reader.rank]
         for rank, (begin, end) in enumerate(self._slices):
             if rank != self._reader.rank:
-                there = self._target.ranges(begin, end, self._targets[rank])
-                self._reader.read(rank, there, self._target.ranges(begin, end, own))
+                remote = self._target.ranges(begin, end, self._targets[rank])
+                self._reader.read(rank, remote, self._target.ranges(begin, end, own))
 
     def _reduce_block(self, begin: int, end: int, reducer: BlockReducer) -> None:
         scratch = self._reader.scratch
         for rank, buffer in enumerate(scratch):
             if rank != self._reader.rank:
-                there = self._source.ranges(begin, end, self._sources[rank])
-                places = itertools.accumulate((nbytes for _, nbytes in there), initial=buffer.ctypes.data)
-                here = [(place, nbytes) for place, (_, nbytes) in zip(places, there, strict=False)]
-                self._reader.read(rank, there, here)
+                remote = self._source.ranges(begin, end, self._sources[rank])
+                places = itertools.accumulate((nbytes for _, nbytes in remote), initial=buffer.ctypes.data)
+                local = [(place, nbytes) for place, (_, nbytes) in zip(places, remote, strict=False)]
+                self._reader.read(rank, remote, local)
         for (place, contribution), (_, result) in zip(
             self._source.pieces(begin, end), self._target.pieces(begin, end), strict=True
         ):

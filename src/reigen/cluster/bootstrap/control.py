@@ -120,10 +120,10 @@ def locate_service(job: JobInfo, environ: Mapping[str, str], options: ServiceOpt
             has taken its place.
     """
     given = JobCredentials.of(environ)
-    here = job.coordinator is not None and is_local_address(job.coordinator)
+    coordinator_is_here = job.coordinator is not None and is_local_address(job.coordinator)
     mpi = can_use_mpi(environ) if job.by_mpi else (False, "")
     method, reason = choose_discovery_method(
-        job, has_secret=given.secret is not None, coordinator_is_here=here, mpi=mpi
+        job, has_secret=given.secret is not None, coordinator_is_here=coordinator_is_here, mpi=mpi
     )
     if job.rendezvous is not None and job.secret is not None:
         return ServiceAccess(job.rendezvous, job.secret, reason)

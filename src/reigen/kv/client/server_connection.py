@@ -340,16 +340,16 @@ class ServerConnection:
             if not (request.sent_at and self.is_ready):
                 continue
             # a server that is slow is not made faster by questions
-            if request.sent_at + interval * (1 << min(request.num_reminders, _MOST_DOUBLINGS)) <= now:
-                request.num_reminders += 1
-                self._remind(request, now)
+            if request.sent_at + interval * (1 << min(request.num_retries, _MOST_DOUBLINGS)) <= now:
+                request.num_retries += 1
+                self._retry(request, now)
             if not request.sent_at:
                 continue
-            when = request.sent_at + interval * (1 << min(request.num_reminders, _MOST_DOUBLINGS))
+            when = request.sent_at + interval * (1 << min(request.num_retries, _MOST_DOUBLINGS))
             due = min(due or when, when)
         return due
 
-    def _remind(self, request: ClientRequest, now: float) -> None:
+    def _retry(self, request: ClientRequest, now: float) -> None:
         if request.is_received and self._line is not None:
             request.sent_at = now
             self._line.send(request.query(), priority=request.header.priority)
@@ -446,7 +446,7 @@ class ServerConnection:
     def _begin(self) -> None:
         self.is_ready = True
         for request in self.outstanding.values():
-            self._send(request, again=bool(request.sent_at or request.num_reminders))
+            self._send(request, again=bool(request.sent_at or request.num_retries))
 
     def _received(self, header: MessageHeader) -> None:
         request = self.outstanding.get(header.request)
