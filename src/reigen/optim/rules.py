@@ -53,7 +53,7 @@ class _WithMoments(Optimizer):
     epsilon: float = field(default=1e-8, metadata=_NOT_NEGATIVE)
 
     def _absorb(self, gradient: Array, states: Arrays, temporary: Array) -> None:
-        """Take a prepared gradient into both averages. ``spare`` is overwritten."""
+        """Take a prepared gradient into both averages. ``temporary`` is overwritten."""
         mean, variance = states
         _average_into(mean, gradient, self.beta1, temporary)
         np.multiply(gradient, gradient, out=temporary)
@@ -410,7 +410,7 @@ class LARS(_WithMomentum):
 
 
 def _average_into(average: Array, new: Array, keep: float, temporary: Array) -> None:
-    """Compute ``average = keep * average + (1 - keep) * new``. ``spare`` is overwritten, and may be ``new``."""
+    """Compute ``average = keep * average + (1 - keep) * new``. ``temporary`` is overwritten, and may be ``new``."""
     np.multiply(new, 1.0 - keep, out=temporary)
     np.multiply(average, keep, out=average)
     np.add(average, temporary, out=average)
@@ -425,7 +425,7 @@ def _divide_by_root(gradient: Array, squares: Array, epsilon: float, rate: float
 
 
 def _apply_step(weight: Array, step: Array, rate: float, decoupled: float, temporary: Array) -> None:
-    """Compute ``weight -= step + rate * decoupled * weight``. ``step`` and ``spare`` are overwritten."""
+    """Compute ``weight -= step + rate * decoupled * weight``. ``step`` and ``temporary`` are overwritten."""
     if decoupled:
         np.multiply(weight, rate * decoupled, out=temporary)
         np.add(step, temporary, out=step)
@@ -433,5 +433,5 @@ def _apply_step(weight: Array, step: Array, rate: float, decoupled: float, tempo
 
 
 def _sum_of_squares(array: Array, temporary: Array) -> float:
-    """Return the sum of squares of all elements, added pairwise in the array's type. ``spare`` is overwritten."""
+    """Return the sum of squares of all elements, added pairwise in the array's type. ``temporary`` is overwritten."""
     return float(np.add.reduce(np.multiply(array, array, out=temporary)))

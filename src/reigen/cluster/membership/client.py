@@ -78,9 +78,9 @@ class MembershipClient:
     ) -> None:
         self.rank, self.size = rank, size
         self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
-        identity, self._host = host_identity(host_id)
+        own_host_id, self._host = host_identity(host_id)
         me = RegisterMember(
-            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=group, host_id=identity
+            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=group, host_id=own_host_id
         )
         self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()
