@@ -241,7 +241,7 @@ def test_backends_that_are_split_off_work_beside_the_whole() -> None:
 def test_connections_are_made_when_they_are_needed(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As among so many ranks that not everybody is connected to everybody beforehand; barriers are chains, too."""
     monkeypatch.setattr(tcp, "_CONNECTED_RANKS", 0)
-    monkeypatch.setattr(tcp, "_ACQUAINTED_RANKS", 0)
+    monkeypatch.setattr(tcp, "_DIRECT_BARRIER_RANKS", 0)
     opened: dict[int, set[int]] = {rank: set() for rank in range(size)}
     open_streams = ConnectionPool.open
 
@@ -383,7 +383,7 @@ def test_the_deadline_names_who_did_not_come_and_nobody_else(
     """Also where ranks wait for ranks that wait for it. Deadlines do not pass at the same moment."""
 
     def attempt(seconds: float) -> None:
-        monkeypatch.setattr(tcp, "_ACQUAINTED_RANKS", 0 if algorithm == "ring" else 8)
+        monkeypatch.setattr(tcp, "_DIRECT_BARRIER_RANKS", 0 if algorithm == "ring" else 8)
         done = threading.Barrier(5)
 
         def body(backend: Backend) -> None:

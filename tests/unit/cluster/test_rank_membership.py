@@ -110,7 +110,7 @@ def assigned(rank):
 
 
 def entered(*host_ids):
-    """A table at which ranks 0, 1, ... have registered, one for each machine given; owners are called like ranks."""
+    """A table at which ranks 0, 1, ... have registered, one for each host id given; owners are called like ranks."""
     table = Rooms()
     for rank, host_id in enumerate(host_ids):
         answer = table.handle(rank, register(GROUP, rank, len(host_ids), f"host {host_id}", host_id), 0.0)
@@ -142,7 +142,7 @@ ABORT = AbortMessage("CollectiveError", (1,), "no reason")
 
 def test_a_rank_that_ends_without_a_word_has_died():
     table = entered("a", "b", "c")
-    assert table.ended(1, 1.0) == to([0, 2], died(1, host="host b"))  # the only rank of its machine
+    assert table.ended(1, 1.0) == to([0, 2], died(1, host="host b"))  # the only rank of its host
     assert table.due() is None
 
 
@@ -190,14 +190,14 @@ def test_only_the_first_abort_is_told_and_the_end_of_who_aborted_is_no_death():
     assert table.due() is None
 
 
-def test_ranks_of_one_machine_that_end_together_are_one_event():
+def test_ranks_of_one_host_that_end_together_are_one_event():
     table = entered("a", "b", "b", "b")
     assert table.ended(2, 1.0) == []  # two more may follow
     assert table.ended(1, 1.01) == []
     assert table.ended(3, 1.02) == to([0], died(2, 1, 3, host="host b", whole=True))
 
 
-def test_some_ranks_of_a_machine():
+def test_some_ranks_of_a_host():
     table = entered("a", "b", "b", "b")
     table.ended(2, 1.0)
     table.ended(1, 1.01)
@@ -205,13 +205,13 @@ def test_some_ranks_of_a_machine():
     assert table.ended(3, 5.0) == to([0], died(3, host="host b"))
 
 
-def test_a_machine_one_rank_of_which_had_left_is_not_said_to_be_lost():
+def test_a_host_one_rank_of_which_had_left_is_not_said_to_be_lost():
     table = entered("a", "b", "b")
     assert table.handle(1, LeaveJob(), 0.5) == to([0, 1, 2], left(1, "host b"))
     assert table.ended(2, 1.0) == to([0, 1], died(2, host="host b"))
 
 
-def test_the_machine_that_lost_a_rank_first_comes_first():
+def test_the_host_that_lost_a_rank_first_comes_first():
     table = entered("a", "b", "b", "c", "c")
     table.ended(3, 1.0)
     table.ended(2, 1.01)
@@ -220,7 +220,7 @@ def test_the_machine_that_lost_a_rank_first_comes_first():
     assert table.tick(1.0 + RANK_HOLD_SECONDS) == expected
 
 
-def test_one_silent_connection_stands_for_its_whole_machine():
+def test_one_silent_connection_stands_for_its_whole_host():
     table = entered("a", "b", "b", "c")
     told = to([0, 2, 3], died(1, 2, host="host b", whole=True, silent=True))
     assert table.ended(1, 20.0, silent=True) == told  # rank 2 is told, too: it may only have been cut off
