@@ -7,7 +7,7 @@ A. A message is written to the ring as 4 bytes of length and the bytes; then the
    doorbells of its readers are rung. A ring that is full keeps messages back, in order, until its readers have moved
    on.
 B. Ringing stores a value into the doorbell that it never had and wakes the thread that sleeps on it. The value differs
-   with every ring and ringer, so a sleeper who read the doorbell, looked at the rings and found nothing sleeps only
+   with every ring and ringer, so a waiter that read the doorbell, looked at the rings and found nothing sleeps only
    while no rank has rung since. Likewise who finds the doorbell as it was before it looked at the rings need not look
    again: the cursor is published before the ring that follows it.
 C. A rank says which kind of thread may sleep on its doorbell (`WaitingThread`), so that a ring does not wake a thread
@@ -16,7 +16,7 @@ D. Integers lie in the ring like messages, with a mark at their length. A rank w
    back, can say that integers need not wake its engine's thread: what they announce is of no use to it before its next
    submission, and where one blocking call follows another the thread would be woken each time, only to find the caller
    at work. But they must be read in time. So a thread that has written something, and sleeps or leaves, first wakes the
-   engine's thread of every reader that has not come to the end of the ring. It does so whatever the sleeper says: a
+   engine's thread of every reader that has not come to the end of the ring. It does so whatever the waiter says: a
    reader that was just about to say "sleep on" has not read, and its thread, which has slept since before, is woken; a
    thread that is awake looks at the rings before it sleeps, by B.
 E. What is submitted by eager slots (`reigen.net.shm_eager`), and the answer to it, ring the doorbell like messages, but
