@@ -26,7 +26,7 @@ FORBIDDEN = re.compile(
 METAPHORS = re.compile(
     r"amid|bells?|blamed?|claimant|commons|everybody|farewell|fruitless|grain|hurried|improvise|inquiry|lacking|lanes?"
     r"|life|lifeline|lots|machines|mail|meanwhile|meeting|nap|newcomer|nobody|owed|owing|patience|remarks|rooms?|rung"
-    r"|said|seat|sleeper|sleepless|spared|strangers|stubborn|talk|teams?|teller|theirs|told|troubled?|undisturbed"
+    r"|said|seat|sleeper|sleepless|spared|strangers|talk|teams?|teller|theirs|told|troubled?|undisturbed"
     r"|untimely|vacated|vouched|whereabouts"
 )
 

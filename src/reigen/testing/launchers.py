@@ -314,13 +314,13 @@ def _killed_rank(check: _LauncherCheck) -> None:
         check.run(code).expect(128 + signum)
 
 
-def _rank_ignoring_sigterm(check: _LauncherCheck) -> None:
+def _stubborn_rank(check: _LauncherCheck) -> None:
     """A rank that ignores SIGTERM is killed after the time of grace."""
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 1: sys.exit(5)\ntime.sleep(600)"
     check.run(code, "--grace-seconds", "0.3").expect(5)
 
 
-def _orphan_processes(check: _LauncherCheck) -> None:
+def _orphans(check: _LauncherCheck) -> None:
     """Descendants of ranks in sessions of their own do not outlive the job, and do not keep it alive."""
     check.run("subprocess.Popen(['sleep', '600'], start_new_session=True)\nif rank == 1: sys.exit(5)").expect(5)
 
@@ -426,8 +426,8 @@ _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
             _exit_code,
             _first_failure,
             _killed_rank,
-            _rank_ignoring_sigterm,
-            _orphan_processes,
+            _stubborn_rank,
+            _orphans,
         ),
         *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _secret, _missing_program),
         *(_two_jobs, _collective),
