@@ -19,7 +19,7 @@ from reigen.types import ReduceOp
 def main(rounds: int = 21) -> None:
     hvd.init()
     torch.set_num_threads(1)
-    team = ReduceGroup(context.current(), hvd.global_process_set, ReductionSpec(ReduceOp.SUM, 1.0, 1.0))
+    reduce_group = ReduceGroup(context.current(), hvd.global_process_set, ReductionSpec(ReduceOp.SUM, 1.0, 1.0))
     for num_tensors, numel in ((10, 2_500_000), (161, 155_280), (1000, 1024)):
         parameters = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(num_tensors)]
         names = [f"parameter {i}" for i in range(num_tensors)]
@@ -27,7 +27,7 @@ def main(rounds: int = 21) -> None:
         for _ in range(rounds):
             hvd.barrier()
             start = time.perf_counter()
-            check_replicas(team, [tensor_bytes(p) for p in parameters], names)
+            check_replicas(reduce_group, [tensor_bytes(p) for p in parameters], names)
             took.append(1e3 * (time.perf_counter() - start))
         if hvd.rank() == 0:
             elements = num_tensors * numel / 1e6

@@ -66,7 +66,7 @@ def _parse_switch(text: str) -> bool:
     return text in _ON
 
 
-def _word_of(words: tuple[str, ...]) -> _Kind:
+def _choice_of(words: tuple[str, ...]) -> _Kind:
     return _Kind(f"{', '.join(words[:-1])} or {words[-1]}", str.lower, words.__contains__)
 
 
@@ -175,7 +175,7 @@ class Config:
         (), _INTERFACES, "REIGEN_NETWORK_INTERFACES HOROVOD_GLOO_IFACE DMLC_INTERFACE SM_NETWORK_INTERFACE_NAME"
     )
     tls: bool = _knob(False, _SWITCH, "REIGEN_TLS")
-    tcp_algorithm: str = _knob("auto", _word_of(TCP_ALGORITHMS), "REIGEN_TCP_ALGORITHM")
+    tcp_algorithm: str = _knob("auto", _choice_of(TCP_ALGORITHMS), "REIGEN_TCP_ALGORITHM")
     tcp_sockets: int = _knob(1, _SOCKETS, "REIGEN_TCP_SOCKETS")
     peer_timeout_seconds: float = _knob(20.0, _SECONDS, "REIGEN_PEER_TIMEOUT")
     host_id: str | None = _knob(None, _TEXT, "REIGEN_HOST_ID")
@@ -192,11 +192,11 @@ class Config:
     kv_heartbeat_timeout_seconds: float = _knob(
         20.0, _SECONDS_OR_OFF, "REIGEN_KV_HEARTBEAT_TIMEOUT PS_HEARTBEAT_TIMEOUT"
     )
-    kv_on_worker_loss: str = _knob("abort", _word_of(WORKER_LOSS_POLICIES), "REIGEN_KV_ON_WORKER_LOSS")
+    kv_on_worker_loss: str = _knob("abort", _choice_of(WORKER_LOSS_POLICIES), "REIGEN_KV_ON_WORKER_LOSS")
     kv_snapshot_dir: str | None = _knob(None, _TEXT, "REIGEN_KV_SNAPSHOT_DIR")
     kv_snapshot_seconds: float = _knob(30.0, _SECONDS_OR_OFF, "REIGEN_KV_SNAPSHOT_SECONDS")
     kv_update_on_kvstore: bool = _knob(True, _SWITCH, "REIGEN_KV_UPDATE_ON_KVSTORE MXNET_UPDATE_ON_KVSTORE")
-    log_level: str = _knob("warning", _word_of(LOG_LEVELS), "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
+    log_level: str = _knob("warning", _choice_of(LOG_LEVELS), "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
     log_hide_time: bool = _knob(False, _SWITCH, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
 

@@ -83,11 +83,11 @@ class Context:
 
     Args:
         config: the knobs.
-        meeting: where to meet the other ranks; None for a job of one rank.
+        job_rendezvous: where to meet the other ranks; None for a job of one rank.
     """
 
-    def __init__(self, config: Config, meeting: JobRendezvous | None = None) -> None:
-        topology = Topology.alone() if meeting is None else meeting.layout.topology()
+    def __init__(self, config: Config, job_rendezvous: JobRendezvous | None = None) -> None:
+        topology = Topology.alone() if job_rendezvous is None else job_rendezvous.layout.topology()
         self.rank, self.size = topology.rank, topology.size
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.cross_rank, self.cross_size = topology.cross_rank, topology.cross_size
@@ -107,7 +107,7 @@ class Context:
         self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._release: Callable[[], None] = lambda: None
         #: the ranks of every host
-        self.hosts = ((0,),) if meeting is None else meeting.layout.hosts
+        self.hosts = ((0,),) if job_rendezvous is None else job_rendezvous.layout.hosts
         can_mpi, why_not = can_use_mpi(os.environ)
         choice = choose_backends([len(ranks) for ranks in self.hosts], config.backend, None if can_mpi else why_not)
         #: the backends in use, and why
@@ -117,12 +117,12 @@ class Context:
         cpus = os.sched_getaffinity(0) | (set() if cpu is None else {cpu})
         #: whether collectives go on while this rank computes: on another processor than its thread, or on the network
         self.overlaps = self.has_network or len(cpus) > 1
-        if meeting is None or self.size == 1:
+        if job_rendezvous is None or self.size == 1:
             self._engine = create_single_rank_engine(config)
         elif choice.network is None:
-            self._engine, self._release = create_single_host_engine(meeting, config)
+            self._engine, self._release = create_single_host_engine(job_rendezvous, config)
         else:
-            self._engine, self._release = create_multi_host_engine(meeting, choice, config)
+            self._engine, self._release = create_multi_host_engine(job_rendezvous, choice, config)
         #: backend for memory of devices, as far as it takes it; everything else is staged through the host
         self.device: DeviceBackend | None = self._engine.device
         #: of all ranks' collectives; see `Timeline.start`
@@ -235,8 +235,8 @@ class Context:
         if region is not None and source is not target:
             raise ArgumentError("registered memory is reduced in place: source must be target")
         offset = -1 if region is None else operation_builders.region_offset(region, target)
-        how = (op, prescale, postscale, offset, divide_by_active)
-        return self.start(operation_builders.build_allreduce, source, dtype, how, target=target, **options)
+        reduction = (op, prescale, postscale, offset, divide_by_active)
+        return self.start(operation_builders.build_allreduce, source, dtype, reduction, target=target, **options)
 
     def grouped_allreduce(
         self,
@@ -250,8 +250,8 @@ class Context:
         **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """`allreduce` of several tensors; see `start_group`."""
-        how, build = ReductionSpec(op, prescale, postscale), operation_builders.build_allreduce
-        return self.start_group(build, sources, dtypes, how, targets=targets, **options)
+        reduction, build = ReductionSpec(op, prescale, postscale), operation_builders.build_allreduce
+        return self.start_group(build, sources, dtypes, reduction, targets=targets, **options)
 
     def broadcast(
         self,
@@ -297,8 +297,8 @@ class Context:
         **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """Reduce like `allreduce`; this rank gets its rows. The first ``rows % size`` ranks get one row more."""
-        build, how = operation_builders.build_reducescatter, (op, prescale, postscale)
-        return self.start(build, source, dtype, how, **options)
+        build, reduction = operation_builders.build_reducescatter, (op, prescale, postscale)
+        return self.start(build, source, dtype, reduction, **options)
 
     def reduce_to_owners(
         self,
@@ -329,8 +329,8 @@ class Context:
         `CollectiveResult.payloads` has what each rank said. ``root_rank``, if any, is the same on all. The caller waits
         next.
         """
-        team = self._members(process_set)
-        root = -1 if root_rank is None else operation_builders.check_root(root_rank, team)
+        members = self._members(process_set)
+        root = -1 if root_rank is None else operation_builders.check_root(root_rank, members)
         named = self._named(name, "exchange", process_set)
         operation = Operation(OperationKind.EXCHANGE, named, root=root, process_set=process_set, payload=payload)
         return self._submit(operation, TensorTableEntry(), blocking=True)
@@ -540,17 +540,17 @@ def init(
 
 
 def _join(job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Context:
-    meeting = join_rendezvous(job, config, environ, ranks)
-    if meeting is None:
+    job_rendezvous = join_rendezvous(job, config, environ, ranks)
+    if job_rendezvous is None:
         return Context(config)
     try:
-        context = Context(config, meeting)
+        context = Context(config, job_rendezvous)
     except BaseException:
-        meeting.rendezvous.close()
+        job_rendezvous.rendezvous.close()
         raise
-    count_generation(meeting)
+    count_generation(job_rendezvous)
     if not context.has_network:
-        meeting.rendezvous.close()
+        job_rendezvous.rendezvous.close()
     return context
 
 

@@ -57,7 +57,7 @@ class JobRendezvous:
         generation: how often this process has been in this job before.
         address: ``host:port`` of the control service, for jobs on several hosts.
         secret: the job's 32 bytes.
-        room: the name that this job has at the service, different for every job there.
+        namespace: the name that this job has at the service, different for every job there.
         tls: encrypts every connection; None: they are not encrypted.
         launched: for each rank its number as the launcher gave it, where the job has only some of those; else empty.
     """
@@ -67,7 +67,7 @@ class JobRendezvous:
     generation: int = 0
     address: str = ""
     secret: bytes = field(default=b"", repr=False)
-    room: str = ""
+    namespace: str = ""
     tls: TlsContext | None = None
     launched: tuple[int, ...] = ()
 
@@ -102,7 +102,7 @@ def create_single_host_engine(job: JobRendezvous, config: Config) -> tuple[Engin
     size = len(ranks)
     sizes = [shm_transport_bytes(size), shm_backend_bytes()]
     timeout = config.start_timeout_seconds
-    peers, (mail, part) = map_local_peers(job.rendezvous, rank, ranks, job.generation, timeout, sizes)
+    peers, (transport_memory, part) = map_local_peers(job.rendezvous, rank, ranks, job.generation, timeout, sizes)
     looks = _spin_count(_SHM_LOOKS, size, peers.pids)
     backend = ShmBackend(peers, part, looks)
     try:
@@ -111,7 +111,9 @@ def create_single_host_engine(job: JobRendezvous, config: Config) -> tuple[Engin
         peers.close()
         raise
     targets = [r for r in range(size) if r != rank]
-    transport = ShmTransport(mail.arrays, rank, targets if rank == 0 else [0], targets if rank == 0 else [0])
+    transport = ShmTransport(
+        transport_memory.arrays, rank, targets if rank == 0 else [0], targets if rank == 0 else [0]
+    )
     coordinator = create_coordinator(config, size) if rank == 0 else None
 
     def release() -> None:
@@ -168,7 +170,7 @@ def _create_membership(job: JobRendezvous, config: Config) -> MembershipClient:
     return MembershipClient(
         job.address,
         job.secret,
-        f"{job.room} {job.generation}",
+        f"{job.namespace} {job.generation}",
         layout.rank,
         layout.size,
         timeout_seconds=config.start_timeout_seconds,
@@ -202,9 +204,9 @@ def _connect_transport(
     layout = job.layout
     address, reason = choose_address(config.network_interfaces, split_address(job.address)[0])
     _log.debug("rank %d listens at %s: %s", layout.rank, address, reason)
-    room = PrefixRendezvous(job.rendezvous, str(job.generation))
+    rendezvous = PrefixRendezvous(job.rendezvous, str(job.generation))
     silence = config.peer_timeout_seconds
-    mesh = ConnectionPool(layout.rank, layout.size, room, job.secret, address, silence, tls=job.tls)
+    mesh = ConnectionPool(layout.rank, layout.size, rendezvous, job.secret, address, silence, tls=job.tls)
     targets = [r for r in range(layout.size) if r != layout.rank]
 
     def waiting(missing: Sequence[int]) -> None:
@@ -226,10 +228,10 @@ def _create_network(
     if choice.network == "mpi":
         from reigen.backends.mpi.network import MpiNetwork
 
-        layout, room = job.layout, PrefixRendezvous(job.rendezvous, str(job.generation))
+        layout, rendezvous = job.layout, PrefixRendezvous(job.rendezvous, str(job.generation))
         launched, looks = job.launched or range(layout.size), _spin_count(_SYSCALL_LOOKS, len(layout.local))
         return MpiNetwork(
-            mpi_comm_world(os.environ), launched, layout.rank, room, failure=detector.exit_error, looks=looks
+            mpi_comm_world(os.environ), launched, layout.rank, rendezvous, failure=detector.exit_error, looks=looks
         )
     return TcpNetwork(
         mesh,

@@ -57,10 +57,10 @@ def join_rendezvous(
     """
     if job.size == 1 and job.rendezvous is None:
         return None
-    rank, size, room = job.rank, job.size, ""
+    rank, size, namespace = job.rank, job.size, ""
     if ranks is not None and tuple(ranks) != tuple(range(size)):
         rank, size = renumber_rank(job.rank, job.size, ranks), len(ranks)
-        room = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+        namespace = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     timeout, tls = config.start_timeout_seconds, _tls() if config.tls else None
     options = ServiceOptions(timeout, config.network_interfaces, config.peer_timeout_seconds, tls)
     if job not in _accesses:
@@ -71,23 +71,25 @@ def join_rendezvous(
     access = _accesses[job]
     rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout, tls)
     try:
-        life = claim_rank(rendezvous, job.rank)
-        room = f"{life} {room}" if life else room
-        job_rendezvous = PrefixRendezvous(rendezvous, room) if room else rendezvous
-        generation = _generations[access.secret, room]
-        rendezvous_of_life = PrefixRendezvous(job_rendezvous, f"{generation}")
-        layout = discover_hosts(rendezvous_of_life, rank, size, timeout, config.host_id or "", shared_settings(config))
+        incarnation = claim_rank(rendezvous, job.rank)
+        namespace = f"{incarnation} {namespace}" if incarnation else namespace
+        job_rendezvous = PrefixRendezvous(rendezvous, namespace) if namespace else rendezvous
+        generation = _generations[access.secret, namespace]
+        generation_rendezvous = PrefixRendezvous(job_rendezvous, f"{generation}")
+        layout = discover_hosts(
+            generation_rendezvous, rank, size, timeout, config.host_id or "", shared_settings(config)
+        )
     except BaseException:
         rendezvous.close()
         raise
     return JobRendezvous(
-        layout, job_rendezvous, generation, access.address, access.secret, room, tls, tuple(ranks or ())
+        layout, job_rendezvous, generation, access.address, access.secret, namespace, tls, tuple(ranks or ())
     )
 
 
-def count_generation(rendezvous_of_life: JobRendezvous) -> None:
+def count_generation(job_rendezvous: JobRendezvous) -> None:
     """Count that this process and the others are in the job: their next rendezvous is apart from this one."""
-    _generations[rendezvous_of_life.secret, rendezvous_of_life.room] += 1
+    _generations[job_rendezvous.secret, job_rendezvous.namespace] += 1
 
 
 @functools.cache

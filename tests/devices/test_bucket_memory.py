@@ -40,7 +40,7 @@ def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
         device.now = stream
         memory.filled()
     submitted: list[Any] = []
-    team: Any = SimpleNamespace(reduce=lambda array, dtype, part, *, blocking: submitted.append(array))
-    memory.reduce(team, 0, "0", blocking=False)
+    reduce_group: Any = SimpleNamespace(reduce=lambda array, dtype, part, *, blocking: submitted.append(array))
+    memory.reduce(reduce_group, 0, "0", blocking=False)
     assert streams[2].waited == [0, 1]
     assert [array.ready for array in submitted] == [2]

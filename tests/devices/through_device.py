@@ -52,7 +52,7 @@ class ThroughDevice:
         self.host, self.backend, self.device = host, backend, device
         self.rank, self.size = host.rank, host.size
         self.phase_ended: PhaseCallback | None = None
-        self.lacking: MissingRanksCallback | None = None
+        self.ranks_missing: MissingRanksCallback | None = None
         self.progress_hook: ProgressHook | None = None
         #: how many operations took which way
         self.num_on_device = self.num_on_host = 0

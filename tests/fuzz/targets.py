@@ -314,7 +314,7 @@ def payload(script: Script) -> bytes:
         PutValue(number, text, script.bytes(small), only_first=True),
         GetValue(number, text),
         CancelGet(number),
-        messages.RegisterMember("rank", small, text, number, {"rank": 1 + script.number(5)}, group=text, machine=text),
+        messages.RegisterMember("rank", small, text, number, {"rank": 1 + script.number(5)}, group=text, host_id=text),
         messages.LeaveJob(),
         AbortMessage(text, tuple(range(small)), text),
     ]

@@ -103,7 +103,7 @@ class RawWorker:
     """One worker's connection to one server. Everything waits at most ``SECONDS``."""
 
     def __init__(
-        self, address, number, *, store=0, staleness=0, shares=False, incarnation=1, secret=SECRET, machine=""
+        self, address, number, *, store=0, staleness=0, shares=False, incarnation=1, secret=SECRET, host_id=""
     ):
         host, _, port = address.rpartition(":")
         me = Identity(ProcessRole.RANK, number, PURPOSE)
@@ -114,7 +114,7 @@ class RawWorker:
         self.arena = ShmArena("reigen-test-worker") if shares else None
         self.peer = None
         segment = self.arena.segment if shares else None
-        facts = (machine, os.getpid(), segment.fd, segment.inode) if shares else ()
+        facts = (host_id, os.getpid(), segment.fd, segment.inode) if shares else ()
         hello = HELLO_CODEC.encode(KVHello(number, incarnation, "there", *facts, staleness=staleness))
         self.welcome = None
         self.line.send(MessageHeader(MessageKind.HELLO, store=store, body_bytes=len(hello)), hello)
@@ -124,7 +124,7 @@ class RawWorker:
             self.close()
             raise
         if shares and self.welcome:
-            self.peer, _ = PeerShmArena.open(self.welcome, machine)
+            self.peer, _ = PeerShmArena.open(self.welcome, host_id)
 
     # -- the receiver of the line
 

@@ -63,8 +63,8 @@ def job(num_workers=2, config=None, *, shares=False, server=None, **facts):
     workers = []
     try:
         for number in range(num_workers):
-            machine = serving.server.machine if shares else ""
-            workers.append(serving.worker(number, shares=shares, machine=machine, **facts))
+            host_id = serving.server.host_id if shares else ""
+            workers.append(serving.worker(number, shares=shares, host_id=host_id, **facts))
         yield serving, workers
     finally:
         for worker in workers:
@@ -884,7 +884,7 @@ def test_memory_that_is_not_there_ends_the_connection():
         start([zero, one], "w", np.zeros(1, np.float32))
         key = next(iter(serving.server._stores[0].shards))[0]
         for offset, length in ((0, 0), (1 << 40, 4)):
-            liar = serving.worker(0, shares=True, machine=serving.server.machine)
+            liar = serving.worker(0, shares=True, host_id=serving.server.host_id)
             liar.line.send(
                 MessageHeader(
                     MessageKind.PUSH, 99, key, 0, 1, MessageFlag.IN_MEMORY, offset=offset, memory_bytes=length
@@ -974,7 +974,7 @@ def test_strangers_get_nowhere():
 def test_a_worker_whose_memory_could_become_smaller_is_told(monkeypatch):
     monkeypatch.setattr("reigen.net.shm_segment.ShmSegment.only_grows", False)
     with job(1) as (serving, (zero,)):
-        other = serving.worker(0, shares=True, machine=serving.server.machine)
+        other = serving.worker(0, shares=True, host_id=serving.server.host_id)
         with pytest.raises(SharedMemoryError, match="on host there is not sealed"):
             raise other.notices[0].problem.raised()
         other.close()

@@ -116,8 +116,8 @@ def silent_rank() -> None:
     backend.barrier(soon())
     if backend.rank == backend.size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    lacking: list[tuple[int, ...]] = []
-    backend.lacking = lambda members: lacking.append(tuple(members))
+    ranks_missing: list[tuple[int, ...]] = []
+    backend.ranks_missing = lambda members: ranks_missing.append(tuple(members))
     begun = time.monotonic()
     try:
         add(backend, np.ones(1 << 20, np.float32), soon(patience))
@@ -125,8 +125,8 @@ def silent_rank() -> None:
         took = time.monotonic() - begun
         assert patience <= took < patience + 40.0
         assert error.ranks == (backend.size - 1,), error.ranks
-        assert 2 <= len(lacking) <= 2 + 10 * took, "looked at ten times a second, where the machine is not busy"
-        assert lacking[-1] == (backend.size - 1,)
+        assert 2 <= len(ranks_missing) <= 2 + 10 * took, "looked at ten times a second, where the machine is not busy"
+        assert ranks_missing[-1] == (backend.size - 1,)
         print("the others know who is missing", flush=True)
         backend.abort(error)
         raise

@@ -285,7 +285,7 @@ def interrupt_the_wait(victim: int) -> tuple[str, tuple[int, ...]]:
 
     def interrupt() -> None:
         # until the main thread sleeps: as the one who drives, or for the engine's thread, which does
-        while transport._sleeper.load() != WaitingThread.CALLER and not engine._outstanding._num_waiters:
+        while transport._waiter.load() != WaitingThread.CALLER and not engine._outstanding._num_waiters:
             pass
         signal.pthread_kill(main, signal.SIGINT)
 

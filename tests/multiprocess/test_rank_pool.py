@@ -236,7 +236,7 @@ def test_sys_exit_is_a_failure_and_no_end_of_the_process() -> None:
 
 
 def leave_descriptor() -> None:
-    leaks._PATIENCE_SECONDS = 0.1
+    leaks._WAIT_SECONDS = 0.1
     os.open("/dev/null", os.O_RDONLY)
 
 

@@ -69,7 +69,7 @@ def test_the_same_bits_as_without(rank_pool: Pools, hosts: Sequence[int]) -> Non
     for host in set(hosts):
         owned = sorted(result[2] for result, where in zip(results, hosts, strict=True) if where == host)
         assert sum(owned) == numel
-        if hosts != (0, 1, 0, 1):  # there, only one lane is in one order
+        if hosts != (0, 1, 0, 1):  # there, only one cross group is in one order
             assert max(owned) < 1.5 * numel / num_owners
 
 

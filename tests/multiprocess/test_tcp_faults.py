@@ -99,14 +99,14 @@ def end_the_stopped(client: RendezvousClient, rank: int, others: Sequence[int]) 
 
 def count_calls(backend: Any, call: Callable[..., None]) -> None:
     """Have ``call`` called whenever something has come."""
-    exchange = backend._exchange
-    serve = exchange._serve
+    loop = backend._loop
+    serve = loop._serve
 
     def calling(events: Sequence[tuple[int, int]]) -> None:
         serve(events)
         call()
 
-    exchange._serve = calling
+    loop._serve = calling
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "latency"])

@@ -159,7 +159,7 @@ def test_what_travels_together_is_as_the_knobs_say(knobs: dict[str, str], travel
     single = Operation(OperationKind.ALLREDUCE, "", "float32", (4,))
     group = Operation(OperationKind.ALLREDUCE, "g", members=(single, single))
     for operation in (group, replace(single, name="x"), replace(single, name="y")):
-        coordinator.hear(0, [SubmitRequest(operation)], 0.0)
+        coordinator.receive(0, [SubmitRequest(operation)], 0.0)
     (run,) = coordinator.announce(0.0)
     assert isinstance(run, ResponseList)
     assert [[response.name for response in batch] for batch in run.batches] == travelling

@@ -1,4 +1,4 @@
-"""What holds of the whole source: one name for one thing, no circles of modules, summaries in words of the field."""
+"""What holds of the whole source: one name for one thing, no circles of modules, words of the field."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ FORBIDDEN = re.compile(
     r"|\b(nobody|somebody|anybody|everybody|whoever|whom|told|none is)\b"
     r"|\bwhat (is|are|was|it|they|a|an|the|there|else|all|this|these|one)\b|(?<!state )\bmachines?\b",
     re.IGNORECASE,
+)
+
+#: Words of identifiers that have a term of the field: a `host_id` is no machine, a process set has ranks and no team.
+METAPHORS = re.compile(
+    r"amid|bells?|blamed?|claimant|commons|everybody|farewell|fruitless|grain|hurried|improvise|inquiry|lacking|lanes?"
+    r"|life|lifeline|lots|machines|mail|meanwhile|meeting|nap|newcomer|nobody|owed|owing|patience|remarks|rooms?|rung"
+    r"|said|seat|sleeper|sleepless|spared|strangers|talk|teams?|teller|theirs|told|troubled?|undisturbed"
+    r"|untimely|vacated|vouched|whereabouts"
 )
 
 
@@ -111,3 +119,30 @@ def test_forbidden_words_are_found() -> None:
 def test_summary_lines_stand_alone_and_use_words_of_the_field() -> None:
     texts = [f"{name}: {text}" for name, tree in modules().items() for text in summaries(tree)]
     assert [text for text in texts if FORBIDDEN.search(text.partition(": ")[2])] == []
+
+
+def identifiers(tree: ast.Module) -> Iterator[str]:
+    """Names that a module defines or uses, attributes and keywords of calls, too."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name) | ast.Attribute(_, name) | ast.arg(name) | ast.keyword(str(name)):
+                yield name
+            case ast.FunctionDef(name) | ast.ClassDef(name):
+                yield name
+
+
+def words_of(identifier: str) -> set[str]:
+    """The words of a name in snake case or camel case, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)}
+
+
+def test_words_of_identifiers_are_found() -> None:
+    assert words_of("_num_TCPSockets_MAX") == {"num", "tcp", "sockets", "max"}
+    assert {*identifiers(ast.parse("def f(a): self.b(c=d)"))} == {"f", "a", "self", "b", "c", "d"}
+    assert METAPHORS.fullmatch("team")
+    assert not METAPHORS.fullmatch("steam")
+
+
+def test_identifiers_are_words_of_the_field() -> None:
+    used = {(name, found) for name, tree in modules().items() for found in identifiers(tree)}
+    assert sorted((name, found) for name, found in used if any(map(METAPHORS.fullmatch, words_of(found)))) == []

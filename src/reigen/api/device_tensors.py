@@ -1,7 +1,8 @@
 """A tensor becomes the memory of an operation, and the memory a tensor again.
 
 That is an array in host memory: the tensor's own, or a copy of it. Where the tensors of an operation lie in the memory
-of a device, the framework's room can lend it, and the context's backend for devices takes it, it is that memory itself.
+of a device, the framework's package can lend it, and the context's backend for devices takes it, it is that memory
+itself.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def prepare_inputs(
     adapter: TensorAdapter[Tensor],
     context: Context,
     tensors: Sequence[Tensor],
-    how: tuple[ReduceOp, float, float] | None = None,
+    reduction: tuple[ReduceOp, float, float] | None = None,
 ) -> list[InputTensor[Tensor]]:
     """The memory of an operation's tensors: all of it a device's, or all of it the host's.
 
-    ``how`` are operator and factors, if they are reduced.
+    ``reduction`` are operator and factors, if they are reduced.
 
     Raises:
         UnsupportedTypeError: an element type cannot be communicated.
@@ -76,7 +77,7 @@ def prepare_inputs(
     lender, backend = adapter.lender, context.device
     if lender is not None and backend is not None:
         devices = [lender.device(tensor) for tensor in tensors]
-        if all(d is not None and backend.takes(d, dtype, how) for d, dtype in zip(devices, dtypes, strict=True)):
+        if all(d is not None and backend.takes(d, dtype, reduction) for d, dtype in zip(devices, dtypes, strict=True)):
             lent = map(lender.lend, tensors)
             return [InputTensor(adapter, t, d, *memory) for t, d, memory in zip(tensors, dtypes, lent, strict=True)]
     return [InputTensor(adapter, t, d, *adapter.array(t)) for t, d in zip(tensors, dtypes, strict=True)]

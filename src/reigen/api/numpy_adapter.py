@@ -48,7 +48,7 @@ class NumpyAdapter(TensorAdapter[Array]):
 def get_adapter(value: object) -> TensorAdapter[Any]:
     """Return the adapter of the framework that ``value`` is a tensor of; NumPy's for everything else.
 
-    No framework is imported for it: whoever has a tensor of one has imported that.
+    No framework is imported for it: a caller with a tensor of one has imported that.
     """
     kind: Any = type(value)  # a type checker takes it for something without a hash
     framework = _find_framework(kind)
@@ -56,11 +56,11 @@ def get_adapter(value: object) -> TensorAdapter[Any]:
 
 
 _NUMPY = NumpyAdapter()
-#: NumPy has no bfloat16, and no other byte order than the machine's can be communicated.
+#: NumPy has no bfloat16, and no other byte order than the host's can be communicated.
 _DTYPE_BY_STORAGE: dict[np.dtype[Any], DType] = {
     dtype.storage: dtype for name, dtype in DTYPES.items() if dtype.storage.name == name
 }
-#: The frameworks with a room of their own, and what the adapter is called there.
+#: The frameworks with a package of their own, and what the adapter is called there.
 _ADAPTERS = {"torch": "TorchAdapter", "mxnet": "MXNetAdapter"}
 
 
@@ -72,6 +72,6 @@ def _find_framework(kind: Any) -> str | None:
 
 @functools.cache
 def _load_adapter(framework: str) -> TensorAdapter[Any]:
-    # by name: its room lies above this one, and is there exactly if somebody has a tensor of the framework
+    # by name: its package lies above this one, and is there exactly if a caller has a tensor of the framework
     adapter: TensorAdapter[Any] = getattr(import_module(f"reigen.{framework}.adapter"), _ADAPTERS[framework])()
     return adapter

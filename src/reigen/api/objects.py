@@ -6,7 +6,7 @@ travel like tensors, which nothing authenticates without TLS; so, for every call
 a. Sizes and, between hosts, BLAKE2b hashes are exchanged by control messages. These are authenticated with keys of this
    life of the job, numbered, and of one sender each; the exchange is of one process set, name and root. So nothing that
    was said earlier, under another name, by another rank, in another set or before a ``shutdown()`` fits, and no size
-   that somebody in between announces is allocated.
+   that an attacker in between announces is allocated.
 b. The bytes are moved by the backend, and every rank compares what it received with the hashes.
 c. Between hosts the ranks exchange what they found. If something did not arrive anywhere as it was sent, all of them
    raise the same AuthenticationError, and none has read anything. The job can go on.
@@ -60,13 +60,13 @@ def broadcast_bytes(
     """
     is_root = context.rank == root_rank
     own = (data or b"") if is_root else b""
-    said = context.exchange(
+    exchanged = context.exchange(
         _describe(context, own) if is_root else b"",
         root_rank=root_rank,
         name=_part_name(name, "size"),
         process_set=process_set,
     ).wait()
-    description = said.payloads[context.process_sets[process_set].index(root_rank)]
+    description = exchanged.payloads[context.process_sets[process_set].index(root_rank)]
     target = np.empty(_SIZE.unpack_from(description)[0], np.uint8)
     source = np.frombuffer(own, np.uint8) if is_root else target
     where: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set, "blocking": True}
@@ -83,14 +83,16 @@ def allgather_bytes(context: Context, data: bytes, name: str | None, process_set
     Raises:
         AuthenticationError: they were changed on their way to some rank; raised on all.
     """
-    said = context.exchange(_describe(context, data), name=_part_name(name, "size"), process_set=process_set).wait()
+    exchanged = context.exchange(
+        _describe(context, data), name=_part_name(name, "size"), process_set=process_set
+    ).wait()
     source = np.frombuffer(data, np.uint8)
     where: dict[str, Any] = {"process_set": process_set, "blocking": True}
     joined = context.allgather(source, _BYTES, name=_part_name(name, "bytes"), **where).wait().on_host
-    sizes = [_SIZE.unpack_from(description)[0] for description in said.payloads]
+    sizes = [_SIZE.unpack_from(description)[0] for description in exchanged.payloads]
     ends = np.cumsum(sizes).tolist()
     parts = [joined[end - size : end].tobytes() for size, end in zip(sizes, ends, strict=True)]
-    senders = zip(context.process_sets[process_set], said.payloads, parts, strict=True)
+    senders = zip(context.process_sets[process_set], exchanged.payloads, parts, strict=True)
     altered = [rank for rank, description, part in senders if description != _describe(context, part)]
     _compare(context, altered, name, process_set)
     return parts
@@ -105,8 +107,8 @@ def broadcast_object(context: Context, obj: Any, root_rank: int, name: str | Non
 
 def allgather_object(context: Context, obj: object, name: str | None, process_set: int = 0) -> list[Any]:
     """Every rank's object, by rank of the process set."""
-    everybodys = allgather_bytes(context, dumps(obj), name, process_set)
-    return [pickle.loads(data) for data in everybodys]  # noqa: S301 - see the module
+    payloads = allgather_bytes(context, dumps(obj), name, process_set)
+    return [pickle.loads(data) for data in payloads]  # noqa: S301 - see the module
 
 
 def _describe(context: Context, data: bytes) -> bytes:
@@ -121,12 +123,14 @@ def _compare(
     if not context.has_network:
         return
     own = b"".join(map(_RANK.pack, altered[:_MAX_NAMED]))
-    said = context.exchange(own, root_rank=root_rank, name=_part_name(name, "arrived"), process_set=process_set).wait()
-    if not any(said.payloads):
+    exchanged = context.exchange(
+        own, root_rank=root_rank, name=_part_name(name, "arrived"), process_set=process_set
+    ).wait()
+    if not any(exchanged.payloads):
         return
-    senders = sorted({rank for payload in said.payloads for (rank,) in _RANK.iter_unpack(payload)})
+    senders = sorted({rank for payload in exchanged.payloads for (rank,) in _RANK.iter_unpack(payload)})
     ranks = context.process_sets[process_set]
-    receivers = [rank for rank, payload in zip(ranks, said.payloads, strict=True) if payload]
+    receivers = [rank for rank, payload in zip(ranks, exchanged.payloads, strict=True) if payload]
     raise AuthenticationError(
         f"{'an unnamed object' if name is None else name}: what {name_ranks(senders)} sent was changed on its way "
         f"to {name_ranks(receivers)}, or something else was put in its place, by somebody between the hosts who "

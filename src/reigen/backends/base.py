@@ -115,7 +115,7 @@ class Backend(Protocol):
     capabilities: BackendCapabilities
     #: listeners, if there are any
     phase_ended: PhaseCallback | None
-    lacking: MissingRanksCallback | None
+    ranks_missing: MissingRanksCallback | None
     #: further work, if there is any
     progress_hook: ProgressHook | None
 
@@ -191,7 +191,7 @@ class FlatBackend(Backend):
     """Defaults of a backend whose ranks share no memory: each owns all, and registered memory is ordinary memory."""
 
     phase_ended: PhaseCallback | None = None
-    lacking: MissingRanksCallback | None = None
+    ranks_missing: MissingRanksCallback | None = None
     progress_hook: ProgressHook | None = None
     _next_offset = 0
 

@@ -45,12 +45,12 @@ def check_hosts(hosts: Sequence[HostInfo], ssh: SshOptions, options: Sequence[st
         ": ".join(filter(None, (each.host, each.problem.what, each.problem.advice))) for each in probes if each.problem
     ]
     problems += check_pythons(probes)
-    remarks = check_clocks(probes)
+    clock_problems = check_clocks(probes)
     able = [each.host for each in probes if each.problem is None]
     if len(able) > 1:
         print()
         problems += _measure(able, ssh, options)
-    for text in remarks:
+    for text in clock_problems:
         print(f"remark: {text}")
     for text in problems:
         print(f"problem: {text}")

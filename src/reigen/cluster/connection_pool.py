@@ -5,7 +5,7 @@ b. Of two ranks that open a connection to each other, for the same purpose, the 
    accepts. The purpose is part of the handshake, so neither can take one connection for another.
 c. A connection for a purpose that this rank has not asked for yet is kept until it does.
 d. An attempt that the other end drops during the handshake is repeated until the deadline; one that is refused, for a
-   moment only: whoever has put its address at the rendezvous listens until it ends.
+   moment only: a rank that has put its address at the rendezvous listens until it ends.
 
 A rank accepts while it is in `ConnectionPool.open`; before, connections queue in the kernel. Everything is bounded: how
 many connections are kept, how many may be unproven, and for how long.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
 
 #: The largest payload of a stream. Bulk data goes through links, which have no such bound.
 MAX_PAYLOAD_BYTES = 1 << 20
-#: Connections that nobody has asked for yet, for each rank of the job; more are dropped.
+#: Connections that were not asked for yet, for each rank of the job; more are dropped.
 MAX_KEPT_PER_RANK = 32
 #: How often to look for news while nothing arrives.
 _SLICE_SECONDS = 0.1
@@ -82,7 +82,7 @@ class ConnectionPool:
         rendezvous: where addresses are exchanged.
         secret: the job's 32 bytes.
         address: the address of this host, IPv4 or IPv6, at which the other ranks reach it.
-        peer_timeout_seconds: after so much silence a machine counts as lost (`reigen.net.sockets.set_keepalive`).
+        peer_timeout_seconds: after so much silence a host counts as lost (`reigen.net.sockets.set_keepalive`).
         tls: encrypt everything; so must all ranks.
 
     Attributes:
@@ -111,7 +111,7 @@ class ConnectionPool:
         self._call: _OpenCall | None = None
         #: where other ranks listen, as far as it is known
         self._addresses: dict[int, str] = {}
-        #: connections that came here, and that nobody has asked for
+        #: connections that came here, and that were not asked for
         self._kept: dict[tuple[int, str], Connection] = {}
         try:
             rendezvous.put(f"mesh/{rank}", self.address.encode())
@@ -143,8 +143,8 @@ class ConnectionPool:
 
         Raises:
             DeadlineError: peers did not come by the deadline; says how far it got with each.
-            PeerLostError: nobody listens at a peer's address any more.
-            AuthenticationError: whoever listens there does not know the secret.
+            PeerLostError: no process listens at a peer's address any more.
+            AuthenticationError: the process that listens there does not know the secret.
         """
         call = _OpenCall(purpose, deadline)
         for peer in peers:

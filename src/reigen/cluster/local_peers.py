@@ -224,7 +224,7 @@ class LocalPeers:
         statuses = {member: word.load() for member, word in enumerate(self._status)}
         died = [self.ranks[member] for member in dead if member in needed and statuses[member] == RankStatus.RUNNING]
         if died:
-            why = self._oom.suspicion()
+            why = self._oom.probable_cause()
             text = f"rank(s) {format_ranks(died)}{self._where} died while others wait for them{why and '; '}{why}"
             return PeerLostError(text, ranks=died)
         for member, status in statuses.items():

@@ -75,11 +75,11 @@ class Codec(ABC):
         """
         return self
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
-        """Compute ``target = how(target, decoded data)``; ``how`` leaves alone elements that it combines with zero."""
+    def combine(self, data: Bytes, target: Floats, ufunc: np.ufunc, scratch: ScratchArrays) -> None:
+        """Compute ``target = ufunc(target, decoded data)``; ``ufunc`` keeps elements that it combines with zero."""
         values = scratch.take("unpacked", len(target), np.float32)
         self.unpack(data, values)
-        how(target, values, out=target)
+        ufunc(target, values, out=target)
 
     def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:
         """Return the residual for an array that `encode` will get again and again; None where the codec has none.
@@ -162,9 +162,9 @@ class Codec(ABC):
         _narrow(values, out)
 
 
-def block_ranges(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
+def block_ranges(length: int, granularity: int | None) -> Iterator[tuple[int, int]]:
     """Yield ``(begin, end)`` of the blocks of an array with ``length`` elements."""
-    step = length if grain is None else BLOCK // grain * grain
+    step = length if granularity is None else BLOCK // granularity * granularity
     for begin in range(0, length, max(step, 1)):
         yield begin, min(begin + step, length)
 

@@ -218,10 +218,10 @@ class TopK(Codec):
         out[:] = 0.0
         out[positions] = values
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
+    def combine(self, data: Bytes, target: Floats, ufunc: np.ufunc, scratch: ScratchArrays) -> None:
         """Touch only the elements that were sent."""
         positions, values = self._read(data, len(target))
-        target[positions] = how(target[positions], values)
+        target[positions] = ufunc(target[positions], values)
 
     def _read(self, data: Bytes, length: int) -> tuple[NDArray[np.intp], Floats]:
         positions = self._positions(data, length)

@@ -61,8 +61,8 @@ class ErrorFeedback(Codec):
         """Return error feedback around that of ``codec``."""
         return ErrorFeedback(self.codec.for_sums(num_arrays))
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: ScratchArrays) -> None:
-        self.codec.combine(data, target, how, scratch)
+    def combine(self, data: Bytes, target: Floats, ufunc: np.ufunc, scratch: ScratchArrays) -> None:
+        self.codec.combine(data, target, ufunc, scratch)
 
     def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:
         """Return zeros, or a copy of ``saved``."""

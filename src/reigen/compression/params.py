@@ -24,10 +24,10 @@ class _CodecType:
 _VALUES: dict[str, Codec] = {"fp32": UNCHANGED, "fp16": Cast("fp16"), "bf16": Cast("bf16"), "int8": Int8()}
 
 
-def _make_topk(values: object = "fp32", **how_many: Any) -> Codec:
+def _make_topk(values: object = "fp32", **options: Any) -> Codec:
     if not isinstance(values, str) or values not in _VALUES:
         raise ArgumentError(f'"values" of topk compression must be one of {", ".join(_VALUES)}, got {values!r}')
-    return TopK(**how_many, values=_VALUES[values])
+    return TopK(**options, values=_VALUES[values])
 
 
 _TYPES: dict[str, _CodecType] = {

@@ -1,7 +1,7 @@
 """Control messages between this rank and rank 0, or all others, of any length; and notes beside them.
 
 A `reigen.engine.transport.ControlTransport` carries messages of bounded size. What is longer is sent in pieces, and
-read when the last one has come. Notes go to listeners; whoever reads the channel does not see them.
+read when the last one has come. Notes go to listeners; a reader of the channel does not see them.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class ControlChannel:
 
     Args:
         transport: carries the messages.
-        hears_reports: this is rank 0, to which the others report; else it hears rank 0's announcements.
+        receives_reports: this is rank 0, to which the others report; else it receives rank 0's announcements.
     """
 
-    def __init__(self, transport: ControlTransport, *, hears_reports: bool) -> None:
+    def __init__(self, transport: ControlTransport, *, receives_reports: bool) -> None:
         self._transport = transport
         self._decode: Callable[[bytes], Sequence[Report | Announcement]] = (
-            decode_reports if hears_reports else decode_announcements
+            decode_reports if receives_reports else decode_announcements
         )
         #: to integers, for others to read, and from those of others; cache hits are integers
-        self._pack = pack_batches if hears_reports else pack_cache_hits
+        self._pack = pack_batches if receives_reports else pack_cache_hits
         self._unpack: Callable[[Sequence[int]], Sequence[Report | Announcement]] | None = (
-            None if hears_reports else unpack_batches
+            None if receives_reports else unpack_batches
         )
         #: to be sent; any thread adds to it
         self.notes: deque[Note] = deque()
@@ -139,7 +139,7 @@ class ControlChannel:
             msgspec.DecodeError: something else than messages has come.
             CollectiveError: a message that is too long.
         """
-        # Both: whoever calls this takes it that nothing is left of what had come when he looked whether anybody rang.
+        # Both: callers rely on it that nothing is left of what had come when they looked at the doorbell.
         received = self._transport.receive()
         if self.unread:
             received, self.unread = [*self.unread, *received], []

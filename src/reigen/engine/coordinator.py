@@ -9,8 +9,8 @@ The protocol
 A. A rank that has a tensor ready tells the coordinator: `SubmitRequest` with everything about it or, when the response
    cache knows the name with the very same operation, a cache hit: the number of its slot. Until the name has been
    answered the rank does not submit it again (a second one is refused on the spot: `DuplicateNameError`).
-B. The coordinator collects by name. When every rank has told of a name, it compares what they said. If they
-   agree, the name becomes ready; if not, it announces `ErrorResponse` with what each said, to be raised on every rank
+B. The coordinator collects by name. When every rank has reported a name, it compares what they reported. If they
+   agree, the name becomes ready; if not, it announces `ErrorResponse` with what each reported, for every rank to raise
    that submitted it (which is all), and forgets the name. Later operations are not touched.
 C. When the coordinator has read all that lay before it, it announces what became ready as one `ResponseList`: batches
    that travel together (fusion), in an order. All ranks read the same announcements in the same order and execute
@@ -24,12 +24,12 @@ D. A ready operation gets a slot in the response cache (least recently used out 
 E. What leaves the cache is announced (`CacheEviction`); a slot that some rank has hit does not leave. A
    cache hit that crosses the `CacheEviction` on its way is ignored by the coordinator; the rank knows, when it reads
    `CacheEviction`, that this has happened, and submits in full.
-F. A name that not all ranks have told of by the deadline, counted from the first, is refused as late, naming the ranks
+F. A name that not all ranks have reported by the deadline, counted from the first, is refused as late, naming the ranks
    that are missing. The refusal is for the ranks that it lists: one that submits later waits for the others anew.
 G. A rank that shuts down says `ShutdownRequest`, as its last word. The coordinator announces `RankShutdown` and nothing
    ever after, since nothing can be complete without that rank. On `RankShutdown` every rank fails what it has
    outstanding, and whatever it submits later.
-H. A rank that dies says nothing. Whoever notices tells its own participant (`lose`), with the same effect as
+H. A rank that dies says nothing. A rank that notices tells its own participant (`lose`), with the same effect as
    `RankShutdown`. What waits too long ends the job, if that is wanted: the coordinator announces `JobAbort`, with the
    same effect, too.
 
@@ -44,7 +44,7 @@ K. *Join.* A rank that has no more data submits JOIN and nothing more (but FREE)
    ranks have: with the last one's number. Meanwhile an operation that waits for joined ranks alone is complete; at the
    end that is every one, so nothing of before is outstanding when JOIN is answered. An allreduce is announced with a
    template, from which those who did not submit it stand in with neutral elements; such responses are not cached, nor
-   in place (nobody could know when a stand-in has cleared its memory). Anything else is refused. A JOIN waits as long
+   in place (no rank could know when a stand-in has cleared its memory). Anything else is refused. A JOIN waits as long
    as it takes. Where a cache hit before it was ignored (E), it counts only when what is to be said in full has come: a
    rank must not be stood in for in what it has submitted.
 L. An operation that makes no sense whatever the others say is refused on the rank that submitted it.
@@ -52,11 +52,11 @@ M. *Exchange.* A few bytes of every rank are in what it submits, and all of them
    authenticated, numbered and bound to this life of the job between any two hosts, what the backends move is not.
 N. *Integers.* Cache hits and announcements of nothing but cached responses travel as integers where the transport
    carries them: between the ranks of one host. They lie in the order of all else that the sender says, so nothing above
-   changes. They need not wake their readers at once: whoever wrote them wakes those that have not read them when it
+   changes. They need not wake their readers at once: the writer wakes those that have not read them when it
    sleeps or stops driving; see `reigen.net.shm_ring`.
 O. *Eager.* On one host a rank that waits for a small allreduce that is cached, and has nothing else outstanding, puts
    its data into shared memory along with the cache hit. When rank 0 comes to the same one itself, in the same way, and
-   finds the others' there, its answer is one number, and everybody reads everybody's data: this stands for the
+   finds the others' there, its answer is one number, and every rank reads every other's data: this stands for the
    `ResponseList` of that slot and its execution. In any other case rank 0 takes what was submitted so as a cache hit.
    Since rank 0 alone decides which of the two happens, all ranks do the same. A rank reads the answer before messages
    that came behind it, and rank 0 the submission before those of its sender.
@@ -119,7 +119,7 @@ class _PendingTensor(msgspec.Struct):
 
 
 class _CacheEntry(msgspec.Struct, frozen=True):
-    """A cached response, and what every rank had said."""
+    """A cached response, and what every rank had reported."""
 
     response: Response
     operations: dict[int, Operation]
@@ -158,7 +158,7 @@ class Coordinator:
         #: ranks that have joined, and those that will have when what they said by forgotten numbers has come in full
         self._joined: set[int] = set()
         self._joining: set[int] = set()
-        #: by rank: numbers by which it told of something when they had been forgotten
+        #: by rank: numbers by which it reported something when they had been forgotten
         self._crossed: defaultdict[int, set[int]] = defaultdict(set)
         #: names that wait for ranks; oldest first, since they only ever enter at the end
         self._table: dict[str, _PendingTensor] = {}
@@ -167,10 +167,10 @@ class Coordinator:
         self._slots: dict[str, int] = {}
         self._next_slot = 0
         self._ready: list[tuple[Operation, Response, bool]] = []
-        self._said: list[Announcement] = []
+        self._announcements: list[Announcement] = []
         self._closed = False
 
-    def hear(self, rank: int, reports: Iterable[Report], now: float) -> None:
+    def receive(self, rank: int, reports: Iterable[Report], now: float) -> None:
         """Take in a rank's message (steps B, E, G, K). Its consequences are announced by the next `announce`."""
         for report in reports:
             if self._closed:
@@ -188,7 +188,7 @@ class Coordinator:
                 entry.slot = report
                 entry.by_slot += 1
                 if self._joined or len(entry.operations) == len(record.operations):
-                    self._complete_if_all_came(name, entry)
+                    self._complete_if_all_submitted(name, entry)
             elif isinstance(report, SubmitRequest):
                 self._take(rank, report.operation, now)
                 self._crossed[rank].discard(report.instead_of)
@@ -214,12 +214,12 @@ class Coordinator:
                 if now >= entry.since + self._deadline:
                     self._expire(now)
                 break  # the first is the oldest
-        said, self._said = self._said, []
-        return said
+        announcements, self._announcements = self._announcements, []
+        return announcements
 
     def next_expiry(self) -> float | None:
         """Return when to call `announce` at the latest, on the clock of ``now``; 0 for at once."""
-        if self._ready or self._said:
+        if self._ready or self._announcements:
             return 0.0
         for entry in self._table.values():
             return entry.since + self._deadline
@@ -258,7 +258,7 @@ class Coordinator:
     def _close(self, last: JobAbort | RankShutdown) -> None:
         self._closed = True
         self._table.clear()
-        self._said.append(last)
+        self._announcements.append(last)
 
     def _take(self, rank: int, operation: Operation, now: float) -> None:
         """Take in a rank's full report: steps A, I, K, L."""
@@ -267,7 +267,7 @@ class Coordinator:
             return
         reason = validate_operation(operation, rank, self._sets[operation.process_set])
         if reason is not None:
-            self._said.append(ErrorResponse(operation.name, ErrorCause.MISMATCH, reason, (rank,), (rank,)))
+            self._announcements.append(ErrorResponse(operation.name, ErrorCause.MISMATCH, reason, (rank,), (rank,)))
         elif operation.kind is OperationKind.JOIN:
             self._join(rank)
         else:
@@ -275,9 +275,9 @@ class Coordinator:
             if entry is None:
                 entry = self._table[operation.name] = _PendingTensor(now, operation.process_set)
             entry.operations[rank] = operation
-            self._complete_if_all_came(operation.name, entry)
+            self._complete_if_all_submitted(operation.name, entry)
 
-    def _complete_if_all_came(self, name: str, entry: _PendingTensor) -> None:
+    def _complete_if_all_submitted(self, name: str, entry: _PendingTensor) -> None:
         num_ranks = len(self._sets[entry.process_set])
         if len(entry.operations) < num_ranks and (not self._joined or self._missing(entry)):
             return
@@ -309,19 +309,19 @@ class Coordinator:
             if first.kind is OperationKind.ALLREDUCE:
                 what = f"scaled {what} with {first.parts[0].op.name}"
             reason = f"rank(s) {format_ranks(joined)} have joined, so they have no data for this {what}"
-            self._said.append(ErrorResponse(name, ErrorCause.JOINED, reason, submitted, joined))
+            self._announcements.append(ErrorResponse(name, ErrorCause.JOINED, reason, submitted, joined))
             return
         differing = find_mismatch(entry.operations)
         if differing is not None:
             what, show = differing
             details = tuple((rank, show(entry.operations[rank])) for rank in submitted)
-            self._said.append(
+            self._announcements.append(
                 ErrorResponse(name, ErrorCause.MISMATCH, f"{what} between ranks", submitted, submitted, details)
             )
         elif joined:
             self._ready.append(_fill_in_joined(entry.operations))
-        elif (untimely := self._refusal_reason(first)) is not None:
-            self._said.append(ErrorResponse(name, ErrorCause.MISMATCH, untimely, submitted))
+        elif (refusal := self._refusal_reason(first)) is not None:
+            self._announcements.append(ErrorResponse(name, ErrorCause.MISMATCH, refusal, submitted))
         else:
             self._agree(first, entry.operations)
 
@@ -368,7 +368,7 @@ class Coordinator:
 
     def _refuse_removed(self, name: str, number: int, submitted: Sequence[int]) -> None:
         reason = f"process set {number} has been removed"
-        self._said.append(ErrorResponse(name, ErrorCause.MISMATCH, reason, tuple(submitted)))
+        self._announcements.append(ErrorResponse(name, ErrorCause.MISMATCH, reason, tuple(submitted)))
 
     def _join(self, rank: int) -> None:
         """Step K."""
@@ -377,8 +377,8 @@ class Coordinator:
             return
         self._joining.discard(rank)
         self._joined.add(rank)
-        for name, entry in list(self._table.items()):  # only this one leaves it: sets change when nobody has joined
-            self._complete_if_all_came(name, entry)
+        for name, entry in list(self._table.items()):  # only this one leaves it: sets change when no rank has joined
+            self._complete_if_all_submitted(name, entry)
         if len(self._joined) == self.size:
             self._joined.clear()
             self._ready.append((Operation(OperationKind.JOIN, JOIN_NAME), Response(JOIN_NAME, value=rank), False))
@@ -403,9 +403,9 @@ class Coordinator:
             ready, self._ready = self._ready, []
             if len(ready) == 1:
                 [(_, response, known)] = ready
-                self._said.append(ResponseList(((response.slot if known else response,),)))
+                self._announcements.append(ResponseList(((response.slot if known else response,),)))
             else:
-                self._said.extend(self._fuse(ready))
+                self._announcements.extend(self._fuse(ready))
         if len(self._cache) > self._capacity:
             self._evict()
 
@@ -437,7 +437,7 @@ class Coordinator:
         for slot in slots:
             del self._slots[self._cache.pop(slot).response.name]
         for begin in range(0, len(slots), MAX_SLOTS):
-            self._said.append(CacheEviction(tuple(slots[begin : begin + MAX_SLOTS])))
+            self._announcements.append(CacheEviction(tuple(slots[begin : begin + MAX_SLOTS])))
 
     def _expire(self, now: float) -> None:
         """Step F."""
@@ -452,7 +452,7 @@ class Coordinator:
                 f"{list(submitted)} "
                 "did); REIGEN_DEADLINE sets how long to wait"
             )
-            self._said.append(
+            self._announcements.append(
                 ErrorResponse(name, ErrorCause.LATE, reason, submitted, missing, self._describe_waits(missing))
             )
 

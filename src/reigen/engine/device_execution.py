@@ -43,41 +43,45 @@ class _DeviceGroup(NamedTuple):
         return _device_result(output, self.backend.launch([source, target], work, self.deadline))
 
 
-def execute_on_device(team: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
+def execute_on_device(
+    process_set_group: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float
+) -> list[CollectiveResult]:
     """Enqueue a batch, all of one kind and process set; one outcome per member.
 
     Raises:
         CollectiveError, DeviceError: see `reigen.backends.device.DeviceBackend`.
     """
-    assert team.backend is not None, "only members of a process set hear of its operations"
-    assert team.device is not None, "a front end lends no device's memory unless there is a backend for it"
-    seat = _DeviceGroup(team.device, team.ranks, team.backend.rank, deadline)
+    assert process_set_group.backend is not None, "only members of a process set receive its operations"
+    assert process_set_group.device is not None, "a front end lends no device's memory unless there is a backend for it"
+    device_group = _DeviceGroup(
+        process_set_group.device, process_set_group.ranks, process_set_group.backend.rank, deadline
+    )
     if batch[0][0].kind is OperationKind.ALLREDUCE:
-        return _allreduce(seat, batch)
-    return [_execute_single(seat, *member) for member in batch]
+        return _allreduce(device_group, batch)
+    return [_execute_single(device_group, *member) for member in batch]
 
 
-def make_neutral_device_buffers(team: ProcessSetGroup, operation: Operation) -> TensorTableEntry:
+def make_neutral_device_buffers(process_set_group: ProcessSetGroup, operation: Operation) -> TensorTableEntry:
     """`reigen.engine.execution.make_neutral_buffers` for what lies in the memory of devices."""
-    if team.device is None:
+    if process_set_group.device is None:
         raise CollectiveError("this rank has joined, and cannot stand in on devices: it has no backend for them")
     if operation.members:
         return TensorTableEntry(
-            members=tuple(make_neutral_device_buffers(team, member) for member in operation.members)
+            members=tuple(make_neutral_device_buffers(process_set_group, member) for member in operation.members)
         )
-    array = team.device.neutral_array(operation.num_elements, DTYPES[operation.dtype], operation.op)
+    array = process_set_group.device.neutral_array(operation.num_elements, DTYPES[operation.dtype], operation.op)
     return TensorTableEntry(array, array, array)
 
 
-def _allreduce(seat: _DeviceGroup, batch: Sequence[BatchItem]) -> list[CollectiveResult]:
+def _allreduce(device_group: _DeviceGroup, batch: Sequence[BatchItem]) -> list[CollectiveResult]:
     """Tensors of one type and reduction go to the backend together, in their order."""
     runs: dict[tuple[str, ReduceOp, int, float, float], list[tuple[DeviceArray, DeviceArray]]] = {}
     for operation, response, task in batch:
         for part, piece in zip(operation.parts, task.parts, strict=True):
             active = response.num_active if part.divide_by_active else 0
-            key = (part.dtype, part.op, active or len(seat.ranks), part.prescale, part.postscale)
+            key = (part.dtype, part.op, active or len(device_group.ranks), part.prescale, part.postscale)
             runs.setdefault(key, []).append((_as_device_array(piece.source), _as_device_array(piece.target)))
-    events = [_reduce(seat, buffers, get_reduction(*key)) for key, buffers in runs.items()]
+    events = [_reduce(device_group, buffers, get_reduction(*key)) for key, buffers in runs.items()]
     outcomes = []
     for operation, _, task in batch:
         # One stream carries them all: the last to end is the last that was enqueued.
@@ -87,47 +91,49 @@ def _allreduce(seat: _DeviceGroup, batch: Sequence[BatchItem]) -> list[Collectiv
 
 
 def _reduce(
-    seat: _DeviceGroup, buffers: Sequence[tuple[DeviceArray, DeviceArray]], reduction: Reduction
+    device_group: _DeviceGroup, buffers: Sequence[tuple[DeviceArray, DeviceArray]], reduction: Reduction
 ) -> DeviceEvent:
     memory = [array for pair in buffers for array in pair]
-    return seat.backend.launch(memory, lambda group: group.allreduce(buffers, reduction), seat.deadline)
+    return device_group.backend.launch(memory, lambda group: group.allreduce(buffers, reduction), device_group.deadline)
 
 
 def _execute_single(
-    seat: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry
+    device_group: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry
 ) -> CollectiveResult:
     """An operation that travels alone; the members of a group one after the other."""
     if operation.members:
         parts = zip(operation.members, response.members, task.members, strict=True)
-        return CollectiveResult(members=tuple(_execute_single(seat, *part) for part in parts))
+        return CollectiveResult(members=tuple(_execute_single(device_group, *part) for part in parts))
     if operation.kind is OperationKind.BROADCAST:
-        root = seat.ranks.index(operation.root)
+        root = device_group.ranks.index(operation.root)
         source, target = _as_device_array(task.source), _as_device_array(task.target)
-        return seat.launch(source, target, task.output, lambda group: group.broadcast(source, target, root))
-    return _execute_by_rows(seat, operation, response, task)
+        return device_group.launch(source, target, task.output, lambda group: group.broadcast(source, target, root))
+    return _execute_by_rows(device_group, operation, response, task)
 
 
 def _execute_by_rows(
-    seat: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry
+    device_group: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry
 ) -> CollectiveResult:
     """Run what has a result of so many rows as have come from the ranks, or as this rank gets."""
     width = elements_per_row(operation)
     if operation.kind is OperationKind.ALLTOALL:
-        received = tuple(row[seat.rank] for row in response.sizes)
+        received = tuple(row[device_group.rank] for row in response.sizes)
         source, output = _make_output(task, (sum(received), *operation.shape[1:]))
         table = [[n * width for n in row] for row in response.sizes]
-        result = seat.launch(source, output, output, lambda group: group.alltoall(source, table, output))
+        result = device_group.launch(source, output, output, lambda group: group.alltoall(source, table, output))
         return structs.replace(result, received_splits=received)
     if operation.kind is OperationKind.ALLGATHER:
         rows = response.sizes[0]
         source, output = _make_output(task, (sum(rows), *operation.shape[1:]))
         counts = [r * width for r in rows]
-        return seat.launch(source, output, output, lambda group: group.allgather(source, counts, output))
-    parts, size = split_rows(operation.shape[0], len(seat.ranks)), len(seat.ranks)
-    source, output = _make_output(task, (parts[seat.rank], *operation.shape[1:]))
+        return device_group.launch(source, output, output, lambda group: group.allgather(source, counts, output))
+    parts, size = split_rows(operation.shape[0], len(device_group.ranks)), len(device_group.ranks)
+    source, output = _make_output(task, (parts[device_group.rank], *operation.shape[1:]))
     reduction = get_reduction(operation.dtype, operation.op, size, operation.prescale, operation.postscale)
     counts = [r * width for r in parts]
-    return seat.launch(source, output, output, lambda group: group.reduce_scatter(source, counts, output, reduction))
+    return device_group.launch(
+        source, output, output, lambda group: group.reduce_scatter(source, counts, output, reduction)
+    )
 
 
 def _make_output(task: TensorTableEntry, shape: tuple[int, ...]) -> tuple[DeviceArray, DeviceArray]:

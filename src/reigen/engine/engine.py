@@ -3,14 +3,14 @@
 Who does the work
 -----------------
 Exactly one thread *drives* at a time: it holds ``_driver``, feeds the state machines, executes batches and sleeps on
-the doorbell. A thread that waits for its own operation while nobody drives does so itself, so a blocking collective
+the doorbell. A thread that waits for its own operation while no other drives does so itself, so a blocking collective
 changes threads not once. Otherwise the engine's thread drives: it is woken by asynchronous submissions and by
 messages, drives until nothing is outstanding, and parks.
 
 Whom a ring of the doorbell wakes (`WaitingThread`) is written only by the thread that holds ``_driver``. A caller that
 has finished driving hands the doorbell back to the parked thread, which begins with what has come in between: at once,
-or, where nobody can want anything of rank 0 before its next submission (all process sets have it), in a moment, or when
-those that have written it sleep themselves (`ControlTransport.release_to_engine`).
+or, where no rank can want anything of rank 0 before its next submission (all process sets have it), in a moment, or
+when those that have written it sleep themselves (`ControlTransport.release_to_engine`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Engine:
         #: process sets by number; what they are is the same on all ranks whenever the same operation is carried out
         self._process_set_groups = {0: ProcessSetGroup(tuple(range(backend.size)), backend, device)}
         self._transport = transport
-        self._channel = ControlChannel(transport, hears_reports=coordinator is not None)
+        self._channel = ControlChannel(transport, receives_reports=coordinator is not None)
         self._watch = watch
         self._coordinator = coordinator
         self._controller = RankController(backend.rank)
@@ -112,16 +112,16 @@ class Engine:
             else None
         )
         self._exit_grace = PeerExitGrace(watch, self._outstanding)
-        #: looks for stalls, if somebody should
+        #: looks for stalls, if that is enabled
         self._stalls: StallMonitor | None = None
         #: on rank 0: announced while data was being moved, and to be carried out
         self._announced: list[Announcement] = []
-        self._meanwhile = ProgressHook(transport.descriptor, self._negotiate) if transport.descriptor >= 0 else None
+        self._progress_hook = ProgressHook(transport.descriptor, self._negotiate) if transport.descriptor >= 0 else None
         #: the collective whose data is being moved, and its deadline
         self._running: tuple[Operation, float] | None = None
-        #: told of everything, while there is one
+        #: gets every event, while there is one
         self._observer: EngineObserver | None = None
-        self._heard_token = -1  # of the transport, before everything was read that had come
+        self._read_token = -1  # of the transport, before everything was read that had come
         self._next_check = 0.0  # when to look for dead ranks
         self._thread: threading.Thread | None = None
         if device is not None:
@@ -144,12 +144,12 @@ class Engine:
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every process set, by number."""
-        return {number: team.ranks for number, team in list(self._process_set_groups.items())}
+        return {number: process_set_group.ranks for number, process_set_group in list(self._process_set_groups.items())}
 
     def ranks_of(self, process_set: int) -> tuple[int, ...] | None:
         """The ranks of a process set; None if there is none of that number."""
-        team = self._process_set_groups.get(process_set)
-        return None if team is None else team.ranks
+        process_set_group = self._process_set_groups.get(process_set)
+        return None if process_set_group is None else process_set_group.ranks
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
@@ -175,8 +175,8 @@ class Engine:
             raise
         if self._thread is None:
             self.wait_for(handle)
-        elif not blocking and not self._outstanding.is_rung:  # a driver that is about to look takes this, too
-            self._outstanding.is_rung = True
+        elif not blocking and not self._outstanding.is_wakeup_pending:  # a driver that is about to look takes this, too
+            self._outstanding.is_wakeup_pending = True
             self._transport.wake(WaitingThread.ANY)
 
     def _submit_eagerly(self, operation: Operation, handle: Handle) -> bool:
@@ -235,13 +235,13 @@ class Engine:
         """
 
         def outstanding() -> list[str]:
-            submitted = [*(told.operation for told in self._controller.pending.values()), *self._outstanding.inbox]
+            submitted = [*(entry.operation for entry in self._controller.pending.values()), *self._outstanding.inbox]
             return [operation.name for operation in submitted if operation.kind is not OperationKind.FREE]
 
         code = Engine.wait_for.__code__
-        seat = MonitoredRank(self._backend.rank, pids, self.post, outstanding, code, self._coordinator)
-        self._stalls = StallMonitor(seat, check_seconds, shutdown_seconds, self._deadline_seconds)
-        self.listen(Topic.STACKS, self._stalls.heard)
+        monitored_rank = MonitoredRank(self._backend.rank, pids, self.post, outstanding, code, self._coordinator)
+        self._stalls = StallMonitor(monitored_rank, check_seconds, shutdown_seconds, self._deadline_seconds)
+        self.listen(Topic.STACKS, self._stalls.receive)
 
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive the engine if no other thread does."""
@@ -257,7 +257,7 @@ class Engine:
                         self._hand_over(handle)
                     continue
                 if self._outstanding.inbox and self._thread is not None:
-                    self._transport.wake(WaitingThread.ANY)  # whoever drives may sleep on something else
+                    self._transport.wake(WaitingThread.ANY)  # the thread that drives may sleep on something else
                 self._outstanding.wait(handle, CHECK_SECONDS)
         finally:
             if observer is not None:
@@ -285,7 +285,7 @@ class Engine:
     def give_up(self, error: BaseException) -> None:
         """Fail outstanding and later operations of all ranks, this one too, with this error: this rank cannot go on."""
         known = interruption_error(error, self._backend.rank)
-        self._watch.abort(known)  # seen here, too, by whoever drives
+        self._watch.abort(known)  # seen here, too, by the thread that drives
         with self._driver:
             if self.is_operational:
                 self._give_up(known)
@@ -293,7 +293,7 @@ class Engine:
     def close(self) -> None:
         """Leave the job: fail outstanding operations, inform the others, end the thread. Idempotent.
 
-        A thread that is in the middle of a collective gets a moment to finish; then it is told to give up.
+        A thread that is in the middle of a collective gets a moment to finish; then it has to give up.
         """
         if self._thread is not None:
             wait_for_devices(self, self._process_set_groups)
@@ -316,10 +316,10 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_GRACE_SECONDS)
         if free:
-            for number, team in self._process_set_groups.items():
-                team.close(keep_backend=not number)
+            for number, process_set_group in self._process_set_groups.items():
+                process_set_group.close(keep_backend=not number)
             self._channel.close()  # without cycles, memory is freed with its last user, and not at a collection
-            self._stalls = self._meanwhile = None
+            self._stalls = self._progress_hook = None
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -333,9 +333,9 @@ class Engine:
                 self._transport.set_wake_target(WaitingThread.PARKED)
                 if self._outstanding.is_operational and (not self._idle() or self._channel.pending()):
                     continue
-                nap = self._sleep_until_event(IDLE_SECONDS)
+                sleep_seconds = self._sleep_until_event(IDLE_SECONDS)
             if not self._outstanding.closed:
-                self._transport.sleep(token, WaitingThread.ENGINE, nap)
+                self._transport.sleep(token, WaitingThread.ENGINE, sleep_seconds)
 
     def _idle(self) -> bool:
         """Return whether no thread waits and no device is at work: deaths and deadlines need no look then."""
@@ -344,10 +344,10 @@ class Engine:
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
-    def _drive(self, who: WaitingThread, handle: Handle | None) -> None:
+    def _drive(self, thread: WaitingThread, handle: Handle | None) -> None:
         """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
-        self._transport.set_wake_target(WaitingThread.NOBODY)
-        self._heard_token = -1  # of what is submitted eagerly, parked threads do not hear
+        self._transport.set_wake_target(WaitingThread.NONE)
+        self._read_token = -1  # parked threads do not see what is submitted eagerly
         try:
             while self._outstanding.is_operational:
                 token = self._transport.token()
@@ -359,10 +359,10 @@ class Engine:
                         self._report()
                 if handle.done if handle is not None else self._idle():
                     return
-                looks = self._spin.looks if who is WaitingThread.CALLER else 0
+                looks = self._spin.looks if thread is WaitingThread.CALLER else 0
                 if announced is None and not (looks and self._transport.look(token, looks)):
-                    self._rest(token, who)
-        except BaseException as error:  # whoever waits for an operation is told by its handle
+                    self._rest(token, thread)
+        except BaseException as error:  # a caller that waits for an operation gets it from its handle
             self._give_up(error)
             if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit end more than this operation
                 raise
@@ -370,18 +370,18 @@ class Engine:
     def _step(self, token: int) -> Sequence[Announcement] | None:
         """Take in messages, send those that are due; return the batches to execute, None without any message."""
         received: Sequence[tuple[int, Sequence[Any]]] = ()
-        if token != self._heard_token or self._channel.unread:  # else nobody has rung since it was read last
-            self._heard_token = token
+        if token != self._read_token or self._channel.unread:  # else the doorbell was not rung since it was read last
+            self._read_token = token
             received = self._channel.receive()
             if self._eager is not None:
                 self._eager.finish()
-        self._outstanding.is_rung = False  # before the look: submissions behind it wake anew
+        self._outstanding.is_wakeup_pending = False  # before the look: submissions behind it wake anew
         if self._outstanding.inbox:
             self._take_submissions()
         coordinator = self._coordinator
         if coordinator is not None:
             for rank, reports in received:
-                coordinator.hear(rank, reports, time.monotonic())
+                coordinator.receive(rank, reports, time.monotonic())
         if self._controller.outgoing:
             self._report()
         sends_notes = bool(self._channel.notes)
@@ -410,12 +410,12 @@ class Engine:
         """Send the coordinator this rank's reports."""
         reports, self._controller.outgoing = self._controller.outgoing, []
         if self._coordinator is not None:
-            self._coordinator.hear(self._backend.rank, reports, time.monotonic())
+            self._coordinator.receive(self._backend.rank, reports, time.monotonic())
         elif reports:
             self._channel.send(reports)
 
     def _announce(self, coordinator: Coordinator) -> list[Announcement]:
-        """On rank 0: tell all others what follows from what has been heard; returns it, to be carried out here."""
+        """On rank 0: announce to all others what follows from the reports; returns it, to be carried out here."""
         now = time.monotonic()
         if self._stalls is not None and now >= self._stalls.inspector.next_look:
             error = self._look_for_stalls(self._stalls, coordinator, now)
@@ -423,11 +423,11 @@ class Engine:
                 self._give_up(error)
                 return []
         ahead, self._announced = self._announced, []
-        if said := coordinator.announce(now):
-            self._channel.send(said)
-        if self._transport.backlog and (ahead or said):
+        if announcements := coordinator.announce(now):
+            self._channel.send(announcements)
+        if self._transport.backlog and (ahead or announcements):
             self._channel.empty(self._failure, time.monotonic() + self._deadline_seconds)
-        return ahead + said
+        return ahead + announcements
 
     def _negotiate(self) -> None:
         """In the middle of a collective that waits for the network: prepare the next, so that it need not wait again.
@@ -436,7 +436,7 @@ class Engine:
         """
         self._transport.clear_wakeup()
         self._take_submissions()
-        self._hear_meanwhile()
+        self._receive_while_running()
         self._report()
         if self._coordinator is not None and not self._announced:
             self._announced = self._coordinator.announce(time.monotonic())
@@ -445,11 +445,11 @@ class Engine:
         self._channel.send_notes()
         self._transport.flush()
 
-    def _hear_meanwhile(self) -> None:
+    def _receive_while_running(self) -> None:
         """Hear reports; read announcements, which cannot be carried out yet, but for one that ends everything."""
         if self._coordinator is not None:
             for rank, reports in self._channel.receive():
-                self._coordinator.hear(rank, reports, time.monotonic())
+                self._coordinator.receive(rank, reports, time.monotonic())
             return
         for announcement in self._channel.peek(Topic.STACKS):
             if isinstance(announcement, JobAbort):
@@ -457,7 +457,7 @@ class Engine:
 
     def _follow(self, announcement: Announcement) -> None:
         """Carry out what follows from an announcement."""
-        instructions = self._controller.hear(announcement)
+        instructions = self._controller.receive(announcement)
         if self._controller.broken is not None and self._outstanding.broken is None:
             self._break(self._controller.broken)  # fails all, these too, but not before it is time to
         observer = self._observer
@@ -476,8 +476,8 @@ class Engine:
         self._exit_grace.give_if_outstanding(error)
         self._outstanding.set_broken(error)
         self._exit_grace.give_if_outstanding(error)  # what was handed in just before that
-        for team in self._process_set_groups.values():
-            team.abort_on_device(error)
+        for process_set_group in self._process_set_groups.values():
+            process_set_group.abort_on_device(error)
         self._controller.lose(error)
         self._fail_all(error)
 
@@ -485,26 +485,30 @@ class Engine:
         deadline = time.monotonic() + self._deadline_seconds
         handles, names, members = self._outstanding.handles, [], []
         first = batch[0][0]
-        team = self._process_set_groups[first.process_set]
+        process_set_group = self._process_set_groups[first.process_set]
         for operation, response in batch:
             names.append(operation.name)
             handle = handles.get(operation.name)
             members.append(
-                (operation, response, make_neutral_buffers(team, operation) if handle is None else handle.task)
+                (
+                    operation,
+                    response,
+                    make_neutral_buffers(process_set_group, operation) if handle is None else handle.task,
+                )
             )
-        observer, backend = self._observer, team.backend
+        observer, backend = self._observer, process_set_group.backend
         self._running = (first, deadline)
         results: Sequence[CollectiveResult | CollectiveError]
         try:
             if backend is not None:
-                backend.lacking, backend.progress_hook = self._lacking, self._meanwhile
+                backend.ranks_missing, backend.progress_hook = self._ranks_missing, self._progress_hook
             if observer is not None:
                 observer.began(batch)
                 if backend is not None:
                     backend.phase_ended = observer.phase_ended
             on_host = first.kind is OperationKind.ALLREDUCE and not first.device
             results = (
-                execute_allreduce(team, members, deadline)
+                execute_allreduce(process_set_group, members, deadline)
                 if on_host
                 else execute(self._process_set_groups, members, deadline)
             )
@@ -517,29 +521,29 @@ class Engine:
                     self._coordinator.abandon_set(batch[0][1].value)
         finally:
             self._running = None
-            if self._stalls is not None and self._stalls.is_told:
-                self._stalls.went_on()
+            if self._stalls is not None and self._stalls.is_stalled:
+                self._stalls.resumed()
             if backend is not None:
-                backend.lacking = backend.progress_hook = backend.phase_ended = None
+                backend.ranks_missing = backend.progress_hook = backend.phase_ended = None
             if observer is not None:
                 observer.ended(batch)
         self._outstanding.finish(zip(names, results, strict=True))
 
-    def _lacking(self, members: Sequence[int]) -> None:
+    def _ranks_missing(self, members: Sequence[int]) -> None:
         """In the middle of a collective, on the thread that drives: some of its ranks do not come.
 
         Reports are taken in, announcements are kept for later, notes about stalls are answered.
         """
         assert self._running is not None
         operation, deadline = self._running
-        self._hear_meanwhile()
+        self._receive_while_running()
         if self._stalls is None:
             return
         ranks = self._process_set_groups[operation.process_set].ranks
         missing = tuple(ranks[member] for member in members)
         ready = tuple(rank for rank in ranks if rank not in missing)
         now, since = time.monotonic(), deadline - self._deadline_seconds
-        self._stalls.lacking(operation, since, ready, missing)
+        self._stalls.ranks_missing(operation, since, ready, missing)
         error = None
         if self._coordinator is None:
             error = self._stalls.check_coordinator(operation.name, since, now)
@@ -561,11 +565,11 @@ class Engine:
                 self._channel.empty(self._failure, now + _GRACE_SECONDS)
         return error
 
-    def _rest(self, token: int, who: WaitingThread) -> None:
+    def _rest(self, token: int, thread: WaitingThread) -> None:
         """Sleep: there is nothing to do."""
-        self._transport.set_wake_target(who)
-        self._transport.sleep(token, who, self._sleep_until_event(CHECK_SECONDS))
-        self._transport.set_wake_target(WaitingThread.NOBODY)
+        self._transport.set_wake_target(thread)
+        self._transport.sleep(token, thread, self._sleep_until_event(CHECK_SECONDS))
+        self._transport.set_wake_target(WaitingThread.NONE)
         self._spin.slept()
         if time.monotonic() >= self._next_check and not self._transport.pending():
             self._next_check = time.monotonic() + CHECK_SECONDS

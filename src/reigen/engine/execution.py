@@ -16,48 +16,54 @@ from reigen.kernels.reduce import neutral_element
 from reigen.types import DTYPES, ReduceOp
 
 
-def execute(teams: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
+def execute(
+    process_set_groups: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadline: float
+) -> list[CollectiveResult]:
     """Run a batch, all of one kind and process set, but allreduces in host memory; return an outcome for each member.
 
-    Process sets that a batch makes or unmakes are entered into, or taken out of, ``teams``. Errors are those of
+    Process sets that a batch makes or unmakes are added to ``process_set_groups``, or removed. Errors are those of
     `reigen.backends.base` and `reigen.backends.device`.
     """
     first, response, _ = batch[0]
-    team = teams[first.process_set]
+    process_set_group = process_set_groups[first.process_set]
     if first.device:
-        return execute_on_device(team, batch, deadline)
+        return execute_on_device(process_set_group, batch, deadline)
     if first.kind is OperationKind.ADD_SET:
-        return [_add_set(teams, first, response, deadline)]
+        return [_add_set(process_set_groups, first, response, deadline)]
     if first.kind is OperationKind.REMOVE_SET:
-        teams.pop(first.shape[0]).close()
+        process_set_groups.pop(first.shape[0]).close()
         return [CollectiveResult()]
-    return [_execute_single(team, member, deadline) for member in batch]
+    return [_execute_single(process_set_group, member, deadline) for member in batch]
 
 
-def make_neutral_buffers(team: ProcessSetGroup, operation: Operation) -> TensorTableEntry:
+def make_neutral_buffers(process_set_group: ProcessSetGroup, operation: Operation) -> TensorTableEntry:
     """Memory for an allreduce that this rank has joined out of: elements that leave the others' result as it is.
 
     Raises:
         CollectiveError: it takes place on devices, and this rank has used none so far.
     """
     if operation.device:
-        return make_neutral_device_buffers(team, operation)
+        return make_neutral_device_buffers(process_set_group, operation)
     if operation.members:
-        return TensorTableEntry(members=tuple(make_neutral_buffers(team, member) for member in operation.members))
+        return TensorTableEntry(
+            members=tuple(make_neutral_buffers(process_set_group, member) for member in operation.members)
+        )
     neutral = neutral_element(DTYPES[operation.dtype], operation.op)
     array = np.full(operation.num_elements, neutral, DTYPES[operation.dtype].storage)
     return TensorTableEntry(array, array, array)
 
 
-def _backend(team: ProcessSetGroup) -> Backend:
-    assert team.backend is not None, "only members of a process set hear of its operations"
-    return team.backend
+def _backend(process_set_group: ProcessSetGroup) -> Backend:
+    assert process_set_group.backend is not None, "only members of a process set receive its operations"
+    return process_set_group.backend
 
 
-def execute_allreduce(team: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
+def execute_allreduce(
+    process_set_group: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float
+) -> list[CollectiveResult]:
     """`execute` for allreduces in host memory: those of one type and reduction go to the backend together, in order."""
     runs: dict[tuple[str, ReduceOp, int, float, float, bool], list[ReduceBuffer]] = {}
-    results, num_ranks = [], len(team.ranks)
+    results, num_ranks = [], len(process_set_group.ranks)
     for operation, response, task in batch:
         parts: Iterable[BatchItem] = ((operation, response, task),)
         if operation.members:
@@ -71,8 +77,8 @@ def execute_allreduce(team: ProcessSetGroup, batch: Sequence[BatchItem], deadlin
             runs.setdefault(key, []).append(buffer)
         members = tuple(CollectiveResult(member.output) for member in task.members) if task.members else ()
         results.append(CollectiveResult(task.output, members=members))
-    backend = team.backend
-    assert backend is not None, "only members of a process set hear of its operations"
+    backend = process_set_group.backend
+    assert backend is not None, "only members of a process set receive its operations"
     for (dtype, op, count, prescale, postscale, _), buffers in runs.items():
         if op is ReduceOp.ADASUM:
             sources, targets = [b.source for b in buffers], [b.target for b in buffers]
@@ -82,13 +88,13 @@ def execute_allreduce(team: ProcessSetGroup, batch: Sequence[BatchItem], deadlin
     return results
 
 
-def _execute_single(team: ProcessSetGroup, member: BatchItem, deadline: float) -> CollectiveResult:
+def _execute_single(process_set_group: ProcessSetGroup, member: BatchItem, deadline: float) -> CollectiveResult:
     """Run an operation that travels alone; the members of a group one after the other."""
     operation, response, task = member
     if operation.members:
         parts = zip(operation.members, response.members, task.members, strict=True)
-        return CollectiveResult(members=tuple(_execute_single(team, part, deadline) for part in parts))
-    backend = _backend(team)
+        return CollectiveResult(members=tuple(_execute_single(process_set_group, part, deadline) for part in parts))
+    backend = _backend(process_set_group)
     match operation.kind:
         case OperationKind.ALLOCATE:
             return CollectiveResult(region=backend.allocate(operation.shape[0], deadline))
@@ -97,7 +103,7 @@ def _execute_single(team: ProcessSetGroup, member: BatchItem, deadline: float) -
         case OperationKind.FREE:
             backend.free(operation.offset)
         case OperationKind.BROADCAST | OperationKind.REDUCE_TO_OWNERS:
-            return _execute_in_place(team, operation, task, deadline)
+            return _execute_in_place(process_set_group, operation, task, deadline)
         case OperationKind.ALLGATHER | OperationKind.ALLTOALL | OperationKind.REDUCESCATTER:
             return _execute_by_rows(backend, operation, response, task, deadline)
     # Of a barrier, an exchange and a join nothing is left to do: it was announced because every rank has come.
@@ -105,14 +111,14 @@ def _execute_single(team: ProcessSetGroup, member: BatchItem, deadline: float) -
 
 
 def _execute_in_place(
-    team: ProcessSetGroup, operation: Operation, task: TensorTableEntry, deadline: float
+    process_set_group: ProcessSetGroup, operation: Operation, task: TensorTableEntry, deadline: float
 ) -> CollectiveResult:
     """Run what has a result of the shape of its tensor."""
-    backend, array, target = _backend(team), task.source, task.target
+    backend, array, target = _backend(process_set_group), task.source, task.target
     assert isinstance(array, np.ndarray)
     if operation.kind is OperationKind.BROADCAST:
         assert isinstance(target, np.ndarray)
-        root = team.ranks.index(operation.root)
+        root = process_set_group.ranks.index(operation.root)
         backend.broadcast(array if backend.rank == root else None, target, root, deadline)
     else:
         reduction = get_reduction(operation.dtype, operation.op, backend.size, operation.prescale, operation.postscale)
@@ -151,9 +157,9 @@ def _execute_by_rows(
 
 
 def _add_set(
-    teams: dict[int, ProcessSetGroup], operation: Operation, response: Response, deadline: float
+    process_set_groups: dict[int, ProcessSetGroup], operation: Operation, response: Response, deadline: float
 ) -> CollectiveResult:
-    backend, device = _backend(teams[0]).split(operation.shape, deadline), teams[0].device
-    beside = None if backend is None or device is None else device.make_subgroup(backend, operation.shape)
-    teams[response.value] = ProcessSetGroup(operation.shape, backend, beside)
+    backend, device = _backend(process_set_groups[0]).split(operation.shape, deadline), process_set_groups[0].device
+    subgroup = None if backend is None or device is None else device.make_subgroup(backend, operation.shape)
+    process_set_groups[response.value] = ProcessSetGroup(operation.shape, backend, subgroup)
     return CollectiveResult(value=response.value)

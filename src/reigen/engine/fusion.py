@@ -35,14 +35,14 @@ def fuse_responses(
             batches.append([index])
             continue
         same = open_batches.setdefault(key, [])
-        batch = next((b for b in same if nbytes <= b.room), None)
+        batch = next((b for b in same if nbytes <= b.free_bytes), None)
         if batch is None:
             batch = _OpenBatch([], threshold_bytes)
             batches.append(batch.members)
             same.append(batch)
             del same[:-_MAX_OPEN_BATCHES]
         batch.members.append(index)
-        batch.room -= nbytes
+        batch.free_bytes -= nbytes
     return batches
 
 
@@ -53,7 +53,7 @@ _MAX_OPEN_BATCHES = 8
 @dataclass(slots=True)
 class _OpenBatch:
     members: list[int]
-    room: int
+    free_bytes: int
 
 
 def _fusion_key(operation: Operation, response: Response, fuse_groups: bool) -> object:

@@ -59,11 +59,11 @@ def build_operation(
 
 
 def build_allreduce(
-    shape: tuple[int, ...], dtype: str, how: AllreduceSpec, ranks: Sequence[int], process_set: int
+    shape: tuple[int, ...], dtype: str, reduction: AllreduceSpec, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build an allreduce by ``(operator, prescale, postscale)``, perhaps with ``(offset, divide_by_active)`` behind."""
-    op, prescale, postscale = how[:3]
-    offset, divide_by_active = how[3:] or (-1, False)
+    op, prescale, postscale = reduction[:3]
+    offset, divide_by_active = reduction[3:] or (-1, False)
     if op is not ReduceOp.ADASUM:
         get_reduction(dtype, op, len(ranks), prescale, postscale)
     elif process_set:
@@ -110,10 +110,10 @@ def build_alltoall(
 
 
 def build_reducescatter(
-    shape: tuple[int, ...], dtype: str, how: ReductionSpec, ranks: Sequence[int], process_set: int
+    shape: tuple[int, ...], dtype: str, reduction: ReductionSpec, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build a reducescatter by ``(operator, prescale, postscale)``."""
-    op, prescale, postscale = how
+    op, prescale, postscale = reduction
     if op is ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum needs whole tensors: there is no reducescatter with ReduceOp.ADASUM")
     if not shape:  # a RuntimeError in Horovod, whose core finds it
@@ -122,14 +122,14 @@ def build_reducescatter(
     return Operation(OperationKind.REDUCESCATTER, "", dtype, shape, op, prescale, postscale, process_set=process_set)
 
 
-def check_root(root_rank: int, team: Sequence[int]) -> int:
+def check_root(root_rank: int, ranks: Sequence[int]) -> int:
     """Accept a rank of the process set, and return it.
 
     Raises:
         ArgumentError: it is none.
     """
-    if root_rank not in team:
-        raise ArgumentError(f"root_rank must be one of the ranks {list(team)}, not {root_rank}")
+    if root_rank not in ranks:
+        raise ArgumentError(f"root_rank must be one of the ranks {list(ranks)}, not {root_rank}")
     return root_rank
 
 

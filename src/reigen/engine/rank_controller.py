@@ -107,7 +107,7 @@ class RankController:
         """Step O: it is being carried out."""
         del self.pending[name]
 
-    def hear(self, announcement: Announcement) -> list[Instruction]:
+    def receive(self, announcement: Announcement) -> list[Instruction]:
         """Take in an announcement; returns what to do, in order."""
         if self.broken is not None:
             return []
@@ -125,9 +125,9 @@ class RankController:
                 if resolved:
                     found.append(ExecuteBatch(tuple(resolved)))
             return found
-        return self._hear_rare(announcement)
+        return self._receive_rare(announcement)
 
-    def _hear_rare(self, announcement: Announcement) -> list[Instruction]:
+    def _receive_rare(self, announcement: Announcement) -> list[Instruction]:
         """Take in messages that do not come with every collective."""
         match announcement:
             case ErrorResponse(name, cause, reason, submitted, at_fault, details):

@@ -16,16 +16,16 @@ def build_response_lists(batches: Sequence[Sequence[int | Response]]) -> list[Re
     """Batches as announcements of bounded size: a long list is cut between batches, a long batch is cut too."""
     runs: list[ResponseList] = []
     current: list[tuple[int | Response, ...]] = []
-    room = _MAX_BYTES
+    free_bytes = _MAX_BYTES
     for batch in batches:
         part: list[int | Response] = []
         for item in batch:
             nbytes = _max_item_bytes(item)
-            if nbytes > room and (part or current):
+            if nbytes > free_bytes and (part or current):
                 runs.append(ResponseList((*current, tuple(part)) if part else tuple(current)))
-                part, current, room = [], [], _MAX_BYTES
+                part, current, free_bytes = [], [], _MAX_BYTES
             part.append(item)
-            room -= nbytes
+            free_bytes -= nbytes
         current.append(tuple(part))
     return [*runs, ResponseList(tuple(current))]
 

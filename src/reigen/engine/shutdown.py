@@ -48,14 +48,18 @@ class Submitter(HandleWaiter, Protocol):
         ...
 
 
-def wait_for_devices(engine: Submitter, teams: Mapping[int, ProcessSetGroup]) -> None:
+def wait_for_devices(engine: Submitter, process_set_groups: Mapping[int, ProcessSetGroup]) -> None:
     """Steps a and b, on the thread that closes the engine. Raises nothing.
 
     Args:
         engine: works, and has a thread of its own.
-        teams: the process sets by number.
+        process_set_groups: the process sets by number.
     """
-    used = [number for number, team in teams.items() if team.device is not None and team.device.used]
+    used = [
+        number
+        for number, process_set_group in process_set_groups.items()
+        if process_set_group.device is not None and process_set_group.device.used
+    ]
     if not used or engine.device is None:
         return
     while engine.is_operational and engine.device.has_pending:
@@ -102,7 +106,7 @@ class PeerExitGrace:
 def clear_frames(error: BaseException) -> None:
     """Clear the frames of an error that ends here: they hold it, the engine, and with it the memory of backends.
 
-    Where it is no error of ours, somebody wants to know where it came from: its traceback stays, without variables.
+    Where it is no error of Reigen's, its origin matters: its traceback stays, without variables.
     """
     traceback.clear_frames(error.__traceback__)
     cause = error.__cause__ if isinstance(error, CollectiveError) else None

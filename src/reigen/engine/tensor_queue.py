@@ -11,7 +11,7 @@ from reigen.engine.messages import JOIN_NAME, Operation, OperationKind
 from reigen.engine.observer import EngineObserver
 from reigen.errors import ArgumentError, CollectiveError, DuplicateNameError
 
-#: What whoever hands in something after the end is told.
+#: The error of what is submitted after the end.
 SHUTDOWN_MESSAGE = (
     "Reigen has been shut down. This was caused by an exception on one of the ranks or an attempt to run a collective "
     "after one of the ranks finished execution."
@@ -26,7 +26,7 @@ class TensorQueue:
         broken: why nothing works any more, if so.
         is_operational: operations still go somewhere: neither of the two.
         inbox: what was handed in and not taken yet.
-        is_rung: a thread that drives was woken for the inbox, and has not looked there since.
+        is_wakeup_pending: a thread that drives was woken for the inbox, and has not looked there since.
         handles: of every operation that is not complete, by name, in order of submission.
         overdue: when the coordinator's answer is, even if it is slow; for those that were taken, in that order. Who
             takes them writes it.
@@ -37,7 +37,7 @@ class TensorQueue:
         #: (reentrant: the garbage collector may free registered memory, which is a submission, at any moment)
         self._mutex = threading.RLock()
         self.inbox: deque[Operation] = deque()
-        self.is_rung = False
+        self.is_wakeup_pending = False
         self.handles: dict[str, Handle] = {}
         self.overdue: dict[str, float] = {}
         self._completed = threading.Condition()
@@ -52,7 +52,7 @@ class TensorQueue:
         Args:
             operation: what is wanted.
             handle: completed in time.
-            observer: told of it before anybody can begin it.
+            observer: called before any thread can begin it.
 
         Raises:
             DuplicateNameError: an operation of this name is outstanding.

@@ -58,12 +58,12 @@ class ControlTransport(Protocol):
         """Look so often whether something has happened since ``token``, before a sleep; whether it has."""
         ...
 
-    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
+    def sleep(self, token: int, thread: WaitingThread, timeout_seconds: float) -> None:
         """Sleep until something has happened since ``token``."""
         ...
 
-    def set_wake_target(self, who: WaitingThread) -> None:
-        """From now on wake ``who`` when something happens."""
+    def set_wake_target(self, thread: WaitingThread) -> None:
+        """From now on wake ``thread`` when something happens."""
         ...
 
     def release_to_engine(self, urgent: bool) -> bool:
@@ -77,7 +77,7 @@ class ControlTransport(Protocol):
         """
         ...
 
-    def wake(self, who: WaitingThread) -> None:
+    def wake(self, thread: WaitingThread) -> None:
         """Wake a thread of this rank; from any thread."""
         ...
 
@@ -141,17 +141,17 @@ class SingleRankTransport:
         """Return False: no event ever comes."""
         return False
 
-    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
+    def sleep(self, token: int, thread: WaitingThread, timeout_seconds: float) -> None:
         """Do not wait: a rank that is alone completes its operations when it submits them."""
 
-    def set_wake_target(self, who: WaitingThread) -> None:
+    def set_wake_target(self, thread: WaitingThread) -> None:
         """Do nothing: no rank sleeps."""
 
     def release_to_engine(self, urgent: bool) -> bool:
         """Return False: no message will come."""
         return False
 
-    def wake(self, who: WaitingThread) -> None:
+    def wake(self, thread: WaitingThread) -> None:
         """Do nothing: no rank sleeps."""
 
     def clear_wakeup(self) -> None:

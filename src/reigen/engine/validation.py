@@ -108,7 +108,7 @@ _ROWWISE_KINDS = (
 _GLOBAL_KINDS = (OperationKind.JOIN, *_PROCESS_SET_KINDS)
 
 
-def validate_operation(operation: Operation, rank: int, team: Sequence[int]) -> str | None:
+def validate_operation(operation: Operation, rank: int, ranks: Sequence[int]) -> str | None:
     """Return the error in an operation of ``rank`` by itself; None where there is none.
 
     What a front end submits has been checked there; this is for what it has overlooked, so that no rank fails in the
@@ -117,26 +117,26 @@ def validate_operation(operation: Operation, rank: int, team: Sequence[int]) -> 
     Args:
         operation: what was submitted.
         rank: who submitted it.
-        team: the ranks of its process set.
+        ranks: the ranks of its process set.
     """
     kind = operation.kind
-    if rank not in team:
-        return f"rank {rank} is not in process set {operation.process_set}, whose ranks are {list(team)}"
+    if rank not in ranks:
+        return f"rank {rank} is not in process set {operation.process_set}, whose ranks are {list(ranks)}"
     if kind in _GLOBAL_KINDS and operation.process_set:
         return f"{kind.name.lower()} is for all ranks, not for a process set"
     if (kind is OperationKind.JOIN) != (operation.name == JOIN_NAME):
         return f"only a join can be called {JOIN_NAME!r}"
     if not operation.members:
-        return _validate_single(operation, team)
+        return _validate_single(operation, ranks)
     if kind not in _GROUPABLE_KINDS:
         return f"there are no groups of {kind.name.lower()}"
     for member in operation.members:
         if member.members or (member.kind, member.process_set) != (kind, operation.process_set):
             return "the members of a group must be of its kind and process set, and no groups themselves"
-    return next(filter(None, (_validate_single(member, team) for member in operation.members)), None)
+    return next(filter(None, (_validate_single(member, ranks) for member in operation.members)), None)
 
 
-def _validate_single(operation: Operation, team: Sequence[int]) -> str | None:
+def _validate_single(operation: Operation, ranks: Sequence[int]) -> str | None:
     kind, shape = operation.kind, operation.shape
     if kind in _TYPED_KINDS and operation.dtype not in DTYPES:
         return f"there is no data type {operation.dtype!r}"
@@ -144,18 +144,18 @@ def _validate_single(operation: Operation, team: Sequence[int]) -> str | None:
         return f"{kind.name.lower()} of shape {list(shape)}"
     if kind is OperationKind.EXCHANGE and len(operation.payload) > MAX_NOTE_BYTES:
         return f"an exchange of {len(operation.payload)} bytes; at most {MAX_NOTE_BYTES} are allowed"
-    if kind is OperationKind.BROADCAST and operation.root not in team:
-        return f"the root rank {operation.root} is not one of the ranks {list(team)}"
+    if kind is OperationKind.BROADCAST and operation.root not in ranks:
+        return f"the root rank {operation.root} is not one of the ranks {list(ranks)}"
     if kind is OperationKind.ALLTOALL:
         splits = operation.splits
-        if len(splits) != len(team) or min(splits) < 0 or sum(splits) > shape[0]:
-            return f"splits {list(splits)} of {shape[0]} rows among {len(team)} ranks"
+        if len(splits) != len(ranks) or min(splits) < 0 or sum(splits) > shape[0]:
+            return f"splits {list(splits)} of {shape[0]} rows among {len(ranks)} ranks"
     if kind is OperationKind.REDUCE_TO_OWNERS and (
         operation.offset < 0 or min(operation.splits, default=-1) < 0 or sum(operation.splits) != operation.num_elements
     ):
         return f"parts of {list(operation.splits)} elements, at offset {operation.offset}, of {operation.num_elements}"
-    if kind is OperationKind.ADD_SET and (not shape or shape[-1] >= len(team) or sorted(set(shape)) != list(shape)):
-        return f"a process set of the ranks {list(shape)} out of {len(team)}"
+    if kind is OperationKind.ADD_SET and (not shape or shape[-1] >= len(ranks) or sorted(set(shape)) != list(shape)):
+        return f"a process set of the ranks {list(shape)} out of {len(ranks)}"
     if kind is OperationKind.REMOVE_SET and (len(shape) != 1 or not shape[0]):
         return f"the process set {list(shape)} cannot be removed"
     return None

@@ -241,7 +241,7 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         incarnation: which of the processes that had the number one after the other.
-        machine: equal where memory can be shared (`reigen.cluster.host_discovery.host_identity`); empty: it will not.
+        host_id: equal where memory can be shared (`reigen.cluster.host_discovery.host_identity`); empty: it will not.
         fd, inode: its descriptor of the arena's segment, and that file's number, which the opener compares.
         is_empty: (WELCOME) the server holds nothing of this store yet, and had nothing in a snapshot.
         staleness: of the store (`reigen.kv.consistency.state_machine`), the same for all; None is infinite.
@@ -250,7 +250,7 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
     number: int
     incarnation: int
     host: str
-    machine: str = ""
+    host_id: str = ""
     pid: int = 0
     fd: int = -1
     inode: int = 0

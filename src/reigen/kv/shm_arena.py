@@ -2,11 +2,11 @@
 
 Each process has one arena for each of its stores: a growing segment (`reigen.net.shm_segment`) in which it alone
 allocates and writes. The other end maps it and only reads. Who may read what until when is said in
-`reigen.kv.protocol`; the header's way through the kernel orders the writes to a body before the reads of whoever has
-received it.
+`reigen.kv.protocol`; the header's way through the kernel orders the writes to a body before the reads of a process that
+has received it.
 
-The file grows by slabs, and no block lies in two of them. So whoever maps all that is new whenever a block lies beyond
-what it has mapped, maps whole slabs, and finds every block within one mapping.
+The file grows by slabs, and no block lies in two of them. So a process that maps all that is new whenever a block lies
+beyond what it has mapped, maps whole slabs, and finds every block within one mapping.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ShmArena:
         self._starts: list[int] = []
         self._slabs: list[NDArray[np.uint8]] = []
         #: freed blocks by their length: the next block is most likely as long as one before
-        self._quick: dict[int, list[int]] = {}
+        self._free_by_length: dict[int, list[int]] = {}
         #: free ranges (offset, length), ascending, with no two that touch within a slab
         self._free: list[tuple[int, int]] = []
         self.num_used_bytes = 0
@@ -76,7 +76,7 @@ class ShmArena:
         """
         length = round_up(nbytes, _CACHE_LINE_BYTES)
         with self._lock:
-            same = self._quick.get(length)
+            same = self._free_by_length.get(length)
             offset = same.pop() if same else self._find(length)
             self.num_used_bytes += length
             index = bisect.bisect_right(self._starts, offset) - 1
@@ -107,12 +107,12 @@ class ShmArena:
         """Take a block back, which is of no use from now on."""
         length = round_up(block.array.nbytes, _CACHE_LINE_BYTES)
         with self._lock:
-            self._quick.setdefault(length, []).append(block.offset)
+            self._free_by_length.setdefault(length, []).append(block.offset)
             self.num_used_bytes -= length
 
-    def announced(self, hello: KVHello, machine: str) -> KVHello:
+    def announced(self, hello: KVHello, host_id: str) -> KVHello:
         """Return a hello with the address of this arena and the host it is on."""
-        return structs.replace(hello, machine=machine, pid=os.getpid(), fd=self.segment.fd, inode=self.segment.inode)
+        return structs.replace(hello, host_id=host_id, pid=os.getpid(), fd=self.segment.fd, inode=self.segment.inode)
 
     def close(self) -> None:
         """Give up the segment; mapped memory lives on until the last view of it is gone."""
@@ -120,13 +120,13 @@ class ShmArena:
             self.segment.close()
             self._starts.clear()
             self._slabs.clear()
-            self._quick.clear()
+            self._free_by_length.clear()
             self._free.clear()
 
     def _find(self, length: int) -> int:
         """Return the offset of ``length`` free bytes: of a range, of freed blocks that touch, or of a new slab."""
         offset = self._take(length)
-        if offset is None and self._quick:
+        if offset is None and self._free_by_length:
             self._coalesce()
             offset = self._take(length)
         if offset is None:
@@ -150,8 +150,10 @@ class ShmArena:
 
     def _coalesce(self) -> None:
         """Make ranges of all blocks that were freed."""
-        ranges = sorted(self._free + [(offset, length) for length, some in self._quick.items() for offset in some])
-        self._quick.clear()
+        ranges = sorted(
+            self._free + [(offset, length) for length, some in self._free_by_length.items() for offset in some]
+        )
+        self._free_by_length.clear()
         self._free = []
         starts = set(self._starts)
         for offset, length in ranges:
@@ -205,17 +207,17 @@ class PeerShmArena:
         self._num_mapped_bytes = 0
 
     @classmethod
-    def open(cls, hello: KVHello, machine: str) -> tuple[PeerShmArena | None, str]:
+    def open(cls, hello: KVHello, host_id: str) -> tuple[PeerShmArena | None, str]:
         """Open the arena of the other end, which says ``hello``; return it, or None, and the reason.
 
         Raises:
             SharedMemoryError: the other end could make its memory smaller while it is read here, which would end this
                 process.
         """
-        if not hello.machine or hello.fd < 0:
+        if not hello.host_id or hello.fd < 0:
             return None, "the other end does not share memory"
-        if hello.machine != machine:
-            return None, f"{hello.host} is another machine"
+        if hello.host_id != host_id:
+            return None, f"{hello.host} is another host"
         try:
             segment = ShmSegment.open(hello.pid, hello.fd)
         except OSError as error:
@@ -230,7 +232,7 @@ class PeerShmArena:
                 "(F_SEAL_SHRINK), so it is not read here. Reigen seals it: does that process run the same version? "
                 "REIGEN_KV_SHARED_MEMORY=0 does without shared memory"
             )
-        return cls(segment), "on this machine"
+        return cls(segment), "on this host"
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Return bytes of the other end's arena, not to be written; WireError beyond its end, OSError if unmappable."""

@@ -90,8 +90,8 @@ def format_exit_report(
             block.append(f"  {_format_processes(sharing, names)} ended with the same error".encode())
         block += [f"  {hint}".encode() for pattern, hint in _HINTS if any(map(pattern.search, tail))]
         if failure.num_restarts or number in names:
-            in_vain = f"it was started again {_format_restarts(failure)}, and has failed again"
-            block.append(b"  " + (_describe_restarts(name, failure) if number in names else in_vain).encode())
+            failed_again = f"it was started again {_format_restarts(failure)}, and has failed again"
+            block.append(b"  " + (_describe_restarts(name, failure) if number in names else failed_again).encode())
     num_stopped = max(0, failure.num_stopped - len(sharing))
     if num_stopped:
         stopped = "rank was" if num_stopped == 1 else "ranks were"

@@ -223,7 +223,7 @@ class JobState:
             case GraceExpired():
                 return self._grace_over()
             case WatchdogLost():
-                return self._orphaned()
+                return self._watchdog_lost()
             case ProcessesSwept():
                 return [] if self.running else self._finish()
 
@@ -312,7 +312,7 @@ class JobState:
             return self._stop()
         return self._finish() if self._killed else self._kill()
 
-    def _orphaned(self) -> list[JobInstruction]:
+    def _watchdog_lost(self) -> list[JobInstruction]:
         if self.phase is JobPhase.RUNNING:
             self.signum = SIGKILL
         if self.phase in {JobPhase.RUNNING, JobPhase.ENDING}:

@@ -97,7 +97,7 @@ COLLECTIVES = MXNetCollectives(MXNetAdapter())
 
 
 def reduce_in_place(
-    group: Sequence[NDArray], how: ReductionSpec, name: str, priority: int, process_set: ProcessSet
+    group: Sequence[NDArray], reduction: ReductionSpec, name: str, priority: int, process_set: ProcessSet
 ) -> None:
     """Put the reduction of gradients into MXNet's engine: one array by itself, several as a group.
 
@@ -106,8 +106,8 @@ def reduce_in_place(
 
     def submit(use: Collectives[NDArray], blocking: bool) -> Handle[Any]:
         if len(group) == 1:
-            return use.start(ALLREDUCE, group[0], how, name, process_set, in_place=True, blocking=blocking)
-        return use.start_group(ALLREDUCE, group, how, name, process_set, in_place=True, blocking=blocking)
+            return use.start(ALLREDUCE, group[0], reduction, name, process_set, in_place=True, blocking=blocking)
+        return use.start_group(ALLREDUCE, group, reduction, name, process_set, in_place=True, blocking=blocking)
 
     if all(map(arrays.on_host, group)):
         get_engine_queue().push(lambda: submit(_IN_ENGINE, False), [], group, priority, name)

@@ -109,9 +109,9 @@ class GradientBuckets:
         return _ParameterSignature(index, tuple(parameter.shape), dtype, self._compression.wire_dtype(dtype))
 
     def _lay_out(self, trained: tuple[_ParameterSignature, ...], gradients: Sequence[Any]) -> None:
-        group, how = self._group, self._group.how
-        options = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}, {self._num_groups} groups, "
-        options += describe(self._compression)
+        group, reduction = self._group, self._group.reduction
+        options = f"op={reduction.op.name}, scaled by {reduction.prescale} and {reduction.postscale}, "
+        options += f"{self._num_groups} groups, {describe(self._compression)}"
         agree_on_plan(group, PlanProposal((options, *map(str, trained)), (), ()))
         specs = [ParameterSpec(int(np.prod(each.shape)), each.wire.itemsize, each.wire.name) for each in trained]
         order = arrival_order((), len(specs))

@@ -39,24 +39,24 @@ class GradientReducer:
         process_set_number(process_set)  # one that is not registered is a mistake on every rank, also outside it
         self.predivide, self.num_groups, self.process_set = predivide, num_groups, process_set
         self._takes_part = bool(process_set.included())
-        self._how = ReductionSpec(ReduceOp.SUM, average.prescale, 1.0)
-        self._team = ReduceGroup(context.current(), process_set, self._how) if self._takes_part else None
+        self._reduction = ReductionSpec(ReduceOp.SUM, average.prescale, 1.0)
+        self._reduce_group = ReduceGroup(context.current(), process_set, self._reduction) if self._takes_part else None
         #: sum times factor is the average
-        self.factor = average.postscale / self._team.size if self._team is not None else 1.0
+        self.factor = average.postscale / self._reduce_group.size if self._reduce_group is not None else 1.0
 
     @property
-    def team(self) -> ReduceGroup | None:
+    def reduce_group(self) -> ReduceGroup | None:
         """Ranks that reduce, if this is one of them and not alone."""
-        return self._team if self._team is not None and self._team.size > 1 else None
+        return self._reduce_group if self._reduce_group is not None and self._reduce_group.size > 1 else None
 
     def reduce(self, named: Sequence[tuple[object, int, Any]]) -> None:
         """Put the reduction of (name, alike on every rank; priority; array) into MXNet's engine; does not wait."""
-        team = self.team
-        if team is None or not named:
+        reduce_group = self.reduce_group
+        if reduce_group is None or not named:
             return
         groups = split_evenly(named, self.num_groups or len(named))
         for group in groups:
             label, priority, _ = group[0]
             arrays = [array for _, _, array in group]
-            name = f"{team.name}.{label}"
-            reduce_in_place(arrays, self._how, name, priority, self.process_set)
+            name = f"{reduce_group.name}.{label}"
+            reduce_in_place(arrays, self._reduction, name, priority, self.process_set)

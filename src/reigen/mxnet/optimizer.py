@@ -59,8 +59,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         if not isinstance(optimizer, mx.optimizer.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ArgumentError(f"an optimizer of MXNet is needed, not distributed yet, got {optimizer!r}")
         gradients = GradientReducer(gradient_predivide_factor, num_groups, process_set)
-        team = gradients.team
-        buckets = StepBuckets(GradientBuckets(team, num_groups, Compression.none)) if team else None
+        reduce_group = gradients.reduce_group
+        buckets = StepBuckets(GradientBuckets(reduce_group, num_groups, Compression.none)) if reduce_group else None
         self.__dict__.update(_optimizer=optimizer, _gradients=gradients, _buckets=buckets)
         optimizer.rescale_grad *= gradients.factor
 

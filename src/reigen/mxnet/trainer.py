@@ -75,13 +75,13 @@ class DistributedTrainer(mx.gluon.Trainer):
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
         self._scale *= self._gradients.factor
         self._comparisons = ReplicaCheckSchedule()
-        team = self._gradients.team
+        reduce_group = self._gradients.reduce_group
         #: None for a rank alone, or where a class of the user's own compresses tensors
-        self._buckets = GradientBuckets(team, num_groups, chosen) if team and chosen else None
+        self._buckets = GradientBuckets(reduce_group, num_groups, chosen) if reduce_group and chosen else None
 
     @raises_mxnet_errors
     def _allreduce_grads(self) -> None:
-        if self._gradients.team is None:
+        if self._gradients.reduce_group is None:
             return
         parameters = [(index, p) for index, p in enumerate(self._params) if p.grad_req != "null"]
         for _, parameter in parameters:
@@ -98,10 +98,12 @@ class DistributedTrainer(mx.gluon.Trainer):
     @raises_mxnet_errors
     def _update(self, ignore_stale_grad: bool = False) -> None:
         super()._update(ignore_stale_grad)
-        team = self._gradients.team
-        if team is not None and self._comparisons.due(team.context.config.check_replicas, team.context.num_joins):
+        reduce_group = self._gradients.reduce_group
+        if reduce_group is not None and self._comparisons.due(
+            reduce_group.context.config.check_replicas, reduce_group.context.num_joins
+        ):
             names = [parameter.name for parameter in self._params]
-            check_replicas(team, [_bytes_of(parameter) for parameter in self._params], names)
+            check_replicas(reduce_group, [_bytes_of(parameter) for parameter in self._params], names)
         context.mark("STEP")
 
     def _reduce_compressed(self, gradients: list[tuple[int, Any]]) -> None:

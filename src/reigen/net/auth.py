@@ -6,7 +6,7 @@ a. The connecting end sends HELLO: the protocol's name and version (4 bytes), it
    for, a fresh nonce (73 bytes in all).
 b. The accepting end sends CHALLENGE: the same of its own, and its proof (105 bytes).
 c. The connecting end checks that proof and sends its own PROOF (32 bytes).
-d. The accepting end checks it. Whoever finds a wrong proof closes the connection without a word.
+d. The accepting end checks it. An end that finds a wrong proof closes the connection without an answer.
 
 The first four bytes are looked at as soon as they are there: an end that speaks another version, or no Reigen at all,
 is refused at once, whatever the length of its messages. Who the peer is gets read after its proof was checked.
@@ -121,8 +121,8 @@ class Handshake(ABC):
         me: identity of this end, and what the connection is for.
 
     Attributes:
-        binding: what both ends, and nobody else, know of the channel beneath, of one length at both; empty without one.
-            May be set until the first byte of the peer is given.
+        binding: what both ends, and no other process, know of the channel beneath, of one length at both; empty without
+            one. May be set until the first byte of the peer is given.
         opening: what this end sends before it has heard anything.
     """
 
@@ -134,7 +134,7 @@ class Handshake(ABC):
         if len(secret) != SECRET_BYTES:
             raise AuthenticationError(f"the job's secret must have {SECRET_BYTES} bytes, not {len(secret)}")
         self._secret, self.binding = secret, b""
-        self._own, self._theirs = _pack_introduction(me), b""
+        self._own, self._peer_introduction = _pack_introduction(me), b""
         self.num_expected_bytes = len(_MAGIC)
 
     def advance(self, message: bytes) -> tuple[bytes, AuthSession | None]:
@@ -143,9 +143,9 @@ class Handshake(ABC):
         Raises:
             AuthenticationError: the peer does not know the secret, or does not speak this protocol.
         """
-        if self._theirs:
+        if self._peer_introduction:
             return self._take(message)
-        self._theirs = _check_magic(message)
+        self._peer_introduction = _check_magic(message)
         self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + self._num_first_proof_bytes
         return b"", None
 
@@ -168,7 +168,7 @@ class ClientHandshake(Handshake):
 
     def _take(self, message: bytes) -> tuple[bytes, AuthSession | None]:
         """Check CHALLENGE; returns PROOF and the session."""
-        introduction, proof = self._theirs + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
+        introduction, proof = self._peer_introduction + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
         transcript = self.opening + introduction + self.binding
         if not hmac.compare_digest(proof, self._mac(b"accepts", transcript)):
             raise AuthenticationError("the other end of the connection does not know this job's secret")
@@ -184,14 +184,14 @@ class ServerHandshake(Handshake):
     def _take(self, message: bytes) -> tuple[bytes, AuthSession | None]:
         """Take the rest of HELLO and return CHALLENGE; take PROOF and return the session."""
         if not self._transcript:
-            self._theirs += message
-            self._transcript = self._theirs + self._own + self.binding
+            self._peer_introduction += message
+            self._transcript = self._peer_introduction + self._own + self.binding
             self.num_expected_bytes = PROOF_BYTES
             return self._own + self._mac(b"accepts", self._transcript), None
         if not hmac.compare_digest(message, self._mac(b"connects", self._transcript)):
             raise AuthenticationError("a connection did not prove that it knows this job's secret")
         sends, receives = self._mac(b"back", self._transcript), self._mac(b"there", self._transcript)
-        return b"", AuthSession(_unpack_introduction(self._theirs), sends, receives)
+        return b"", AuthSession(_unpack_introduction(self._peer_introduction), sends, receives)
 
 
 def _pack_introduction(me: Identity) -> bytes:

@@ -37,7 +37,7 @@ HANDSHAKE_ENDED_TEXT = (
 class StreamProtocol:
     """One end of an authenticated connection, without a socket: bytes go in, payloads come out.
 
-    Whoever owns the socket sends ``outgoing`` when it can, and reads at most ``num_wanted_bytes`` at a time. Until the
+    The owner of the socket sends ``outgoing`` when it can, and reads at most ``num_wanted_bytes`` at a time. Until the
     peer is proven these are the bytes of the handshake and no more, and none of them is decoded.
 
     Args:
@@ -218,7 +218,7 @@ class Connection:
         Both ends do so at the same message: for `BulkConnection` and `FramedConnection`, right after the handshake.
 
         Raises:
-            WireError: messages were read or posted that nobody has taken, or that have not left.
+            WireError: messages were read or posted that were not taken, or that have not left.
         """
         if self._messages:
             raise WireError("a connection was detached while messages of the peer were waiting in it")
@@ -346,12 +346,12 @@ class Connection:
         while outgoing:
             del outgoing[: self.socket.send(outgoing)]
 
-    def _read(self, amid: str = "") -> bool:
+    def _read(self, where: str = "") -> bool:
         """Read once; returns whether there may be more."""
         num_wanted = self._protocol.num_wanted_bytes
         data = self.socket.recv(num_wanted)
         if not data:
-            raise ConnectionResetError(f"the other end closed the connection{amid}")
+            raise ConnectionResetError(f"the other end closed the connection{where}")
         self._messages.extend(self._protocol.receive(data))
         return len(data) == num_wanted
 
@@ -427,7 +427,7 @@ def open_connection(
     Raises:
         AuthenticationError: the other end does not know the secret, or one end uses TLS and the other does not.
         TimeoutError: not done by the deadline.
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     left = deadline - time.monotonic()
     if left <= 0:

@@ -187,8 +187,10 @@ class FramedConnection:
         except OSError as error:
             raise as_connection_error(error) from None
         if not num_read:
-            is_amid = not header_first or self._end > self._begin  # a body, or a header
-            raise ConnectionResetError("the other end closed the connection" + " in the middle of a message" * is_amid)
+            is_in_message = not header_first or self._end > self._begin  # a body, or a header
+            raise ConnectionResetError(
+                "the other end closed the connection" + " in the middle of a message" * is_in_message
+            )
         self.num_received_bytes += num_read
         self._is_drained = num_read < len(place) + len(ahead)
         num_ahead = min(num_read, len(ahead)) if header_first else max(0, num_read - len(place))

@@ -10,9 +10,9 @@ format ``I`` copies exactly four aligned bytes). Three things are relied on:
    Elsewhere (aarch64) the publisher calls membarrier(2), GLOBAL_EXPEDITED: every thread of every registered process
    passes a full barrier between the data and the flag, so a reader that sees the flag cannot have read the data before
    that point. The readers need no barrier of their own.
-2. *Sleep*: a sleeper stores "I sleep" and then checks the flag; a waker stores the flag and then reads "does anybody
+2. *Sleep*: a waiter stores "I sleep" and then checks the flag; a waker stores the flag and then reads "does anybody
    sleep?". Each may overtake its own store even on x86-64, so the waker enters ``fence`` in between (a locked
-   instruction: a lock that is taken; membarrier elsewhere). The sleeper's check is made by the kernel, inside
+   instruction: a lock that is taken; membarrier elsewhere). The waiter's check is made by the kernel, inside
    futex_wait, behind a full barrier.
 3. *Causality*: what rank A wrote before telling rank B is visible to rank C once B has told C. Both x86-64 and ARMv8
    are multi-copy atomic, so this follows from 1.

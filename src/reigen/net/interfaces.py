@@ -36,7 +36,7 @@ _InterfaceAddress._fields_ = (
 def local_addresses() -> dict[str, list[str]]:
     """Return the addresses of this host by interface; an interface without any has an empty list.
 
-    IPv6 addresses that are valid on one link only (fe80::) are left out: they mean nothing on another machine.
+    IPv6 addresses that are valid on one link only (fe80::) are left out: they mean nothing on another host.
 
     Raises:
         OSError: the kernel does not say.
@@ -44,7 +44,7 @@ def local_addresses() -> dict[str, list[str]]:
     libc = ctypes.CDLL(None, use_errno=True)
     first = entry = ctypes.POINTER(_InterfaceAddress)()
     if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "cannot list this machine's network interfaces")
+        raise OSError(ctypes.get_errno(), "cannot list this host's network interfaces")
     try:
         found: dict[str, list[str]] = {}
         while entry:  # type: ignore[truthy-bool]  # false where it is NULL
@@ -63,7 +63,7 @@ def choose_address(names: Sequence[str], towards: str | None) -> tuple[str, str]
 
     Args:
         names: interfaces that may be used, in order of preference; none: whichever leads to ``towards``.
-        towards: address or name of a machine that must be reached, None where no other machine takes part.
+        towards: address or name of a host that must be reached, None where no other host takes part.
 
     Raises:
         ConfigError: no such interface, or no way to ``towards``.
@@ -96,7 +96,7 @@ def pick_address(
         )
     if route is not None:
         return route, f"packets to {towards} leave from there"
-    return "127.0.0.1", "no other machine takes part"
+    return "127.0.0.1", "no other host takes part"
 
 
 def _source_address_towards(host: str) -> str:

@@ -166,11 +166,11 @@ class Listener:
 
     def _add(self, connection: Connection, drop: Callback) -> None:
         """Let a connection be pending, among the unproven ones or among those that have said nothing."""
-        alike = [each for each in self._pending if each.is_authenticated == connection.is_authenticated]
+        same_kind = [each for each in self._pending if each.is_authenticated == connection.is_authenticated]
         deadline = time.monotonic() + self._handshake_seconds
         self._pending[connection] = deadline, drop
-        if len(alike) >= MAX_UNAUTHENTICATED:
-            self._drop(alike[0], f"was the oldest of more than {MAX_UNAUTHENTICATED} without a proof")
+        if len(same_kind) >= MAX_UNAUTHENTICATED:
+            self._drop(same_kind[0], f"was the oldest of more than {MAX_UNAUTHENTICATED} without a proof")
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._drop_late)
 
@@ -335,7 +335,7 @@ def check_address(host: str) -> None:
     except ValueError:
         raise ConfigError(f"a service listens on an address of an interface, not on {host!r}") from None
     if address.is_unspecified or address.is_multicast:
-        raise ConfigError(f"a service listens on one interface of this machine, never on {host!r}")
+        raise ConfigError(f"a service listens on one interface of this host, never on {host!r}")
 
 
 def join_address(host: str, port: int) -> str:

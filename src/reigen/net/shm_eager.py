@@ -2,8 +2,8 @@
 
 MPI libraries send a small message's data along with its envelope (the *eager* protocol), instead of asking first. Here
 a rank puts its contribution to a collective into its slot in shared memory and then says by one number which collective
-that is. Rank 0 (the hub) sees when all ranks have said the same, and answers all of them at once; then everybody reads
-everybody's slot. The hub may also answer in another way, by messages: then what lies in the slots counts for nothing.
+that is. Rank 0 (the hub) sees when all ranks have said the same, and answers all of them at once; then every rank reads
+every slot. The hub may also answer in another way, by messages: then what lies in the slots counts for nothing.
 
 a. Every word has one writer. A rank submits by writing the number, and then a count that it never had; the hub answers
    by counting its answers, when every rank's count has gone on since the last one that it took.
@@ -153,8 +153,8 @@ class EagerSlots:
         """Ring where a thread is not parked: it may sleep, or has looked before."""
         with self._fence:
             pass
-        for sleeper in self._doorbells.sleepers:
-            if not sleeper[0] & PARKED:
+        for waiter in self._doorbells.waiters:
+            if not waiter[0] & PARKED:
                 self._doorbells.ring(PARKED)
                 break
 

@@ -6,17 +6,17 @@ Each reader keeps its own place in its own segment, so every word of shared memo
 A. A message is written to the ring as 4 bytes of length and the bytes; then the write cursor is moved; then the
    doorbells of its readers are rung. A ring that is full keeps messages back, in order, until its readers have moved
    on.
-B. Ringing stores a value into the doorbell that it never had and wakes whoever sleeps on it. The value differs with
-   every ring and ringer, so a sleeper who read the doorbell, looked at the rings and found nothing sleeps only while
-   nobody has rung since. Likewise who finds the doorbell as it was before it looked at the rings need not look again:
-   the cursor is published before the ring that follows it.
+B. Ringing stores a value into the doorbell that it never had and wakes the thread that sleeps on it. The value differs
+   with every ring and ringer, so a waiter that read the doorbell, looked at the rings and found nothing sleeps only
+   while no rank has rung since. Likewise who finds the doorbell as it was before it looked at the rings need not look
+   again: the cursor is published before the ring that follows it.
 C. A rank says which kind of thread may sleep on its doorbell (`WaitingThread`), so that a ring does not wake a thread
    of which another one has taken over the work.
 D. Integers lie in the ring like messages, with a mark at their length. A rank whose caller has gone, and may soon be
    back, can say that integers need not wake its engine's thread: what they announce is of no use to it before its next
    submission, and where one blocking call follows another the thread would be woken each time, only to find the caller
-   at work. But they must be read in time. So whoever has written something, and sleeps or leaves, first wakes the
-   engine's thread of every reader that has not come to the end of the ring. It does so whatever the sleeper says: a
+   at work. But they must be read in time. So a thread that has written something, and sleeps or leaves, first wakes the
+   engine's thread of every reader that has not come to the end of the ring. It does so whatever the waiter says: a
    reader that was just about to say "sleep on" has not read, and its thread, which has slept since before, is woken; a
    thread that is awake looks at the rings before it sleeps, by B.
 E. What is submitted by eager slots (`reigen.net.shm_eager`), and the answer to it, ring the doorbell like messages, but
@@ -49,7 +49,7 @@ RING_BYTES = 1 << 18
 MAX_MESSAGE_BYTES = RING_BYTES // 4
 
 _LINE = 64
-_DOORBELL, _SLEEPER, _WRITTEN = 0, _LINE, 2 * _LINE
+_DOORBELL, _WAITER, _WRITTEN = 0, _LINE, 2 * _LINE
 _READ = 3 * _LINE  # one line per writer
 _WORD = struct.Struct("=I")
 #: Bit of the length that tells integers from a message.
@@ -92,10 +92,10 @@ class ShmTransport:
         self.backlog = 0
         #: how far each reader has come in our ring: the reader writes it
         self._progress = [FutexWord(memories[r], _READ + rank * _LINE).cell for r in readers]
-        bells = [(FutexWord(memory, _DOORBELL), FutexWord(memory, _SLEEPER)) for memory in memories]
-        self._doorbells = Doorbells(rank, bells, readers)
+        doorbells = [(FutexWord(memory, _DOORBELL), FutexWord(memory, _WAITER)) for memory in memories]
+        self._doorbells = Doorbells(rank, doorbells, readers)
         self._inboxes = [(w, *rings[w], FutexWord(memories[rank], _READ + w * _LINE).cell) for w in writers]
-        self._doorbell, self._sleeper = bells[rank]
+        self._doorbell, self._waiter = doorbells[rank]
         #: how far each writer's ring is written, and read here
         self._unread = [(written, place) for _, _, written, place in self._inboxes]
         parts = [memory[start + RING_BYTES :] for memory in memories]
@@ -143,7 +143,7 @@ class ShmTransport:
             used = max(used, unread)
         return used
 
-    def _fill_ring(self, undisturbed: int) -> None:
+    def _fill_ring(self, not_woken: int) -> None:
         cursor, frames, ring, used = self._cursor, self._frames, self._ring, self._used()
         while frames and used + len(frames[0]) <= RING_BYTES:
             frame = frames.popleft()
@@ -156,14 +156,14 @@ class ShmTransport:
             cursor += len(frame)
         self.backlog = len(frames)
         if cursor != self._cursor:
-            self._ring_readers(cursor, undisturbed)
+            self._ring_readers(cursor, not_woken)
 
-    def _ring_readers(self, cursor: int, undisturbed: int) -> None:
+    def _ring_readers(self, cursor: int, not_woken: int) -> None:
         """Publish what lies before ``cursor``; ring."""
         self._cursor = cursor = cursor & 0xFFFFFFFF
         self._publish()
         self._written[0] = cursor
-        self._doorbells.ring(undisturbed)
+        self._doorbells.ring(not_woken)
 
     def wake_readers(self) -> None:
         """Step D: wake the engine's threads of the readers that have not read everything."""
@@ -219,17 +219,17 @@ class ShmTransport:
             times -= 1
         return True
 
-    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
+    def sleep(self, token: int, thread: WaitingThread, timeout_seconds: float) -> None:
         """Sleep until the doorbell was rung since ``token`` was read, or for the time given."""
         self.wake_readers()
-        self._doorbell.wait(token, timeout_seconds, who)
+        self._doorbell.wait(token, timeout_seconds, thread)
 
-    def set_wake_target(self, who: WaitingThread) -> None:
-        """From now on rings wake ``who``. Who stops driving calls this first, so it is time for step D."""
-        self._sleeper.cell[0] = who  # as the int that it is: the operators of IntFlag take a microsecond
-        with self._fence:  # before whoever is parked no more looks at the eager slots
+    def set_wake_target(self, thread: WaitingThread) -> None:
+        """From now on rings wake ``thread``. Who stops driving calls this first, so it is time for step D."""
+        self._waiter.cell[0] = thread  # as the int that it is: the operators of IntFlag take a microsecond
+        with self._fence:  # before the thread that is parked no more looks at the eager slots
             pass
-        for place in self._progress if who else ():
+        for place in self._progress if thread else ():
             if place[0] != self._cursor or not self._is_hub:
                 self.wake_readers()
                 break
@@ -238,16 +238,16 @@ class ShmTransport:
         """From now on messages wake the engine's thread, and integers do not (step D), unless it is ``urgent``."""
         if urgent:
             return False
-        self._sleeper.cell[0] = ENGINE_SLEEPS_ON
+        self._waiter.cell[0] = ENGINE_SLEEPS_ON
         for place in self._progress:
             if place[0] != self._cursor:
                 self.wake_readers()
                 break
         return True
 
-    def wake(self, who: WaitingThread) -> None:
-        """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
-        self._doorbells.ring_own(who)
+    def wake(self, thread: WaitingThread) -> None:
+        """Wake a thread of this rank that sleeps as ``thread``. Any thread may call this."""
+        self._doorbells.ring_own(thread)
 
     def clear_wakeup(self) -> None:
         """Do nothing: there is no descriptor."""

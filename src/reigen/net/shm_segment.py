@@ -2,7 +2,7 @@
 
 A memfd has no name: it is gone when its last user is, however that user ended, so a crash leaves nothing behind, and
 the size of /dev/shm (64 MB in a plain container) does not limit it. Another process of the same user opens it through
-``/proc/PID/fd/FD``; nobody else can.
+``/proc/PID/fd/FD``; no other process can.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ShmSegment:
 
         Args:
             name: for /proc/PID/maps alone.
-            only_grows: nobody, this process neither, can make it smaller: whoever maps what is there can read it for
+            only_grows: no process, not even this one, can make it smaller: one that maps what is there can read it for
                 ever, while a page that is cut off would end the reader (SIGBUS).
 
         Raises:
@@ -130,7 +130,7 @@ class ShmSegment:
             sharers: how many ranks of this host grow at the same time; all of it must fit.
 
         Raises:
-            SharedMemoryError: the machine, or a control group of this process, has not that much left, or a limit of
+            SharedMemoryError: the host, or a control group of this process, has not that much left, or a limit of
                 this process does not allow for it; nothing was changed.
         """
         offset, nbytes = self.size, round_up(nbytes)
@@ -159,8 +159,8 @@ class ShmSegment:
                 raise
             if isinstance(error, OSError) and (limit := find_limit(error)):
                 raise SharedMemoryError.refused(nbytes, what, f"{error.strerror}: {limit}") from error
-            words = f"{what} ({error})"  # whatever was to be kept free
-            raise SharedMemoryError.for_request(nbytes, available.num_bytes, words, available.limit) from error
+            text = f"{what} ({error})"  # whatever was to be kept free
+            raise SharedMemoryError.for_request(nbytes, available.num_bytes, text, available.limit) from error
         self.size = offset + nbytes
         return offset
 

@@ -40,7 +40,7 @@ class KeepalivePlan:
     The first of ``num_probes`` is sent ``idle_seconds`` after the peer's last answer, and the connection is over
     ``interval_seconds`` after the last one. Let a packet be lost with probability p. A probe is in vain if it is lost
     or its answer is, q = 1 - (1-p)^2; all of them are with probability q^num_probes; each of the two ends begins anew
-    not sooner than ``idle_seconds`` after an answer. So a connection whose machines are both there is given up at most
+    not sooner than ``idle_seconds`` after an answer. So a connection whose hosts are both up is given up at most
     2 * 3600 / idle_seconds * q^num_probes times an hour. With the default of 20 s, that is 4 s and 16 probes:
 
     ==== ======= ================
@@ -85,11 +85,11 @@ class KeepalivePlan:
 def set_keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
     """Have the kernel end a connection when nothing comes from the peer's host for ``peer_timeout_seconds``.
 
-    That is how a machine is noticed that lost its power or its network: nothing arrives from it, not even that the
+    That detects a host that lost its power or its network: nothing arrives from it, not even that the
     connection is over. A process that is merely stopped or busy still has a kernel that answers: for those there are
     deadlines. Every later call on the connection fails then; `as_connection_error` makes a ConnectionError of it.
 
-    Idle connections are probed (SO_KEEPALIVE), see `KeepalivePlan`. Data that nobody acknowledges is waited for that
+    Idle connections are probed (SO_KEEPALIVE), see `KeepalivePlan`. Data that is not acknowledged is waited for that
     long, too (TCP_USER_TIMEOUT), but not on a connection for bulk data: with that option Linux also ends a connection
     whose peer does not read (its window stays closed), and a rank that is late with reading is alive. Who waits for
     bulk data asks `AckMonitor` instead.
@@ -99,7 +99,7 @@ def set_keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bul
     `bound_retransmit_backoff` there are twelve (q^12 = 7e-13), and from Linux 6.15 on they are never more than a second
     apart (TCP_RTO_MAX_MS), which makes it 22 at least (q^22 = 6e-23; at 30 % loss 4e-7).
 
-    Of bulk data nobody counts the attempts but Linux, which gives up after fifteen (net.ipv4.tcp_retries2). They are at
+    Of bulk data only Linux counts the attempts, which gives up after fifteen (net.ipv4.tcp_retries2). They are at
     most an eighth of the time apart: together that is more than ``peer_timeout_seconds``, and a stall ends soon when
     packets come through.
 
@@ -142,7 +142,7 @@ def _bound_retransmission_timeout(connection: socket.socket, seconds: float) -> 
 def retransmit_after_close(connection: socket.socket) -> None:
     """Have the kernel deliver the rest of bulk data although the process that sent it may have gone.
 
-    It gives up a connection that nobody holds any more once it waits as long as it may between two attempts.
+    It gives up a connection that no process holds any more once it waits as long as it may between two attempts.
     """
     _bound_retransmission_timeout(connection, math.inf)
 

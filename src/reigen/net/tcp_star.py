@@ -50,12 +50,13 @@ class TcpStarTransport:
             self._ranks[connection], self._by_fd[connection.fileno()] = rank, connection
             self._epoll.register(connection.fileno(), select.EPOLLIN)
         self._wake_events = {
-            who: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for who in (WaitingThread.ENGINE, WaitingThread.CALLER)
+            thread: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            for thread in (WaitingThread.ENGINE, WaitingThread.CALLER)
         }
-        self._wake_epolls = {who: select.epoll() for who in self._wake_events}
-        for who, alarm in self._wake_events.items():
-            self._wake_epolls[who].register(alarm, select.EPOLLIN)
-            self._wake_epolls[who].register(self._epoll.fileno(), select.EPOLLIN)
+        self._wake_epolls = {thread: select.epoll() for thread in self._wake_events}
+        for thread, wake_event in self._wake_events.items():
+            self._wake_epolls[thread].register(wake_event, select.EPOLLIN)
+            self._wake_epolls[thread].register(self._epoll.fileno(), select.EPOLLIN)
         self._waiter, self._tokens = WaitingThread.ENGINE, itertools.count()
         #: whether messages wake the engine's thread, and whether they will in a moment
         self._wakes_engine, self._wakes_engine_soon = True, False
@@ -99,7 +100,7 @@ class TcpStarTransport:
         """Every message that has come, with its sender, in each sender's order.
 
         Raises:
-            AuthenticationError, WireError: somebody has put bytes into a connection that are not its peer's.
+            AuthenticationError, WireError: an attacker has put bytes into a connection that are not its peer's.
         """
         received, self._received = self._received, []
         for fd, _ in self._epoll.poll(0):
@@ -132,28 +133,28 @@ class TcpStarTransport:
         return bool(self._received) or bool(self._epoll.poll(0))
 
     def token(self) -> int:
-        """A new number: an alarm that was rung before a sleep ends it at once, and something may always have come."""
+        """A new number: a wake event from before a sleep ends it at once, and something may always have come."""
         return next(self._tokens)
 
     def look(self, token: int, times: int) -> bool:
         """Look so often whether a message has come; whether one has."""
         return any(self.pending() for _ in range(times))
 
-    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
-        """Sleep until a message has come or a thread has woken ``who``, or for the time given."""
-        if any(fd == self._wake_events[who] for fd, _ in self._wake_epolls[who].poll(timeout_seconds)):
-            self._silence(who)
+    def sleep(self, token: int, thread: WaitingThread, timeout_seconds: float) -> None:
+        """Sleep until a message has come or a thread has woken ``thread``, or for the time given."""
+        if any(fd == self._wake_events[thread] for fd, _ in self._wake_epolls[thread].poll(timeout_seconds)):
+            self._clear_wake_event(thread)
 
-    def set_wake_target(self, who: WaitingThread) -> None:
-        """From now on messages wake ``who``."""
+    def set_wake_target(self, thread: WaitingThread) -> None:
+        """From now on messages wake ``thread``."""
         if self._wakes_engine_soon:
             self._wakes_engine_soon = False
             self._engine_timer.stop()
-        wakes = who in {WaitingThread.ENGINE, WaitingThread.PARKED}
+        wakes = thread in {WaitingThread.ENGINE, WaitingThread.PARKED}
         if wakes != self._wakes_engine:
             self._wakes_engine = wakes
             self._wake_epolls[WaitingThread.ENGINE].modify(self._epoll.fileno(), select.EPOLLIN if wakes else 0)
-        self._waiter = who
+        self._waiter = thread
 
     def release_to_engine(self, urgent: bool) -> bool:
         """A caller goes: the engine's thread looks for work in a moment; until then messages leave it asleep."""
@@ -162,20 +163,22 @@ class TcpStarTransport:
         self._waiter = WaitingThread.ENGINE
         return True
 
-    def wake(self, who: WaitingThread) -> None:
-        """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
-        awaited = who & self._waiter or who  # of several, the one that has taken over looks after all there is to do
-        for one, alarm in self._wake_events.items():
+    def wake(self, thread: WaitingThread) -> None:
+        """Wake a thread of this rank that sleeps as ``thread``. Any thread may call this."""
+        awaited = (
+            thread & self._waiter or thread
+        )  # of several, the one that has taken over looks after all there is to do
+        for one, wake_event in self._wake_events.items():
             if one & awaited:
-                os.eventfd_write(alarm, 1)
+                os.eventfd_write(wake_event, 1)
 
     def clear_wakeup(self) -> None:
         """For who waits on `descriptor`: look for work after this, and it is readable when there is more."""
-        self._silence(WaitingThread.CALLER)
+        self._clear_wake_event(WaitingThread.CALLER)
 
-    def _silence(self, who: WaitingThread) -> None:
+    def _clear_wake_event(self, thread: WaitingThread) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_events[who])
+            os.eventfd_read(self._wake_events[thread])
 
     def close(self) -> None:
         """Close all connections. May be called twice."""
@@ -186,6 +189,6 @@ class TcpStarTransport:
         for each in (self._epoll, *self._wake_epolls.values()):
             each.close()
         self._engine_timer.close()
-        for alarm in self._wake_events.values():
-            os.close(alarm)
+        for wake_event in self._wake_events.values():
+            os.close(wake_event)
         self._wake_events = {}

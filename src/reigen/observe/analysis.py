@@ -305,9 +305,9 @@ def _add(
         return
     submitted = {rank: one.submitted for rank, one in group.items() if one.submitted is not None}
     before, last = sorted(submitted, key=submitted.__getitem__)[-2:]
-    doubt = trace.clock_errors.get(before, 0.0) + trace.clock_errors.get(last, 0.0)
+    clock_error = trace.clock_errors.get(before, 0.0) + trace.clock_errors.get(last, 0.0)
     alone = (submitted[before], submitted[last])
-    is_clear = alone[1] - alone[0] > doubt
+    is_clear = alone[1] - alone[0] > clock_error
     found.append(MatchedCollective(kind, tensor, submitted, last if is_clear else None, alone))
 
 

@@ -41,23 +41,23 @@ class TraceFile:
         """Add JSON values to the array. After an OSError the file holds those before, and is valid."""
         begin = 0
         while begin < len(records):
-            room = -(self._end + len(_END)) % _PAGE_BYTES
+            free_bytes = -(self._end + len(_END)) % _PAGE_BYTES
             end = begin + 1
             nbytes = len(records[begin]) + 2
-            while end < len(records) and nbytes + len(records[end]) + 2 <= room:
+            while end < len(records) and nbytes + len(records[end]) + 2 <= free_bytes:
                 nbytes += len(records[end]) + 2
                 end += 1
-            self._put(b"".join(b",\n" + record for record in records[begin:end]), makes_room=nbytes > room)
+            self._put(b"".join(b",\n" + record for record in records[begin:end]), makes_space=nbytes > free_bytes)
             begin = end
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
-    def _put(self, text: bytes, *, makes_room: bool = False) -> None:
+    def _put(self, text: bytes, *, makes_space: bool = False) -> None:
         data = text + _END
         try:
-            if makes_room:
+            if makes_space:
                 self._write(b" " * len(text), self._end + len(_END))
             self._write(data, self._end)
         except OSError:

@@ -146,7 +146,7 @@ class Optimizer(ABC):
 
         It lies in ``scratch[0]``, or is ``grad`` itself where that does not change; ``scratch[1]`` is overwritten.
         """
-        out, spare, *_ = scratch
+        out, temporary, *_ = scratch
         clip = self.clip_gradient
         folded = factor if clip is None else 1.0
         scale = self.rescale_grad * folded
@@ -156,8 +156,8 @@ class Optimizer(ABC):
         if clip is not None and not clips_decay:
             clip_to(out, clip)
         if decay:
-            np.multiply(weight, decay * folded, out=spare)
-            np.add(out, spare, out=out)
+            np.multiply(weight, decay * folded, out=temporary)
+            np.add(out, temporary, out=out)
         if clip is not None:
             if clips_decay:
                 clip_to(out, clip)

@@ -52,12 +52,12 @@ class _WithMoments(Optimizer):
     beta2: float = field(default=0.999, metadata=_FRACTION)
     epsilon: float = field(default=1e-8, metadata=_NOT_NEGATIVE)
 
-    def _absorb(self, gradient: Array, states: Arrays, spare: Array) -> None:
-        """Take a prepared gradient into both averages. ``spare`` is overwritten."""
+    def _absorb(self, gradient: Array, states: Arrays, temporary: Array) -> None:
+        """Take a prepared gradient into both averages. ``temporary`` is overwritten."""
         mean, variance = states
-        _average_into(mean, gradient, self.beta1, spare)
-        np.multiply(gradient, gradient, out=spare)
-        _average_into(variance, spare, self.beta2, spare)
+        _average_into(mean, gradient, self.beta1, temporary)
+        np.multiply(gradient, gradient, out=temporary)
+        _average_into(variance, temporary, self.beta2, temporary)
 
     def _direction(self, states: Arrays, out: Array, factor: float, corrected_at: int | None = None) -> None:
         """Compute ``factor * m' / (sqrt(v') + epsilon)``; bias is corrected at update ``corrected_at``, if at any."""
@@ -130,14 +130,14 @@ class Signum(_WithMomentum):
     wd_lh: float = field(default=0.0, metadata=_NOT_NEGATIVE)
 
     def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
-        signs, spare, *_ = scratch
+        signs, temporary, *_ = scratch
         direction = self._prepare(grad, weight, scratch, rates.decay if self.momentum else 0.0)
         for state in states:
-            _average_into(state, direction, self.momentum, spare)
+            _average_into(state, direction, self.momentum, temporary)
             direction = state
         np.sign(direction, out=signs)
         np.multiply(signs, rates.rate, out=signs)
-        _apply_step(weight, signs, rates.rate, self.wd_lh if self.momentum else rates.decay, spare)
+        _apply_step(weight, signs, rates.rate, self.wd_lh if self.momentum else rates.decay, temporary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,26 +284,26 @@ class Ftrl(Optimizer):
     def _update(self, rates: UpdateRates, weight: Array, grad: Array, states: Arrays, scratch: Arrays) -> None:
         if rates.rate == 0.0:  # the first step of a warm-up: nothing is learnt, and nothing is divided by 0
             return
-        _, spare, root = scratch
+        _, temporary, root = scratch
         z, n = states
         gradient = self._prepare(grad, weight, scratch)
         np.add(z, gradient, out=z)
         np.sqrt(n, out=root)
-        np.multiply(gradient, gradient, out=spare)
-        np.add(n, spare, out=n)
-        np.sqrt(n, out=spare)
-        np.subtract(spare, root, out=root)
+        np.multiply(gradient, gradient, out=temporary)
+        np.add(n, temporary, out=n)
+        np.sqrt(n, out=temporary)
+        np.subtract(temporary, root, out=root)
         np.multiply(root, weight, out=root)
         np.divide(root, rates.rate, out=root)
         np.subtract(z, root, out=z)
-        np.add(spare, self.beta, out=spare)
-        np.divide(spare, rates.rate, out=spare)
-        np.add(spare, rates.decay, out=spare)
+        np.add(temporary, self.beta, out=temporary)
+        np.divide(temporary, rates.rate, out=temporary)
+        np.add(temporary, rates.decay, out=temporary)
         # The result of soft thresholding is z minus z limited to +-lamda1.
         np.copyto(root, z)
         clip_to(root, self.lamda1)
         np.subtract(root, z, out=root)
-        np.divide(root, spare, out=weight)
+        np.divide(root, temporary, out=weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,11 +352,11 @@ class LAMB(_WithMoments):
 
     def _step(self, rates: UpdateRates, weight: Array, states: Arrays, scratch: Arrays) -> Array:
         """Return ``lr * u``, in ``scratch[0]``."""
-        step, spare, *_ = scratch
+        step, temporary, *_ = scratch
         self._direction(states, step, rates.rate, rates.t if self.bias_correction else None)
         if rates.decay:
-            np.multiply(weight, rates.rate * rates.decay, out=spare)
-            np.add(step, spare, out=step)
+            np.multiply(weight, rates.rate * rates.decay, out=temporary)
+            np.add(step, temporary, out=step)
         return step
 
 
@@ -409,11 +409,11 @@ class LARS(_WithMomentum):
         return partial(self._update, replace(rates, rate=rate))
 
 
-def _average_into(average: Array, new: Array, keep: float, spare: Array) -> None:
-    """Compute ``average = keep * average + (1 - keep) * new``. ``spare`` is overwritten, and may be ``new``."""
-    np.multiply(new, 1.0 - keep, out=spare)
+def _average_into(average: Array, new: Array, keep: float, temporary: Array) -> None:
+    """Compute ``average = keep * average + (1 - keep) * new``. ``temporary`` is overwritten, and may be ``new``."""
+    np.multiply(new, 1.0 - keep, out=temporary)
     np.multiply(average, keep, out=average)
-    np.add(average, spare, out=average)
+    np.add(average, temporary, out=average)
 
 
 def _divide_by_root(gradient: Array, squares: Array, epsilon: float, rate: float, out: Array) -> None:
@@ -424,14 +424,14 @@ def _divide_by_root(gradient: Array, squares: Array, epsilon: float, rate: float
     np.multiply(out, rate, out=out)
 
 
-def _apply_step(weight: Array, step: Array, rate: float, decoupled: float, spare: Array) -> None:
-    """Compute ``weight -= step + rate * decoupled * weight``. ``step`` and ``spare`` are overwritten."""
+def _apply_step(weight: Array, step: Array, rate: float, decoupled: float, temporary: Array) -> None:
+    """Compute ``weight -= step + rate * decoupled * weight``. ``step`` and ``temporary`` are overwritten."""
     if decoupled:
-        np.multiply(weight, rate * decoupled, out=spare)
-        np.add(step, spare, out=step)
+        np.multiply(weight, rate * decoupled, out=temporary)
+        np.add(step, temporary, out=step)
     np.subtract(weight, step, out=weight)
 
 
-def _sum_of_squares(array: Array, spare: Array) -> float:
-    """Return the sum of squares of all elements, added pairwise in the array's type. ``spare`` is overwritten."""
-    return float(np.add.reduce(np.multiply(array, array, out=spare)))
+def _sum_of_squares(array: Array, temporary: Array) -> float:
+    """Return the sum of squares of all elements, added pairwise in the array's type. ``temporary`` is overwritten."""
+    return float(np.add.reduce(np.multiply(array, array, out=temporary)))

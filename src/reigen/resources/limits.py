@@ -70,12 +70,12 @@ def _describe_limit(name: str, text: str, remedy: str, unit: int = _MIB) -> str:
         return ""
     value, most = (f"{limit / unit:.4g} MiB" if unit else f"{limit}" for limit in (soft, hard))
     if hard in _UNLIMITED:
-        how = f"`{remedy} unlimited` takes the limit away"
+        remedy_text = f"`{remedy} unlimited` takes the limit away"
     elif soft != hard:
-        how = f"`{remedy}` raises it, to {most} at most"
+        remedy_text = f"`{remedy}` raises it, to {most} at most"
     else:
-        how = f"only root can raise what `{remedy}` shows"
-    return f"{text.format(value)} ({name}): {how}"
+        remedy_text = f"only root can raise what `{remedy}` shows"
+    return f"{text.format(value)} ({name}): {remedy_text}"
 
 
 def _read(path: str) -> str:

@@ -92,7 +92,7 @@ class OomMonitor:
             self._samples = [(at, _add_kill(counts, now)) for at, counts in self._samples]
         return text
 
-    def suspicion(self) -> str:
+    def probable_cause(self) -> str:
         """Explain the end of a process of which it is not known how it ended."""
         return explain_oom_kill(self._explained, self._count(), describe_memory_limit())
 

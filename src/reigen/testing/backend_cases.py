@@ -21,7 +21,7 @@ from reigen.types import DTYPES, DType, ReduceOp, dtype_named
 Array = NDArray[Any]
 
 OPS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-PATIENCE_SECONDS = 60.0
+CASE_TIMEOUT_SECONDS = 60.0
 _GUARD = 8
 _LARGE_BYTES = (5 << 19) + 24  # two and a half MiB and a bit: several chunks, no round number
 _MEMORY_BYTES = 64 << 20
@@ -31,7 +31,7 @@ _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bflo
 
 def case_deadline() -> float:
     """Return a deadline that only a broken backend meets."""
-    return time.monotonic() + PATIENCE_SECONDS
+    return time.monotonic() + CASE_TIMEOUT_SECONDS
 
 
 class CaseCache:

@@ -17,7 +17,7 @@ from reigen.backends.base import Backend
 from reigen.cluster.environ import detect_job
 from reigen.cluster.membership.rendezvous import PrefixRendezvous, Rendezvous, RendezvousClient
 from reigen.errors import CollectiveError, DeadlineError
-from reigen.testing.backend_cases import PATIENCE_SECONDS, BackendConformance, CaseCache, case_deadline
+from reigen.testing.backend_cases import CASE_TIMEOUT_SECONDS, BackendConformance, CaseCache, case_deadline
 from reigen.testing.pool import RankPool
 from reigen.testing.threads import run_threads
 
@@ -82,7 +82,7 @@ def _in_process(body: Callable[..., Any], make: MakeBackend, *args: object) -> o
     job = detect_job(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
-    with closing(RendezvousClient(job.rendezvous, job.secret, job.rank, PATIENCE_SECONDS)) as client:
+    with closing(RendezvousClient(job.rendezvous, job.secret, job.rank, CASE_TIMEOUT_SECONDS)) as client:
         return body(make, job.rank, job.size, client, *args)
 
 
@@ -128,12 +128,12 @@ def _synchronized_ranks(rendezvous: Rendezvous, rank: int, size: int) -> Iterato
     rendezvous.put(f"opened/{rank}", b"")
     try:
         for other in range(size):
-            rendezvous.get(f"opened/{other}", PATIENCE_SECONDS)
+            rendezvous.get(f"opened/{other}", CASE_TIMEOUT_SECONDS)
         yield
     finally:
         rendezvous.put(f"done/{rank}", b"")
     for other in range(size):
-        rendezvous.get(f"done/{other}", PATIENCE_SECONDS)
+        rendezvous.get(f"done/{other}", CASE_TIMEOUT_SECONDS)
 
 
 # ---------------------------------------------------------------------------------------------- operations

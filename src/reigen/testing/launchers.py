@@ -37,7 +37,7 @@ def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 _WAIT = "say('ready'); time.sleep(600)"
 #: Texts that shells, argument lists and variables distort if they are not careful.
-_AWKWARD = ("a b", "$HOME", '"', "'", "*", ";", "--flag", "x=y", "two\nlines", "ü", "\\")
+_SPECIAL_ARGUMENTS = ("a b", "$HOME", '"', "'", "*", ";", "--flag", "x=y", "two\nlines", "ü", "\\")
 
 
 def check_launcher(
@@ -246,13 +246,13 @@ def _too_many_ranks(check: _LauncherCheck) -> None:
 def _arguments(check: _LauncherCheck) -> None:
     """Arguments arrive as they were given."""
     code = _RANK + "say(ascii(sys.argv[1:]))"
-    ended = check.run([sys.executable, "-Sc", code, *_AWKWARD], "--no-prefix").expect(0)
-    assert ended.lines == [ascii(list(_AWKWARD))] * check.size, ended
+    ended = check.run([sys.executable, "-Sc", code, *_SPECIAL_ARGUMENTS], "--no-prefix").expect(0)
+    assert ended.lines == [ascii(list(_SPECIAL_ARGUMENTS))] * check.size, ended
 
 
 def _environment(check: _LauncherCheck) -> None:
     """Variables arrive as they were given, long ones, too."""
-    values = {f"AWKWARD_{number}": text for number, text in enumerate(_AWKWARD)}
+    values = {f"AWKWARD_{number}": text for number, text in enumerate(_SPECIAL_ARGUMENTS)}
     code = f"say(os.environ['LONG'] == 'x' * 100_000, ascii([os.environ.get(name) for name in {sorted(values)}]))"
     ended = check.run(code, "--no-prefix", LONG="x" * 100_000, **values).expect(0)
     expected = f"True {[values[name] for name in sorted(values)]!a}"
@@ -419,7 +419,16 @@ _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
     case.__name__[1:]: case
     for case in (
         *(_unused_launcher, _all_ranks, _placement, _too_many_ranks, _arguments, _environment, _directory),
-        *(_streams, _prefixes, _bytes, _exit_code, _first_failure, _killed_rank, _stubborn_rank, _orphans),
+        *(
+            _streams,
+            _prefixes,
+            _bytes,
+            _exit_code,
+            _first_failure,
+            _killed_rank,
+            _stubborn_rank,
+            _orphans,
+        ),
         *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _secret, _missing_program),
         *(_two_jobs, _collective),
     )

@@ -17,7 +17,7 @@ from typing import Self
 from reigen.cluster.bootstrap.rank_lock import read_process_stat
 
 #: Things that are just closing are gone long before that, even on a busy host.
-_PATIENCE_SECONDS = 30.0
+_WAIT_SECONDS = 30.0
 _MEMFD_MAPPING = re.compile(r"^\S+ \S+ \S+ \S+ (\d+)\s+(/memfd:.*)", re.MULTILINE)  # lines of /proc/PID/maps
 #: Threads, descriptors, children and shared memory of this process: kind and identity of each, and its description.
 _Snapshot = dict[tuple[Hashable, ...], str]
@@ -83,7 +83,7 @@ class LeakCheck:
 
     def check(self) -> None:
         """Wait for things that are closing; raise LeakError if something is left at the deadline."""
-        until = time.monotonic() + (_PATIENCE_SECONDS if self._deadline_seconds is None else self._deadline_seconds)
+        until = time.monotonic() + (_WAIT_SECONDS if self._deadline_seconds is None else self._deadline_seconds)
         if not self.leaks():
             return
         gc.collect()  # arrays in reference cycles keep their mappings

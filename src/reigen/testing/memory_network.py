@@ -165,8 +165,8 @@ class MemoryBackend(FlatBackend):
 
     def _look(self, missing: Sequence[int], deadline: float) -> None:
         ranks = [self._ranks[peer] for peer in missing]
-        if missing and self.lacking is not None:
-            self.lacking(missing)
+        if missing and self.ranks_missing is not None:
+            self.ranks_missing(missing)
         error = self._failure(ranks)
         if error is not None:
             raise error

@@ -118,15 +118,15 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             deltas = DeltaReducer(named, choose_compressor(compression), backward_passes_per_step, sparse_as_dense)
             return wrap_optimizer(optimizer, AdasumOptimizer, deltas)
         op = Average  # of one rank
-    how = choose_reduction(op, gradient_predivide_factor)
-    choice = choose_compression(compression, how.op)
+    reduction = choose_reduction(op, gradient_predivide_factor)
+    choice = choose_compression(compression, reduction.op)
     options = ReduceOptions(
-        how=how,
+        reduction=reduction,
         compression=choice,
         sparse_as_dense=sparse_as_dense,
         groups=choose_groups(groups, num_groups),
         process_set=process_set,
-        owned=choose_parameter_sharing(optimizer, share_parameters, choice, process_set, vouched=elementwise),
+        owned=choose_parameter_sharing(optimizer, share_parameters, choice, process_set, asserted=elementwise),
     )
     reducer = GradientSynchronizer(named, options, backward_passes_per_step, in_backward=synchronize_in_backward)
     return wrap_optimizer(optimizer, SharedParametersOptimizer if options.owned else AllreduceOptimizer, reducer)

@@ -1,8 +1,8 @@
 """The collectives on torch tensors.
 
 Wherever a tensor is taken, it may be a scalar, empty, non-contiguous, or on a device. CUDA tensors are reduced on the
-GPUs where there is an NCCL, and nobody waits for that: results are complete for whatever the calling thread's current
-stream does next. On other devices, and without NCCL, tensors are staged through the host.
+GPUs where there is an NCCL, and no thread waits for that: results are complete for whatever the calling thread's
+current stream does next. On other devices, and without NCCL, tensors are staged through the host.
 The element types are uint8, int8, uint16, int16, int32, int64, float16, bfloat16, float32, float64 and bool; another
 raises :class:`~reigen.errors.UnsupportedTypeError` (a ValueError). A wrong argument raises
 :class:`~reigen.errors.ArgumentError` (a ValueError) on this rank alone. A collective that fails raises
@@ -41,14 +41,14 @@ class TorchCollectives(Collectives[torch.Tensor]):
             return run
 
         def run_compressed(
-            value: Any, how: Any, name: str | None, process_set: ProcessSet, compression: Compressor
+            value: Any, reduction: Any, name: str | None, process_set: ProcessSet, compression: Compressor
         ) -> Any:
             as_compressor(compression, COMPRESSION_NAMES)
             if not grouped:
                 compressed, ctx = compression.compress(value)
-                return compression.decompress(run(compressed, how, name, process_set), ctx)
+                return compression.decompress(run(compressed, reduction, name, process_set), ctx)
             pairs = list(map(compression.compress, as_group(value)))
-            results = run([tensor for tensor, _ in pairs], how, name, process_set)
+            results = run([tensor for tensor, _ in pairs], reduction, name, process_set)
             return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
 
         return run_compressed

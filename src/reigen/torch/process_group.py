@@ -32,7 +32,7 @@ from reigen.kernels.reduce import Reduction
 #: Longer than any deadline: torch's own limits are not to be met.
 GROUP_TIMEOUT = timedelta(days=365)
 #: Read by the constructor of a process group for NCCL: errors are reported and nothing else, `wait` waits on the GPU
-#: only, nobody ends the process because a thread of torch's is slow, and nothing is written when groups are aborted.
+#: only, the process is not ended because a thread of torch's is slow, and nothing is written when groups are aborted.
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -96,31 +96,33 @@ class C10dGroup:
         self._group, self._store, self._rank, self._abort = group, store, rank, abort
 
     def allreduce(self, buffers: Sequence[tuple[DeviceArray, DeviceArray]], reduction: Reduction) -> list[Any]:
-        how = make_device_reduction(reduction)
+        device_reduction = make_device_reduction(reduction)
         tensors = []
         for source, target in (pair for pair in buffers if pair[0].size):
-            tensors.append(_elements(target, how))
-            _fill(tensors[-1], _elements(source, how), how.factor)
+            tensors.append(_elements(target, device_reduction))
+            _fill(tensors[-1], _elements(source, device_reduction), device_reduction.factor)
         if len(tensors) < 2:  # groups of tensors have at least one
-            options = _options("Allreduce", reduceOp=how.op)
+            options = _options("Allreduce", reduceOp=device_reduction.op)
             return self._wait(*(self._group.allreduce([tensor], options) for tensor in tensors))
-        return self._wait(self._group.allreduce_coalesced(tensors, _options("AllreduceCoalesced", reduceOp=how.op)))
+        return self._wait(
+            self._group.allreduce_coalesced(tensors, _options("AllreduceCoalesced", reduceOp=device_reduction.op))
+        )
 
     def reduce_scatter(
         self, source: DeviceArray, counts: Sequence[int], target: DeviceArray, reduction: Reduction
     ) -> list[Any]:
         """Reduce and scatter; parts of different sizes are padded to the largest."""
-        how = make_device_reduction(reduction)
-        given, result, longest = _elements(source, how), _elements(target, how), max(counts)
-        options = _options("ReduceScatter", reduceOp=how.op)
+        device_reduction = make_device_reduction(reduction)
+        given, result, longest = _elements(source, device_reduction), _elements(target, device_reduction), max(counts)
+        options = _options("ReduceScatter", reduceOp=device_reduction.op)
         if not longest:
             return []
         if min(counts) == longest:
-            scaled = given if how.factor == 1.0 else given * how.factor
+            scaled = given if device_reduction.factor == 1.0 else given * device_reduction.factor
             return self._wait(self._group._reduce_scatter_base(result, scaled, options))
         padded = given.new_zeros((len(counts), longest))
         for row, part in zip(padded, torch.split_with_sizes(given, list(counts)), strict=True):
-            _fill(row[: part.numel()], part, how.factor)
+            _fill(row[: part.numel()], part, device_reduction.factor)
         own = torch.empty_like(padded[0])
         works = self._wait(self._group._reduce_scatter_base(own, padded.view(-1), options))
         result.copy_(own[: result.numel()])
@@ -150,7 +152,7 @@ class C10dGroup:
         if not any(map(any, counts)):
             return []
         sent, received = ([n * width for n in row] for row in (counts[rank], [row[rank] for row in counts]))
-        given = _bytes(source)[: sum(sent)]  # there may be rows for nobody at the end
+        given = _bytes(source)[: sum(sent)]  # there may be rows for no rank at the end
         return self._wait(self._group.alltoall_base(_bytes(target), given, received, sent, _options("AllToAll")))
 
     def abort(self) -> None:
@@ -170,10 +172,10 @@ class C10dGroup:
         return list(works)
 
 
-def _elements(array: DeviceArray, how: DeviceReduction) -> torch.Tensor:
+def _elements(array: DeviceArray, device_reduction: DeviceReduction) -> torch.Tensor:
     """Return the elements as a vector; its changes do not count as the user's, whose tensor it may be."""
     vector: torch.Tensor = array.owner.data.view(-1)
-    if not how.as_bytes:
+    if not device_reduction.as_bytes:
         return vector
     # without elements, the stride may be one that does not let it be viewed as bytes
     return vector.view(torch.uint8) if vector.numel() else vector.new_empty(0, dtype=torch.uint8)

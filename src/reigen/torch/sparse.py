@@ -69,15 +69,15 @@ class SparseGradients:
             ranks=error.ranks,
         )
 
-    def start(self, team: ReduceGroup, parameters: list[torch.Tensor]) -> None:
+    def start(self, reduce_group: ReduceGroup, parameters: list[torch.Tensor]) -> None:
         """Submit every sparse gradient; a rank without one contributes nothing, a dense one is made sparse."""
         for index, dim in self._dims.items():
             own = _coalesce_gradient(parameters[index], dim)
             both = [own.indices().t(), own.values()]
-            name = f"{team.name}.sparse.{index}"
-            self._pending[index] = grouped_allgather_async(both, name, team.process_set)
+            name = f"{reduce_group.name}.sparse.{index}"
+            self._pending[index] = grouped_allgather_async(both, name, reduce_group.process_set)
 
-    def wait(self, team: ReduceGroup, parameters: list[torch.Tensor], names: list[str]) -> None:
+    def wait(self, reduce_group: ReduceGroup, parameters: list[torch.Tensor], names: list[str]) -> None:
         """Every rank's indices and values, in rank order, become the gradient. Repeated indices are not merged.
 
         Raises:
@@ -92,7 +92,7 @@ class SparseGradients:
                 failure = failure or (self.refused(names[index], error) if isinstance(error, JoinedError) else error)
                 continue
             if self._average:
-                values = values / team.size
+                values = values / reduce_group.size
             parameter = parameters[index]
             try:
                 parameter.grad = _assemble(rows, values, parameter.shape, names[index])
@@ -108,7 +108,8 @@ class SparseGradients:
 def _assemble(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size, name: str | None = None) -> torch.Tensor:
     """Assemble a sparse tensor of the gathered parts.
 
-    Without TLS somebody between the hosts can have changed the indices: torch would write beyond the tensor's memory.
+    Without TLS an attacker between the hosts can have changed the indices: torch would write beyond the tensor's
+    memory.
 
     Raises:
         CollectiveError: an index lies outside.

@@ -8,7 +8,7 @@ from reigen.types import DTYPES, ReduceOp
 
 
 @pytest.mark.parametrize(
-    ("groups", "lanes"),
+    ("groups", "cross_groups"),
     [
         ([[0], [1]], [(0, 1)]),
         ([[0, 1], [2, 3]], [(0, 2), (1, 3)]),
@@ -19,13 +19,15 @@ from reigen.types import DTYPES, ReduceOp
         ([[0, 1, 6], [2, 3], [4, 5, 7]], [(0, 2, 4), (1, 3, 5)]),
     ],
 )
-def test_every_lane_has_a_rank_of_every_machine(groups: list[list[int]], lanes: list[tuple[int, ...]]) -> None:
+def test_every_cross_group_has_a_rank_of_every_host(
+    groups: list[list[int]], cross_groups: list[tuple[int, ...]]
+) -> None:
     found = CrossGroups.of(groups)
-    assert list(found.groups) == lanes
+    assert list(found.groups) == cross_groups
     assert found.size == sum(map(len, groups))
 
 
-def test_lanes_keep_the_order_of_machines_even_if_there_are_fewer_then() -> None:
+def test_cross_groups_keep_the_order_of_hosts_even_if_there_are_fewer_then() -> None:
     found = CrossGroups.of([[0, 3], [1, 2]])
     assert found.groups == ((0, 1),)  # 3 and 2 would add the second machine first
     assert "fewest ranks has 2" in found.reason
@@ -49,25 +51,25 @@ def test_who_is_where() -> None:
         ([[0], [1, 2]], False),
     ],
 )
-def test_sums_by_machine_are_sums_in_rank_order_where_only_the_first_adds(
-    groups: list[list[int]], ordered: bool
-) -> None:
+def test_sums_by_host_are_sums_in_rank_order_where_only_the_first_adds(groups: list[list[int]], ordered: bool) -> None:
     assert CrossGroups.of(groups).adds_in_rank_order is ordered
 
 
-def test_small_tensors_travel_in_one_lane_large_ones_in_all() -> None:
-    lanes = CrossGroups.of([[0, 1, 2], [3, 4, 5]])
-    assert lanes.slices(SMALL_BYTES // 4, 4) == [(0, SMALL_BYTES // 4)] + [(SMALL_BYTES // 4, SMALL_BYTES // 4)] * 2
-    large = lanes.slices(30_000, 4)
+def test_small_tensors_travel_in_one_cross_group_large_ones_in_all() -> None:
+    cross_groups = CrossGroups.of([[0, 1, 2], [3, 4, 5]])
+    assert (
+        cross_groups.slices(SMALL_BYTES // 4, 4) == [(0, SMALL_BYTES // 4)] + [(SMALL_BYTES // 4, SMALL_BYTES // 4)] * 2
+    )
+    large = cross_groups.slices(30_000, 4)
     assert [low for low, _ in large] == [0, *[high for _, high in large[:-1]]]
     assert large[-1][1] == 30_000
     assert max(high - low for low, high in large) <= 30_000 / 3 + 16
 
 
-def test_some_ranks_by_machine_numbered_anew() -> None:
-    lanes = CrossGroups.of([[0, 2, 4], [1], [3, 5]])
-    assert lanes.among([0, 3, 4, 5]) == [[0, 2], [1, 3]]
-    assert lanes.among([1]) == [[0]]
+def test_some_ranks_by_host_numbered_anew() -> None:
+    cross_groups = CrossGroups.of([[0, 2, 4], [1], [3, 5]])
+    assert cross_groups.among([0, 3, 4, 5]) == [[0, 2], [1, 3]]
+    assert cross_groups.among([1]) == [[0]]
 
 
 def test_an_average_divides_once_at_the_end() -> None:

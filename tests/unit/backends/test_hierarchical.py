@@ -78,7 +78,7 @@ def test_a_reduction_to_owners_sends_what_an_allreduce_does(groups: Groups) -> N
         assert sent == pytest.approx(2 * fraction * 4 * LARGE, rel=0.001)
 
 
-def test_every_lane_carries_its_part() -> None:
+def test_every_cross_group_carries_its_part() -> None:
     machines = Machines(TWO_BY_TWO)
 
     def body(backend: Backend) -> int:
@@ -244,7 +244,7 @@ def test_integers_are_truncated_once_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("groups", "ordered"), [(TWO_BY_TWO, False), ([[0, 1, 2], [3], [4]], True)], ids=str)
-def test_what_the_network_can_do_is_known_to_ranks_that_have_no_lane(groups: Groups, ordered: bool) -> None:
+def test_what_the_network_can_do_is_known_to_ranks_that_have_no_cross_group(groups: Groups, ordered: bool) -> None:
     def body(backend: Backend) -> tuple[bool, bool, bool]:
         can = backend.capabilities
         return can.registered_memory, can.ordered_sums, can.abortable

@@ -188,7 +188,7 @@ def test_what_the_caller_wants_to_know_and_to_do_reaches_all_parts() -> None:
         assert [part.progress_hook for part in joined] == [backend.progress_hook] * len(joined)
         total(backend, 50_000)
         backend.alltoall(np.zeros(4), [[1] * 4] * 4, np.zeros(4), soon())
-        assert len(joined) == 2, "the lane, and all ranks"
+        assert len(joined) == 2, "the cross group, and all ranks"
         assert joined[1].progress_hook is backend.progress_hook
         assert joined[1].phase_ended is backend.phase_ended
         told[backend.rank] = phases
@@ -208,12 +208,12 @@ def test_who_is_lacking_is_told_by_the_numbers_of_the_backend(late: int) -> None
     seen, enough = set(), threading.Event()
 
     def body(backend: Backend) -> None:
-        def lacking(members: Any) -> None:
+        def ranks_missing(members: Any) -> None:
             seen.update(members)
             if late in seen:
                 enough.set()
 
-        backend.lacking = lacking
+        backend.ranks_missing = ranks_missing
         if backend.rank == late:
             assert enough.wait(30.0)
         backend.barrier(soon())
@@ -222,7 +222,7 @@ def test_who_is_lacking_is_told_by_the_numbers_of_the_backend(late: int) -> None
     assert late in seen
 
 
-def test_who_has_no_lane_has_time_for_other_things_too() -> None:
+def test_who_has_no_cross_group_has_time_for_other_things_too() -> None:
     """Its part is done at once, the others' takes as long as the network does."""
     reader, writer = os.pipe()
     done = threading.Event()

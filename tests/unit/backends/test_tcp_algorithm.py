@@ -134,12 +134,12 @@ def test_rows_of_parts_that_are_given() -> None:
 @pytest.mark.parametrize("count", [0, 3, TREE_BYTES // 4, TREE_BYTES // 4 + 1, 1_000_003])
 def test_a_broadcast_reaches_everybody_once_and_both_ends_agree(count: int, size: int) -> None:
     for root in {0, 1, size - 1}:
-        ways = [plan_broadcast(count, 4, size, rank, root) for rank in range(size)]
-        assert len({way.chunks for way in ways}) == 1
-        assert reach(ways[0].chunks) == (0, count)
-        told = {(rank, other) for rank, way in enumerate(ways) for other in way.behind}
-        assert told == {(way.before, rank) for rank, way in enumerate(ways) if way.before is not None}
-        assert ways[root].before is None
+        routes = [plan_broadcast(count, 4, size, rank, root) for rank in range(size)]
+        assert len({route.chunks for route in routes}) == 1
+        assert reach(routes[0].chunks) == (0, count)
+        told = {(rank, other) for rank, route in enumerate(routes) for other in route.children}
+        assert told == {(route.parent, rank) for rank, route in enumerate(routes) if route.parent is not None}
+        assert routes[root].parent is None
         reached, depth = {root}, 0
         while len(reached) < size:
             further = {other for rank, other in told if rank in reached}
@@ -148,7 +148,7 @@ def test_a_broadcast_reaches_everybody_once_and_both_ends_agree(count: int, size
         if count * 4 <= TREE_BYTES:
             assert depth <= math.ceil(math.log2(size))
         else:
-            assert all(len(way.behind) <= 1 for way in ways), "nobody sends everything twice"
+            assert all(len(route.children) <= 1 for route in routes), "nobody sends everything twice"
 
 
 def test_sockets_take_messages_in_turn() -> None:

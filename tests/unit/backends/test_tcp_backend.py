@@ -241,7 +241,7 @@ def test_backends_that_are_split_off_work_beside_the_whole() -> None:
 def test_connections_are_made_when_they_are_needed(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As among so many ranks that not everybody is connected to everybody beforehand; barriers are chains, too."""
     monkeypatch.setattr(tcp, "_CONNECTED_RANKS", 0)
-    monkeypatch.setattr(tcp, "_ACQUAINTED_RANKS", 0)
+    monkeypatch.setattr(tcp, "_DIRECT_BARRIER_RANKS", 0)
     opened: dict[int, set[int]] = {rank: set() for rank in range(size)}
     open_streams = ConnectionPool.open
 
@@ -323,25 +323,29 @@ def test_who_waits_does_other_things_tells_whom_it_lacks_and_what_it_has_done() 
             assert began.wait(20.0)
             allreduce(backend, np.ones(1_000_000, np.float32))
             return
-        lacking: list[list[int]] = []
+        ranks_missing: list[list[int]] = []
         work: list[bytes] = []
         phases: list[str] = []
         readable, writable = os.pipe()
 
         def lack(members: Sequence[int]) -> None:
-            lacking.append(list(members))
+            ranks_missing.append(list(members))
             os.write(writable, b"x")
 
         def do() -> None:
             work.append(os.read(readable, 1))
             began.set()
 
-        backend.lacking, backend.progress_hook, backend.phase_ended = lack, ProgressHook(readable, do), phases.append
+        backend.ranks_missing, backend.progress_hook, backend.phase_ended = (
+            lack,
+            ProgressHook(readable, do),
+            phases.append,
+        )
         allreduce(backend, np.ones(1_000_000, np.float32))
-        assert lacking[0] == [1]
+        assert ranks_missing[0] == [1]
         assert work[0] == b"x"
         assert phases == ["TCP_ALLREDUCE"]
-        backend.lacking = backend.progress_hook = None
+        backend.ranks_missing = backend.progress_hook = None
         os.close(readable)
         os.close(writable)
 
@@ -379,7 +383,7 @@ def test_the_deadline_names_who_did_not_come_and_nobody_else(
     """Also where ranks wait for ranks that wait for it. Deadlines do not pass at the same moment."""
 
     def attempt(seconds: float) -> None:
-        monkeypatch.setattr(tcp, "_ACQUAINTED_RANKS", 0 if algorithm == "ring" else 8)
+        monkeypatch.setattr(tcp, "_DIRECT_BARRIER_RANKS", 0 if algorithm == "ring" else 8)
         done = threading.Barrier(5)
 
         def body(backend: Backend) -> None:
@@ -445,7 +449,7 @@ def test_an_error_in_the_middle_is_told_to_the_others() -> None:
             def interrupt(_: Sequence[int]) -> None:
                 raise KeyboardInterrupt
 
-            backend.lacking = interrupt
+            backend.ranks_missing = interrupt
             with pytest.raises(KeyboardInterrupt):
                 backend.barrier(soon())
         elif backend.rank == 1:

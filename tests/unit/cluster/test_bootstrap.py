@@ -297,7 +297,7 @@ def test_what_rank_0_proves_on_another_connection_proves_nothing(name):
 
 
 def test_who_asks_and_says_nothing_keeps_nobody_out_for_long(name, monkeypatch):
-    monkeypatch.setattr("reigen.cluster.bootstrap.local._TALK_SECONDS", 0.2)
+    monkeypatch.setattr("reigen.cluster.bootstrap.local._HANDSHAKE_SECONDS", 0.2)
     pointer = ServiceEndpoint("127.0.0.1:4242", SECRET)
     with closing(LocalBootstrapServer(name, pointer)), socket.socket(socket.AF_UNIX) as silent:
         silent.connect(name)

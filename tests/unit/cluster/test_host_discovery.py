@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and what Horovod's numbers are then."""
+"""Which ranks share a host, and what Horovod's numbers are then."""
 
 import os
 import subprocess
@@ -17,23 +17,23 @@ from reigen.testing import run_threads
 from tests.patience import patiently
 
 
-def layout(rank, machines):
-    return make_host_layout(rank, tuple(machines), tuple(f"host-{machine}" for machine in machines))
+def layout(rank, host_ids):
+    return make_host_layout(rank, tuple(host_ids), tuple(f"host-{host_id}" for host_id in host_ids))
 
 
-def numbers(machines):
+def numbers(host_ids):
     """(local rank, local size, cross rank, cross size) of every rank."""
-    places = [layout(rank, machines).topology() for rank in range(len(machines))]
-    assert [(place.rank, place.size) for place in places] == [(rank, len(machines)) for rank in range(len(machines))]
+    places = [layout(rank, host_ids).topology() for rank in range(len(host_ids))]
+    assert [(place.rank, place.size) for place in places] == [(rank, len(host_ids)) for rank in range(len(host_ids))]
     return [(place.local_rank, place.local_size, place.cross_rank, place.cross_size) for place in places]
 
 
-def test_one_machine():
+def test_one_host():
     assert layout(1, "aaa").hosts == ((0, 1, 2),)
     assert layout(1, "aaa").topology() == Topology.on_one_host(1, 3)
 
 
-def test_machines_are_ordered_by_their_lowest_rank_whatever_they_are_called():
+def test_hosts_are_ordered_by_their_lowest_rank_whatever_they_are_called():
     two = layout(2, "zzaa")
     assert two.hosts == ((0, 1), (2, 3))
     assert two.local == (2, 3)
@@ -46,13 +46,13 @@ def test_ranks_in_turn():
     assert numbers("abab") == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]
 
 
-def test_uneven_machines_count_only_those_that_have_the_local_rank():
+def test_uneven_hosts_count_only_those_that_have_the_local_rank():
     uneven = layout(4, "abbbcc")
     assert uneven.hosts == ((0,), (1, 2, 3), (4, 5))
     assert numbers("abbbcc") == [(0, 1, 0, 3), (0, 3, 1, 3), (1, 3, 0, 2), (2, 3, 0, 1), (0, 2, 2, 3), (1, 2, 1, 2)]
 
 
-def test_what_tells_machines_apart():
+def test_what_tells_hosts_apart():
     assert host_identity()[0] == process_namespace_id()
     assert host_identity("left")[0] != host_identity("right")[0] != host_identity()[0]
     assert host_identity("left")[1] == f"{host_identity()[1]}/left"
@@ -131,11 +131,11 @@ def test_a_rank_that_comes_late_meets_those_that_try_again():
 
 
 def test_the_death_of_rank_0_is_noticed():
-    machine, name = host_identity()
+    host_id, name = host_identity()
     ended = subprocess.Popen([sys.executable, "-Sc", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     shared = LocalRendezvous()
-    shared.put("place/0", msgspec.msgpack.encode([machine, name, ended.pid, 3, []]))
+    shared.put("place/0", msgspec.msgpack.encode([host_id, name, ended.pid, 3, []]))
     with pytest.raises(PeerLostError, match="died during init") as caught:
         discover_hosts(shared, 1, 3, 20.0)
     assert caught.value.ranks == (0,)

@@ -148,12 +148,12 @@ def test_generations_do_not_see_each_other() -> None:
         neighbours.close()
 
 
-def card(pid: int, fd: int, inode: int, machine: str = "", problem: str = "") -> bytes:
-    return msgspec.msgpack.encode((pid, fd, inode, machine or process_namespace_id(), problem))
+def card(pid: int, fd: int, inode: int, host_id: str = "", problem: str = "") -> bytes:
+    return msgspec.msgpack.encode((pid, fd, inode, host_id or process_namespace_id(), problem))
 
 
 @pytest.mark.parametrize(
-    ("pid", "fd", "inode", "machine", "problem", "kind", "text"),
+    ("pid", "fd", "inode", "host_id", "problem", "kind", "text"),
     [
         (1 << 22, 3, 1, "", "", PeerLostError, "died or gave up during init"),
         (os.getpid(), 99_999, 1, "", "", PeerLostError, "died or gave up during init"),
@@ -163,10 +163,10 @@ def card(pid: int, fd: int, inode: int, machine: str = "", problem: str = "") ->
     ids=["no process", "no descriptor", "another host", "no memory"],
 )
 def test_a_card_that_leads_nowhere(
-    pid: int, fd: int, inode: int, machine: str, problem: str, kind: type[CollectiveError], text: str
+    pid: int, fd: int, inode: int, host_id: str, problem: str, kind: type[CollectiveError], text: str
 ) -> None:
     rendezvous = LocalRendezvous()
-    rendezvous.put("0/card/1", card(pid, fd, inode, machine, problem))
+    rendezvous.put("0/card/1", card(pid, fd, inode, host_id, problem))
     with pytest.raises(kind, match=text) as caught:
         map_local_peers(rendezvous, 0, range(2), 0, 60.0)
     assert caught.value.ranks == (1,)

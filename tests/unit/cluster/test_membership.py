@@ -144,9 +144,9 @@ def server():
     service.close()
 
 
-def member(server, rank, size=2, room="0", host_id=""):
+def member(server, rank, size=2, group="0", host_id=""):
     return MembershipClient(
-        server.address, SECRET, room, rank, size, timeout_seconds=60.0, peer_timeout_seconds=60.0, host_id=host_id
+        server.address, SECRET, group, rank, size, timeout_seconds=60.0, peer_timeout_seconds=60.0, host_id=host_id
     )
 
 
@@ -211,7 +211,7 @@ def test_refusals(server):
         member(server, 1, 3)
     assert zero.failure(EVERYBODY) is None
     zero.close()
-    member(server, 0, room="next").close()
+    member(server, 0, group="next").close()
 
 
 def test_the_wrong_secret_and_nobody_there(server):
@@ -262,9 +262,9 @@ def test_a_service_that_is_closed_says_what_it_held():
 def test_lingering_waits_for_who_left_but_not_for_the_dead(server, monkeypatch):
     def attempt(seconds):
         monkeypatch.setattr("reigen.cluster.membership.client.LINGER_SECONDS", seconds)
-        room = f"{seconds:g}"
+        group = f"{seconds:g}"
         with contextlib.ExitStack() as stack:
-            zero, one, two = (member(server, rank, 3, room, host_id=str(rank)) for rank in range(3))
+            zero, one, two = (member(server, rank, 3, group, host_id=str(rank)) for rank in range(3))
             stack.callback(zero.close)
             one.close()
             failure_of(zero)

@@ -30,8 +30,8 @@ from reigen.errors import WireError
 GROUP = "0"
 
 
-def register(group, rank, size, host, machine, *, incarnation=None):
-    return RegisterMember("rank", rank, host, incarnation or 1 + rank, {"rank": size}, group=group, machine=machine)
+def register(group, rank, size, host, host_id, *, incarnation=None):
+    return RegisterMember("rank", rank, host, incarnation or 1 + rank, {"rank": size}, group=group, host_id=host_id)
 
 
 def plain(instructions):
@@ -109,11 +109,11 @@ def assigned(rank):
     return MemberAssigned(rank, False, 1)
 
 
-def entered(*machines):
-    """A table at which ranks 0, 1, ... have registered, one for each machine given; owners are called like ranks."""
+def entered(*host_ids):
+    """A table at which ranks 0, 1, ... have registered, one for each host id given; owners are called like ranks."""
     table = Rooms()
-    for rank, machine in enumerate(machines):
-        answer = table.handle(rank, register(GROUP, rank, len(machines), f"host {machine}", machine), 0.0)
+    for rank, host_id in enumerate(host_ids):
+        answer = table.handle(rank, register(GROUP, rank, len(host_ids), f"host {host_id}", host_id), 0.0)
         assert answer == [(rank, assigned(rank))]
     return table
 
@@ -142,7 +142,7 @@ ABORT = AbortMessage("CollectiveError", (1,), "no reason")
 
 def test_a_rank_that_ends_without_a_word_has_died():
     table = entered("a", "b", "c")
-    assert table.ended(1, 1.0) == to([0, 2], died(1, host="host b"))  # the only rank of its machine
+    assert table.ended(1, 1.0) == to([0, 2], died(1, host="host b"))  # the only rank of its host
     assert table.due() is None
 
 
@@ -190,14 +190,14 @@ def test_only_the_first_abort_is_told_and_the_end_of_who_aborted_is_no_death():
     assert table.due() is None
 
 
-def test_ranks_of_one_machine_that_end_together_are_one_event():
+def test_ranks_of_one_host_that_end_together_are_one_event():
     table = entered("a", "b", "b", "b")
     assert table.ended(2, 1.0) == []  # two more may follow
     assert table.ended(1, 1.01) == []
     assert table.ended(3, 1.02) == to([0], died(2, 1, 3, host="host b", whole=True))
 
 
-def test_some_ranks_of_a_machine():
+def test_some_ranks_of_a_host():
     table = entered("a", "b", "b", "b")
     table.ended(2, 1.0)
     table.ended(1, 1.01)
@@ -205,13 +205,13 @@ def test_some_ranks_of_a_machine():
     assert table.ended(3, 5.0) == to([0], died(3, host="host b"))
 
 
-def test_a_machine_one_rank_of_which_had_left_is_not_said_to_be_lost():
+def test_a_host_one_rank_of_which_had_left_is_not_said_to_be_lost():
     table = entered("a", "b", "b")
     assert table.handle(1, LeaveJob(), 0.5) == to([0, 1, 2], left(1, "host b"))
     assert table.ended(2, 1.0) == to([0, 1], died(2, host="host b"))
 
 
-def test_the_machine_that_lost_a_rank_first_comes_first():
+def test_the_host_that_lost_a_rank_first_comes_first():
     table = entered("a", "b", "b", "c", "c")
     table.ended(3, 1.0)
     table.ended(2, 1.01)
@@ -220,7 +220,7 @@ def test_the_machine_that_lost_a_rank_first_comes_first():
     assert table.tick(1.0 + RANK_HOLD_SECONDS) == expected
 
 
-def test_one_silent_connection_stands_for_its_whole_machine():
+def test_one_silent_connection_stands_for_its_whole_host():
     table = entered("a", "b", "b", "c")
     told = to([0, 2, 3], died(1, 2, host="host b", whole=True, silent=True))
     assert table.ended(1, 20.0, silent=True) == told  # rank 2 is told, too: it may only have been cut off
@@ -248,8 +248,8 @@ def test_who_enters_late_is_told_what_has_happened():
 
 def test_who_enters_late_hears_of_a_lost_host_at_once():
     table = Rooms()
-    for rank, machine in enumerate("abbcc"):
-        table.handle(rank, register(GROUP, rank, 6, f"host {machine}", machine), 0.0)
+    for rank, host_id in enumerate("abbcc"):
+        table.handle(rank, register(GROUP, rank, 6, f"host {host_id}", host_id), 0.0)
     for rank in (1, 3, 2):
         table.ended(rank, 1.0 + rank / 100)
     table.tick(2.0)
@@ -346,7 +346,7 @@ class Job:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.size = self.rng.randint(1, 7)
-        self.machines = [self.rng.choice("abc") for _ in range(self.size)]
+        self.host_ids = [self.rng.choice("abc") for _ in range(self.size)]
         self.table, self.now = Rooms(), 0.0
         self.ends = {}
         self.outside, self.inside, self.closed = list(range(self.size)), [], []
@@ -359,8 +359,8 @@ class Job:
         if rank in self.outside:
             self.outside.remove(rank)
             self.inside.append(rank)
-            machine = self.machines[rank]
-            self.deliver(self.table.handle(rank, register(GROUP, rank, self.size, machine, machine), self.now))
+            host_id = self.host_ids[rank]
+            self.deliver(self.table.handle(rank, register(GROUP, rank, self.size, host_id, host_id), self.now))
         elif rank in self.inside:
             self.act(rank, self.rng.choice(("leave", "abort", "die", "silent", "nothing", "nothing")))
         self.table.validate()
@@ -375,7 +375,7 @@ class Job:
         elif what in {"die", "silent"}:
             gone = [rank]
             if what == "silent" and rank not in self.ends:
-                gone = [each for each in self.inside if self.machines[each] == self.machines[rank]]
+                gone = [each for each in self.inside if self.host_ids[each] == self.host_ids[rank]]
             for each in gone:
                 self.ends.setdefault(each, "died")
             self.inside.remove(rank)
@@ -408,7 +408,7 @@ class Job:
             assert set(aborted) <= aborts
             for event in events:
                 if isinstance(event, MemberLost):
-                    assert {self.machines[each] for each in event.numbers} == {event.host}
+                    assert {self.host_ids[each] for each in event.numbers} == {event.host}
 
 
 def test_random_schedules():
@@ -476,7 +476,7 @@ class ElasticJob:
         if rank not in self.views:
             self.num_processes += 1
             counts = {"rank": self.size}
-            one = RegisterMember("rank", rank, "h", self.num_processes, counts, machine=self.rng.choice("ab"))
+            one = RegisterMember("rank", rank, "h", self.num_processes, counts, host_id=self.rng.choice("ab"))
             self.views[rank] = JobView(one)
             self.connect(rank)
             self.came |= {rank} & self.views.keys()

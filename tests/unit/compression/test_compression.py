@@ -148,9 +148,9 @@ def test_the_size_of_codes_depends_on_the_length_alone(params: dict[str, Any]) -
 @pytest.mark.parametrize("params", [p for p in EVERY if p["type"] != "topk"], ids=named)
 def test_codes_of_parts_put_together_are_the_codes_of_the_whole(params: dict[str, Any]) -> None:
     codec = from_params(params)
-    grain = codec.block_multiple
-    assert grain is not None
-    g, cut = gradient(2000), 3 * grain
+    block_multiple = codec.block_multiple
+    assert block_multiple is not None
+    g, cut = gradient(2000), 3 * block_multiple
     whole = sent(codec, g, codec.begin(2000, FLOAT32))
     parts = [sent(codec, part.copy(), codec.begin(len(part), FLOAT32)) for part in (g[:cut], g[cut:])]
     assert b"".join(parts) == whole

@@ -103,7 +103,7 @@ class Rank:
 class Batch:
     """What was announced, and what each rank executed of it."""
 
-    team: tuple[int, ...]
+    set_ranks: tuple[int, ...]
     names: tuple[str, ...]
     executed: dict[int, tuple[tuple[Operation, Response], ...]] = field(default_factory=dict)
     #: for each member, the ranks that had submitted it
@@ -131,7 +131,7 @@ class Simulation:
         self.ranks = [Rank(RankController(r), deque(p)) for r, p in enumerate(plan.programs)]
         #: where what is said travels through memory, as between the ranks of one host
         self.transports = shm_transports(plan.size) if plan.encoded else []
-        self.channels = [ControlChannel(t, hears_reports=r == 0) for r, t in enumerate(self.transports)]
+        self.channels = [ControlChannel(t, receives_reports=r == 0) for r, t in enumerate(self.transports)]
         #: what each rank had put into its slot when rank 0 answered, by the number of the answer
         self.eager_answers: list[list[int]] = []
         self.num_announced = 0
@@ -147,7 +147,7 @@ class Simulation:
         #: process sets as they are after all that was announced, by the coordinator's numbers
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(plan.size))}
         #: ranks of the sets by the program's numbers, and the epochs in which they were removed
-        self.teams: dict[int, tuple[int, ...]] = {0: tuple(range(plan.size))}
+        self.ranks_by_set: dict[int, tuple[int, ...]] = {0: tuple(range(plan.size))}
         self.removed: dict[int, int] = {}
         self.numbers_given: list[int] = []
         #: what cached responses stand for
@@ -184,11 +184,11 @@ class Simulation:
         self._check_end()
 
     def _actions(self) -> tuple[Any, ...]:
-        return self.submit, self.send, self.hear, self.tell, self.speak
+        return self.submit, self.send, self.receive, self.tell, self.speak
 
     def _sweep(self) -> bool:
         moved = False
-        for action in (self.submit, self.send, self.tell, self.speak, self.hear):
+        for action in (self.submit, self.send, self.tell, self.speak, self.receive):
             for rank in self.rng.sample(range(self.plan.size), self.plan.size):
                 while action(rank):
                     moved = True
@@ -270,7 +270,7 @@ class Simulation:
                 if number not in state.sets:
                     return None
                 shape = (state.sets[number],)
-            elif any(self.teams[known] == shape for known in state.sets):  # it could not be removed in time
+            elif any(self.ranks_by_set[known] == shape for known in state.sets):  # it could not be removed in time
                 return None
             return Submission(structs.replace(operation, name=name, shape=shape), number, state.epoch)
         if number:
@@ -368,7 +368,7 @@ class Simulation:
             ):  # said again: it has joined no earlier than now
                 self.joined.remove(rank)
                 self.joined.append(rank)
-        self.coordinator.hear(rank, [report], self.now)
+        self.coordinator.receive(rank, [report], self.now)
         self.coordinator.validate_state()
         return True
 
@@ -380,7 +380,7 @@ class Simulation:
         """Whether rank 0's engine, which feeds the coordinator, stands still."""
         return bool(self.ranks[0].gone) or self.ranks[0].lost is not None
 
-    def hear(self, rank: int) -> bool:
+    def receive(self, rank: int) -> bool:
         """One announcement reaches a rank; without any, a rank may notice that another has died."""
         state = self.ranks[rank]
         if state.gone:
@@ -398,9 +398,9 @@ class Simulation:
             return self._notice(state)
         number, announcement = state.down.popleft()
         self._note("rank %d hears %s", rank, announcement)
-        concerning = deque(w for w in self.runs.get(number, ()) if rank in self.batches[w].team)
+        concerning = deque(w for w in self.runs.get(number, ()) if rank in self.batches[w].set_ranks)
         broken = state.participant.broken is not None
-        instructions = state.participant.hear(announcement)
+        instructions = state.participant.receive(announcement)
         state.participant.validate_state()
         for instruction in instructions:
             if isinstance(instruction, ExecuteBatch):
@@ -541,7 +541,7 @@ class Simulation:
                 batch.own[place].add(rank)
                 submission.ran = where
                 self._came_to(rank, submission, response)
-            for member in batch.team:
+            for member in batch.set_ranks:
                 other = self.ranks[member]
                 there = other is state or other.has_submitted(operation.name) or where in other.executed
                 assert there or other.has_submitted(JOIN_NAME), "executed before every rank had submitted or joined"
@@ -554,7 +554,7 @@ class Simulation:
         if state.blocked is submission:
             state.blocked = None
         if kind is OperationKind.ADD_SET:
-            self.teams[submission.number] = submission.operation.shape
+            self.ranks_by_set[submission.number] = submission.operation.shape
             state.sets[submission.number] = response.value
         elif kind is OperationKind.REMOVE_SET:
             del state.sets[submission.number]
@@ -589,9 +589,9 @@ class Simulation:
         assert submitted
         asked = [s.open[refuse.name].operation for s in self.ranks if refuse.name in s.open]
         if asked and at_fault:
-            team = set(self.sets[asked[0].process_set])
-            assert submitted | at_fault <= team
-            assert team - submitted - at_fault <= set(self.joined), "a refusal is about all who have not joined"
+            set_ranks = set(self.sets[asked[0].process_set])
+            assert submitted | at_fault <= set_ranks
+            assert set_ranks - submitted - at_fault <= set(self.joined), "a refusal is about all who have not joined"
         assert all(self.ranks[rank].has_submitted(refuse.name) or self.ranks[rank].gone for rank in submitted)
         if refuse.cause is ErrorCause.LATE:
             assert not submitted & at_fault
@@ -617,7 +617,7 @@ class Simulation:
         for number, refuse in self.refused.items():
             self._check_refused(refuse, self.refusals.get(number, {}))
         for rank, state in enumerate(self.ranks):
-            concerning = [where for where, batch in self.batches.items() if rank in batch.team]
+            concerning = [where for where, batch in self.batches.items() if rank in batch.set_ranks]
             assert state.executed == concerning[: len(state.executed)], "ranks executed in different orders"
         fault = any(state.gone for state in self.ranks) or self.stopped
         for state in self.ranks:
@@ -629,7 +629,7 @@ class Simulation:
             assert not state.program or state.open
             assert (state.participant.broken is not None) == (fault and (self.plan.size > 1 or self.stopped))
         if not fault:
-            assert all(set(batch.executed) == set(batch.team) for batch in self.batches.values())
+            assert all(set(batch.executed) == set(batch.set_ranks) for batch in self.batches.values())
             assert self.coordinator.next_expiry() is None, "a pending entry was left"
             if self.plan.deadline_seconds >= FOREVER:
                 self._check_outcomes()
@@ -647,14 +647,14 @@ class Simulation:
             if len(own) < len(ranks):
                 assert responses[0].slot == -1
                 assert can_be_stood_in_for(operations[0])
-                assert responses[0].num_active == len(own) or len(ranks) < len(batch.team)
+                assert responses[0].num_active == len(own) or len(ranks) < len(batch.set_ranks)
                 self._check_not_in_place(responses[0], responses[0].template)
-            elif len(ranks) == len(batch.team):
+            elif len(ranks) == len(batch.set_ranks):
                 assert responses[0].num_active == 0
                 assert responses[0].template is None
             for rank, operation in zip(ranks, operations, strict=True):
                 if rank in own:
-                    self._check_parts(batch.team.index(rank), operation, responses[0], operations)
+                    self._check_parts(batch.set_ranks.index(rank), operation, responses[0], operations)
         self._check_fused(members[ranks[0]])
 
     @staticmethod
@@ -707,11 +707,11 @@ class Simulation:
         """Without faults everything is determined: what belongs together agrees and runs, or is refused."""
         keys = {key: None for of_rank in self.submissions for key in of_rank}
         for key in keys:
-            team = self.teams[key[0]]
-            of_ranks = {rank: self.submissions[rank].get(key, []) for rank in team}
+            set_ranks = self.ranks_by_set[key[0]]
+            of_ranks = {rank: self.submissions[rank].get(key, []) for rank in set_ranks}
             for k in range(max(map(len, of_ranks.values()))):
                 together = {rank: s[k] for rank, s in of_ranks.items() if k < len(s)}
-                self._check_outcome(key[0], together, [rank for rank in team if rank not in together])
+                self._check_outcome(key[0], together, [rank for rank in set_ranks if rank not in together])
 
     def _check_outcome(self, number: int, together: Mapping[int, Submission], missing: Sequence[int]) -> None:
         submissions = list(together.values())

@@ -45,7 +45,7 @@ class Loop(SingleRankTransport):
 
 
 def test_messages_of_any_length_arrive_whole_and_in_order() -> None:
-    channel = ControlChannel(Loop(), hears_reports=True)
+    channel = ControlChannel(Loop(), receives_reports=True)
     long = SubmitRequest(Operation(OperationKind.ALLTOALL, "long", splits=tuple(range(1 << 40, (1 << 40) + 20_000))))
     many = [SubmitRequest(Operation(OperationKind.BARRIER, f"{i:0500}")) for i in range(400)]
     channel.send([*many, long, many[0]])
@@ -56,7 +56,7 @@ def test_messages_of_any_length_arrive_whole_and_in_order() -> None:
 
 
 def test_reading_ahead_takes_nothing_away_and_hands_over_what_is_urgent() -> None:
-    channel = ControlChannel(Loop(), hears_reports=False)
+    channel = ControlChannel(Loop(), receives_reports=False)
     heard: list[Any] = []
     channel.listen(Topic.STACKS, lambda sender, data: heard.append((sender, data)))
     channel.listen(Topic.TIMELINE, lambda sender, data: heard.append(data))
@@ -78,7 +78,7 @@ def test_reading_ahead_takes_nothing_away_and_hands_over_what_is_urgent() -> Non
 def test_a_message_that_never_ends_is_refused() -> None:
 
     transport = Loop()
-    channel = ControlChannel(transport, hears_reports=True)
+    channel = ControlChannel(transport, receives_reports=True)
     piece = encode([MessageFragment(bytes(60_000), last=False)])
     transport.queue = [piece] * (module._MAX_REASSEMBLED_BYTES // 60_000 + 1)
     with pytest.raises(CollectiveError, match="rank 3 sent a control message of more than"):

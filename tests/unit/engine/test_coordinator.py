@@ -41,7 +41,7 @@ def coordinator(size: int = 2, *, capacity: int = 1024, threshold: int = 0, dead
 def told(c: Coordinator, *reports: tuple[int, Report], now: float = 0.0) -> list[Announcement]:
     """What the coordinator announces after these reports."""
     for rank, report in reports:
-        c.hear(rank, [report], now)
+        c.receive(rank, [report], now)
         c.validate_state()
     said = c.announce(now)
     c.validate_state()
@@ -52,7 +52,7 @@ def participant_with(response: Response, operation: Operation, rank: int = 0) ->
     """A rank that has run an operation and keeps it in its cache."""
     p = RankController(rank)
     p.submit(operation)
-    p.hear(ResponseList(((response,),)))
+    p.receive(ResponseList(((response,),)))
     p.outgoing.clear()
     return p
 
@@ -89,7 +89,7 @@ def test_a_a_name_that_is_not_answered_is_refused_on_the_spot() -> None:
 def test_a_a_name_is_free_again_once_it_runs() -> None:
     p = RankController(0)
     p.submit(op())
-    p.hear(ResponseList(((Response("t"),),)))
+    p.receive(ResponseList(((Response("t"),),)))
     p.submit(op())
     assert p.outgoing == [SubmitRequest(op())] * 2
 
@@ -120,7 +120,7 @@ def test_b_a_refusal_fails_the_submission_with_a_line_for_each_rank() -> None:
     refuse = ErrorResponse(
         "t", ErrorCause.MISMATCH, "the shapes differ between ranks", (0, 1), (0, 1), ((0, "[4]"), (1, "[5]"))
     )
-    [instruction] = p.hear(refuse)
+    [instruction] = p.receive(refuse)
     assert isinstance(instruction, FailOperation)
     assert isinstance(instruction.error, MismatchError)
     assert str(instruction.error) == "t: the shapes differ between ranks\n  rank 0: [4]\n  rank 1: [5]"
@@ -147,7 +147,7 @@ def test_c_a_run_is_executed_batch_after_batch() -> None:
     for name in "abc":
         p.submit(op(name))
     a, b, c = (Response(name, i) for i, name in enumerate("abc"))
-    assert p.hear(ResponseList(((c, a), (b,)))) == [
+    assert p.receive(ResponseList(((c, a), (b,)))) == [
         ExecuteBatch(((op("c"), c), (op("a"), a))),
         ExecuteBatch(((op("b"), b),)),
     ]
@@ -163,7 +163,7 @@ def test_c_announcements_are_bounded() -> None:
     many = [op(f"g{i}") for i in range(10_000)]
     for operation in (*long, *many):
         for rank in range(size):
-            c.hear(rank, [SubmitRequest(operation)], 0.0)
+            c.receive(rank, [SubmitRequest(operation)], 0.0)
     answered: list[str] = []
     forgotten: list[int] = []
     for announcement in c.announce(0.0):
@@ -191,7 +191,7 @@ def test_d_each_rank_executes_its_own_cached_operation() -> None:
     response = Response("t", 3, ((1, 2),))
     p = participant_with(response, mine, rank=1)
     p.submit(mine)
-    assert p.hear(ResponseList(((3,),))) == [ExecuteBatch(((mine, response),))]
+    assert p.receive(ResponseList(((3,),))) == [ExecuteBatch(((mine, response),))]
 
 
 def test_d_a_new_shape_on_one_rank_takes_a_new_slot_with_the_others_cached_word() -> None:
@@ -261,14 +261,14 @@ def test_e_ready_that_crosses_forget_is_ignored_and_said_again_in_full() -> None
     p = participant_with(Response("a", 0), op("a"))
     p.submit(op("a"))
     p.outgoing.clear()
-    assert p.hear(CacheEviction((0,))) == []
+    assert p.receive(CacheEviction((0,))) == []
     assert p.outgoing == [SubmitRequest(op("a"), instead_of=0)]
     p.validate_state()
 
 
 def test_e_what_was_forgotten_before_it_was_needed_is_told_in_full() -> None:
     p = participant_with(Response("a", 0), op("a"))
-    p.hear(CacheEviction((0, 99)))
+    p.receive(CacheEviction((0, 99)))
     assert p.outgoing == []
     p.submit(op("a"))
     assert p.outgoing == [SubmitRequest(op("a"))]
@@ -280,7 +280,7 @@ def test_e_what_was_forgotten_before_it_was_needed_is_told_in_full() -> None:
 def test_what_is_ready_and_not_yet_announced_lets_nobody_sleep() -> None:
     c = coordinator(2)
     for rank in (0, 1):
-        c.hear(rank, [SubmitRequest(op())], 5.0)
+        c.receive(rank, [SubmitRequest(op())], 5.0)
     assert c.next_expiry() == 0.0
     assert c.announce(5.0)
     assert c.next_expiry() is None
@@ -311,11 +311,11 @@ def test_f_a_refusal_is_for_the_ranks_that_it_lists() -> None:
     [first, second] = RankController(0), RankController(1)
     for p in (first, second):
         p.submit(op())
-    [fail] = first.hear(refuse)
+    [fail] = first.receive(refuse)
     assert isinstance(fail, FailOperation)
     assert isinstance(fail.error, DeadlineError)
     assert (fail.error.tensor, fail.error.ranks) == ("t", (1,))
-    assert second.hear(refuse) == []
+    assert second.receive(refuse) == []
     assert list(second.pending) == ["t"]
 
 
@@ -352,21 +352,21 @@ def test_g_on_left_everything_outstanding_and_to_come_fails() -> None:
     p = RankController(0)
     p.submit(op("a"))
     p.submit(op("b"))
-    fails = p.hear(RankShutdown(2))
+    fails = p.receive(RankShutdown(2))
     assert [f.name for f in fails if isinstance(f, FailOperation)] == ["a", "b"]
     assert all(
         isinstance(f, FailOperation) and isinstance(f.error, PeerLostError) and f.error.ranks == (2,) for f in fails
     )
     with pytest.raises(PeerLostError, match=r"^c: rank 2 has left the job"):
         p.submit(op("c"))
-    assert p.hear(ResponseList(((Response("a"),),))) == []
+    assert p.receive(ResponseList(((Response("a"),),))) == []
     p.validate_state()
 
 
 def test_g_who_leaves_does_not_fail_on_its_own_leaving() -> None:
     p = RankController(2)
     p.submit(op())
-    assert p.hear(RankShutdown(2)) == []
+    assert p.receive(RankShutdown(2)) == []
     assert p.broken is None
 
 
@@ -409,8 +409,8 @@ def test_i_only_the_ranks_of_a_set_are_waited_for_and_take_part() -> None:
     run = ResponseList(((Response("t", 0, process_set=1),),))
     assert told(c, (0, SubmitRequest(operation))) == [run]
     stranger = RankController(1)
-    assert stranger.hear(run) == []
-    assert stranger.hear(ResponseList(((0,),))) == []
+    assert stranger.receive(run) == []
+    assert stranger.receive(ResponseList(((0,),))) == []
 
 
 def test_i_what_waits_in_a_set_that_is_removed_is_refused_and_what_is_cached_is_forgotten() -> None:
@@ -437,9 +437,9 @@ def test_i_a_set_that_could_not_be_made_is_no_set() -> None:
     """Its number means another set later, which is not this rank's."""
     p = RankController(0)
     p.submit(Operation(OperationKind.ADD_SET, "a", shape=(0, 1)))
-    p.hear(ResponseList(((Response("a", value=1),),)))
+    p.receive(ResponseList(((Response("a", value=1),),)))
     p.abandon_set(1)
-    assert p.hear(ResponseList(((Response("t", process_set=1),),))) == []
+    assert p.receive(ResponseList(((Response("t", process_set=1),),))) == []
 
 
 # J

@@ -50,16 +50,16 @@ class Ranks:
     def announce(self) -> list[Any]:
         """Bring reports to the coordinator and what it says to all ranks; return that."""
         for rank, controller in enumerate(self.controllers):
-            self.coordinator.hear(rank, controller.outgoing, 0.0)
+            self.coordinator.receive(rank, controller.outgoing, 0.0)
             controller.outgoing = []
         said = self.coordinator.announce(0.0)
-        self.instructions = [[i for a in said for i in controller.hear(a)] for controller in self.controllers]
+        self.instructions = [[i for a in said for i in controller.receive(a)] for controller in self.controllers]
         return said
 
     def take(self) -> None:
         """Rank 0 takes what was submitted eagerly as cache hits."""
         for rank, reports in self.transports[0].receive():
-            self.coordinator.hear(rank, reports, 0.0)  # type: ignore[arg-type]
+            self.coordinator.receive(rank, reports, 0.0)  # type: ignore[arg-type]
 
     def submit(self, rank: int, operation: Operation = X, value: float = 1.0) -> tuple[bool, Handle, NDArray[Any]]:
         """Submit eagerly an array of ``value``; return whether it was, the handle and the array."""
@@ -120,12 +120,12 @@ def test_a_submission_that_crossed_an_eviction_is_said_again_in_full() -> None:
     ranks.agree(X)
     ranks.submit(1)
     for rank in (0, 1):  # which needs the only slot; rank 1 has not read so when it submits
-        ranks.coordinator.hear(rank, [SubmitRequest(structs.replace(X, name="y"))], 0.0)
+        ranks.coordinator.receive(rank, [SubmitRequest(structs.replace(X, name="y"))], 0.0)
     said = ranks.coordinator.announce(0.0)
     assert said[-1] == CacheEviction((0,))
     assert not ranks.coordinator.may_answer_eagerly(0)
     ranks.take()
-    ranks.controllers[1].hear(said[-1])
+    ranks.controllers[1].receive(said[-1])
     assert ranks.controllers[1].outgoing == [SubmitRequest(X, 0)]
 
 

@@ -187,7 +187,7 @@ def test_a_broken_engine_rests_though_names_have_expired() -> None:
         with engine._driver:
             assert engine._coordinator is not None
             expired = SubmitRequest(Operation(OperationKind.BARRIER, "expired"))
-            engine._coordinator.hear(0, [expired], time.monotonic() - 100)
+            engine._coordinator.receive(0, [expired], time.monotonic() - 100)
             assert engine._sleep_until_event(5.0) == 0.0
             engine._break(PeerLostError("rank 1 died", ranks=(1,)))
             return engine._sleep_until_event(5.0)
@@ -224,7 +224,7 @@ def test_no_collective_begins_before_all_have_heard_of_it() -> None:
     engine = Engine(Backend(), transport, transport, coordinator, 30.0, looks=0)
     operation = Operation(OperationKind.BROADCAST, "t", "float32", (3,), root=0)
     x = np.ones(3, np.float32)
-    coordinator.hear(1, [SubmitRequest(operation)], time.monotonic())
+    coordinator.receive(1, [SubmitRequest(operation)], time.monotonic())
     engine.submit(operation, Handle(engine, "t", TensorTableEntry(x, x, x)), blocking=True)
     assert left_behind == [0]
     assert transport.attempts == 3

@@ -360,13 +360,13 @@ def test_the_kernel_knows_of_a_process() -> None:
 def submit(
     coordinator: Coordinator, rank: int, name: str, kind: OperationKind = OperationKind.BARRIER, process_set: int = 0
 ) -> None:
-    coordinator.hear(rank, [SubmitRequest(Operation(kind, name, process_set=process_set))], float(rank))
+    coordinator.receive(rank, [SubmitRequest(Operation(kind, name, process_set=process_set))], float(rank))
 
 
 def test_the_coordinator_tells_what_waits() -> None:
     coordinator = Coordinator(3, 8, 0, 600.0)
     for rank in range(3):
-        coordinator.hear(rank, [SubmitRequest(Operation(OperationKind.ADD_SET, "add", shape=(0, 2)))], 0.0)
+        coordinator.receive(rank, [SubmitRequest(Operation(OperationKind.ADD_SET, "add", shape=(0, 2)))], 0.0)
     submit(coordinator, 0, "free", OperationKind.FREE)
     assert coordinator.waits() == []  # nobody waits for memory to be given back
     assert coordinator.oldest_wait() is None

@@ -7,7 +7,7 @@ from reigen.kv.server.consensus import WorkerConsensus
 def gather(*words, expected=3):
     agreement = WorkerConsensus("the type", lambda word: f"type {word}")
     for worker, word in words:
-        agreement.words[worker] = word
+        agreement.proposals[worker] = word
     return agreement, agreement.decide(range(expected))
 
 
@@ -29,7 +29,7 @@ def test_who_says_something_else_is_named_and_may_try_again():
     assert error.ranks == (1,)
     assert error.details == {0: "type a", 1: "type b", 2: "type a"}
     for worker in range(3):
-        agreement.words[worker] = "b"
+        agreement.proposals[worker] = "b"
     assert agreement.decide(range(3)) == ("b", None)
 
 

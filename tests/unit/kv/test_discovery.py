@@ -59,7 +59,7 @@ def test_a_scheduler_behind_another_address_listens_at_its_own() -> None:
 
 
 def test_a_secret_whose_keeper_does_not_answer_is_not_replaced_by_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_TALK_SECONDS", 0.05)
+    monkeypatch.setattr(local, "_HANDSHAKE_SECONDS", 0.05)
     scheduler = settings("scheduler", DMLC_PS_ROOT_PORT="9093", REIGEN_START_TIMEOUT="0.1")
     assert scheduler_secret(scheduler)[1] is False, "there is no keeper"
     with socket.socket(socket.AF_UNIX) as stopped:

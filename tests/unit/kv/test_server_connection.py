@@ -141,9 +141,9 @@ class Owner:
 class Bench:
     """A worker's end that is ready, and the server's."""
 
-    def __init__(self, *, resend_seconds: float | None = None, machine: str = "") -> None:
+    def __init__(self, *, resend_seconds: float | None = None, host_id: str = "") -> None:
         self.server, self.owner = Server(), Owner()
-        hello = KVHello(1, 9, "w", machine)
+        hello = KVHello(1, 9, "w", host_id)
         member: Any = SimpleNamespace(number=1, secret=SECRET, tls=None)
         config = Config(kv_resend=resend_seconds is not None, kv_resend_timeout_ms=int(1000 * (resend_seconds or 1)))
         self.upstream = ServerConnection(
@@ -216,8 +216,8 @@ def test_values_land_where_they_belong(bench: Make) -> None:
 def test_values_in_the_servers_memory_are_given_back_together(bench: Make) -> None:
     arena = ShmArena("test")
     segment = arena.segment
-    shared = {"machine": "m", "pid": os.getpid(), "fd": segment.fd, "inode": segment.inode}
-    one = bench(machine="m", welcome=shared)
+    shared = {"host_id": "m", "pid": os.getpid(), "fd": segment.fd, "inode": segment.inode}
+    one = bench(host_id="m", welcome=shared)
     block = arena.allocate(12)
     block.array.view(np.float32)[:] = 7
     where = {"flags": MessageFlag.IN_MEMORY, "offset": block.offset, "memory_bytes": 12}

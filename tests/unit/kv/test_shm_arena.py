@@ -19,9 +19,9 @@ def arena():
     arena.close()
 
 
-def hello_of(arena, machine="m", **other):
+def hello_of(arena, host_id="m", **other):
     facts = {"pid": os.getpid(), "fd": arena.segment.fd, "inode": arena.segment.inode, **other}
-    return KVHello(0, 0, "host", machine, **facts)
+    return KVHello(0, 0, "host", host_id, **facts)
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def test_what_lies_beyond_the_arena_is_refused(arena, peer):
 
 def test_why_memory_is_not_shared(arena):
     for hello, says in [
-        (hello_of(arena, machine=""), "does not share"),
-        (hello_of(arena, machine="other"), "host is another machine"),
+        (hello_of(arena, host_id=""), "does not share"),
+        (hello_of(arena, host_id="other"), "host is another host"),
         (hello_of(arena, inode=arena.segment.inode + 1), "is not the other end"),
         (hello_of(arena, fd=10_000), "cannot be opened: No such file"),
     ]:

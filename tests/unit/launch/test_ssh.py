@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reigen._version import __version__
 from reigen.errors import ConfigError, WireError
-from reigen.launch.agent.agent_protocol import MAX_NOISE_BYTES, GreetingParser, StartRequest, greeting
+from reigen.launch.agent.agent_protocol import MAX_BANNER_BYTES, GreetingParser, StartRequest, greeting
 from reigen.launch.agent.remote_start import find_scripts, format_problems
 from reigen.launch.agent.rsync import rsync_command
 from reigen.launch.base import AgentCommand, HostProblem
@@ -113,7 +113,7 @@ def test_what_stands_before_the_greeting_is_noise():
     data = b"Welcome!\n" + greeting() + b"frames"
     assert b"".join(preface.feed(data[at : at + 1]) for at in range(len(data) - 6)) == b""
     assert preface.version == __version__
-    assert preface.noise == "Welcome!"
+    assert preface.banner == "Welcome!"
 
 
 def test_another_version_is_named_before_anything_of_it_is_parsed():
@@ -133,7 +133,7 @@ def test_garbage_is_no_greeting(data):
 
 def test_endless_noise_is_refused():
     preface = GreetingParser()
-    preface.feed(bytes(MAX_NOISE_BYTES))
+    preface.feed(bytes(MAX_BANNER_BYTES))
     with pytest.raises(WireError, match="something else"):
         preface.feed(b"x")
 

@@ -41,7 +41,7 @@ def test_named_interfaces_win_then_the_route_decides(names, towards, route, expe
 def test_the_reason_says_what_decided():
     assert pick_address(["ib0"], ADDRESSES, "server", None, "here")[1] == "interface ib0 was asked for"
     assert pick_address([], {}, "server", "10.0.0.5", "here")[1] == "packets to server leave from there"
-    assert pick_address([], {}, None, None, "here")[1] == "no other machine takes part"
+    assert pick_address([], {}, None, None, "here")[1] == "no other host takes part"
 
 
 @pytest.mark.parametrize("names", [["eth9"], ["eth9", "down0"]])

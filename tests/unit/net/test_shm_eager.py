@@ -77,7 +77,7 @@ def test_who_is_parked_is_not_rung() -> None:
         assert parked.token() == before
 
 
-@pytest.mark.parametrize("who", [WaitingThread.NOBODY, WaitingThread.CALLER, WaitingThread.ENGINE])
+@pytest.mark.parametrize("who", [WaitingThread.NONE, WaitingThread.CALLER, WaitingThread.ENGINE])
 def test_who_may_sleep_or_works_is_rung(who: WaitingThread) -> None:
     hub, one = star(2)
     for reader, act in ((hub, one.eager.submit), (one, hub.eager.answer)):

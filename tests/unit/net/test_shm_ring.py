@@ -227,7 +227,7 @@ def test_what_was_written_before_a_reader_sleeps_on_wakes_it_too() -> None:
     """Nobody slept when it was written, and who says "sleep on" does not look whether there is anything."""
     hub, one = star(2)
     thread, woken = engine_sleeps(hub)
-    hub.set_wake_target(WaitingThread.NOBODY)
+    hub.set_wake_target(WaitingThread.NONE)
     one.send(b"m")
     assert hub.release_to_engine(urgent=False)
     assert not woken.wait(0.05)
@@ -311,7 +311,7 @@ def converse(mailbox: ShmTransport, first: bool) -> float:
                 break
             assert time.monotonic() < began + 100, f"stuck in round {number}"
             mailbox.sleep(token, WaitingThread.CALLER, 60.0)
-        mailbox.set_wake_target(WaitingThread.NOBODY)
+        mailbox.set_wake_target(WaitingThread.NONE)
         longest = max(longest, time.monotonic() - began)
         if received[0][1] == b"last":
             return longest

@@ -170,7 +170,7 @@ def test_a_message_or_a_call_ends_a_sleep(made: ExitStack, who: WaitingThread) -
 
 def test_a_call_before_the_sleep_is_not_lost(made: ExitStack) -> None:
     hub, _ = star(made, 2)
-    for taker in (WaitingThread.NOBODY, WaitingThread.ENGINE):
+    for taker in (WaitingThread.NONE, WaitingThread.ENGINE):
         hub.set_wake_target(taker)
         hub.wake(WaitingThread.ENGINE | WaitingThread.CALLER)
         hub.set_wake_target(WaitingThread.ENGINE)
@@ -194,11 +194,11 @@ def test_a_message_for_the_caller_leaves_the_engines_thread_asleep(made: ExitSta
 
 def test_behind_a_caller_the_engines_thread_hears_of_messages_in_a_moment(made: ExitStack) -> None:
     hub, one = star(made, 2)
-    hub.set_wake_target(WaitingThread.NOBODY)
+    hub.set_wake_target(WaitingThread.NONE)
     one.send(b"m")
     assert comes(hub.pending)
     hub.release_to_engine(urgent=False)
-    hub.set_wake_target(WaitingThread.NOBODY)  # the caller is back
+    hub.set_wake_target(WaitingThread.NONE)  # the caller is back
     begin = time.monotonic()
     hub.sleep(hub.token(), WaitingThread.ENGINE, 0.05)
     assert time.monotonic() - begin >= 0.05
@@ -214,7 +214,7 @@ def test_behind_a_caller_the_engines_thread_hears_of_messages_in_a_moment(made: 
 
 def test_a_descriptor_tells_of_messages_and_calls_and_is_calmed(made: ExitStack) -> None:
     hub, one = star(made, 2)
-    hub.set_wake_target(WaitingThread.NOBODY)
+    hub.set_wake_target(WaitingThread.NONE)
     poll = select.poll()
     poll.register(hub.descriptor, select.POLLIN)
     assert poll.poll(0) == []

@@ -221,7 +221,7 @@ def test_only_what_was_counted_shortly_before_an_end_is_its_cause() -> None:
     watched = Watched()
     watched.live(60)
     watched.kills += 1  # a child of a rank, which goes on
-    assert "perhaps this one" in watched.watch.suspicion()
+    assert "perhaps this one" in watched.watch.probable_cause()
     watched.live(60)
     assert watched.words() == "perhaps"
     assert watched.words() == ""

@@ -30,8 +30,8 @@ def matrix(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.linspace(-1, 1, 12, dtype=dtype).reshape(3, 4))
 
 
-def check(optimizer: torch.optim.Optimizer, *, vouched: bool = False) -> ShardGranularity:
-    return choose_division(optimizer, vouched=vouched, alignment_bytes=ALIGNMENT)
+def check(optimizer: torch.optim.Optimizer, *, asserted: bool = False) -> ShardGranularity:
+    return choose_division(optimizer, asserted=asserted, alignment_bytes=ALIGNMENT)
 
 
 def stepped(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -128,7 +128,7 @@ def test_optimizers_of_torch_may_be_cut(name: str, dtype: torch.dtype) -> None:
 )
 def test_what_looks_at_whole_tensors_is_refused_whoever_vouches(make: Any, why: str) -> None:
     with pytest.raises(ArgumentError, match=why):
-        check(make(matrix()), vouched=True)
+        check(make(matrix()), asserted=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -144,7 +144,7 @@ def test_an_unknown_class_needs_somebody_who_vouches() -> None:
     optimizer = Sign([matrix()], lr=0.1)
     with pytest.raises(ArgumentError, match="elementwise=True"):
         check(optimizer)
-    check(optimizer, vouched=True)
+    check(optimizer, asserted=True)
 
 
 def test_every_group_is_tried_with_its_own_options() -> None:
@@ -157,7 +157,7 @@ def test_every_group_is_tried_with_its_own_options() -> None:
 
 def test_a_learning_rate_of_nothing_hides_nothing() -> None:
     with pytest.raises(ArgumentError, match="whole tensors"):
-        check(Norm([matrix()], lr=0.0), vouched=True)
+        check(Norm([matrix()], lr=0.0), asserted=True)
 
 
 def test_the_user_s_optimizer_is_not_changed() -> None:
@@ -181,4 +181,4 @@ def test_threads_that_cut_elsewhere_are_seen() -> None:
     half = torch.optim.RMSprop([matrix(torch.float16)], lr=0.01, centered=True, momentum=0.9)
     with pytest.raises(ArgumentError, match=r"2 threads.*set_num_threads"):
         check(half)
-    check(half, vouched=True)
+    check(half, asserted=True)

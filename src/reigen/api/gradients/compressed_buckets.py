@@ -35,9 +35,11 @@ class _CompressedBucket:
 class CompressedBuckets:
     """The buckets of one plan, in the memory ``arrays``: flat, in the storage types of floating-point ``dtypes``."""
 
-    def __init__(self, codec: Codec, team: ReduceGroup, arrays: list[NDArray[Any]], dtypes: list[DType]) -> None:
+    def __init__(
+        self, codec: Codec, reduce_group: ReduceGroup, arrays: list[NDArray[Any]], dtypes: list[DType]
+    ) -> None:
         self._codec = codec
-        self._team = team
+        self._reduce_group = reduce_group
         self._buckets = [self._make(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
 
     @property
@@ -49,15 +51,15 @@ class CompressedBuckets:
         """Encode a bucket and submit its codes; its gradients are left as they are until `receive`."""
         bucket = self._buckets[number]
         self._codec.encode(bucket.array, bucket.residual, bucket.codes)
-        return self._team.gather(bucket.codes, part, bucket.gathered, blocking=blocking)
+        return self._reduce_group.gather(bucket.codes, part, bucket.gathered, blocking=blocking)
 
     def receive(self, number: int) -> None:
         """Decode the codes of all ranks into the bucket."""
-        bucket, how = self._buckets[number], self._team.how
-        factor = how.prescale * how.postscale
-        if how.op is ReduceOp.AVERAGE:
-            factor /= self._team.size
-        add_up(self._codec, list(bucket.gathered.reshape(self._team.size, -1)), bucket.array, factor)
+        bucket, reduction = self._buckets[number], self._reduce_group.reduction
+        factor = reduction.prescale * reduction.postscale
+        if reduction.op is ReduceOp.AVERAGE:
+            factor /= self._reduce_group.size
+        add_up(self._codec, list(bucket.gathered.reshape(self._reduce_group.size, -1)), bucket.array, factor)
 
     def take_back(self, number: int) -> None:
         """The codes have not gone out: the bucket becomes all that was to be sent, uncoded, and nothing remains."""
@@ -73,5 +75,5 @@ class CompressedBuckets:
 
     def _make(self, array: NDArray[Any], dtype: DType) -> _CompressedBucket:
         nbytes = self._codec.max_bytes(len(array))
-        gathered = np.empty(self._team.size * nbytes, np.uint8)
+        gathered = np.empty(self._reduce_group.size * nbytes, np.uint8)
         return _CompressedBucket(array, np.empty(nbytes, np.uint8), gathered, self._codec.begin(len(array), dtype))

@@ -29,7 +29,7 @@ class PlanProposal:
     sparse_dims: tuple[int, ...]
 
 
-def agree_on_plan(team: ReduceGroup, proposal: PlanProposal) -> tuple[list[int], list[int]]:
+def agree_on_plan(reduce_group: ReduceGroup, proposal: PlanProposal) -> tuple[list[int], list[int]]:
     """Collective over the group: every rank's proposal in, the same agreement out.
 
     Returns:
@@ -40,8 +40,14 @@ def agree_on_plan(team: ReduceGroup, proposal: PlanProposal) -> tuple[list[int],
     """
     order_bytes = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
     packed = compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order_bytes
-    replies = allgather_bytes(team.context, packed, f"{team.name}.agreement", team.number)
-    check_digests(team.context, [reply[:32] for reply in replies], proposal.description, team.name, team.number)
+    replies = allgather_bytes(reduce_group.context, packed, f"{reduce_group.name}.agreement", reduce_group.number)
+    check_digests(
+        reduce_group.context,
+        [reply[:32] for reply in replies],
+        proposal.description,
+        reduce_group.name,
+        reduce_group.number,
+    )
     num_parameters = len(proposal.sparse_dims)
     dims = [reply[32 : 32 + num_parameters] for reply in replies]
     order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]

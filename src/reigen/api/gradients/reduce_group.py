@@ -31,7 +31,7 @@ def choose_reduction(op: int, predivide: float) -> ReductionSpec:
 
 
 class ReduceGroup:
-    """The ranks that reduce one list of gradients together, as one of them sees it, by ``how``.
+    """The ranks that reduce one list of gradients together, as one of them sees it, by ``reduction``.
 
     Attributes:
         name: the same on every rank, for the list of gradients; the names of all its operations begin with it.
@@ -43,10 +43,10 @@ class ReduceGroup:
         ArgumentError: the process set is not registered.
     """
 
-    def __init__(self, context: Context, process_set: ProcessSet, how: ReductionSpec) -> None:
+    def __init__(self, context: Context, process_set: ProcessSet, reduction: ReductionSpec) -> None:
         self.context = context
         self.process_set = process_set
-        self.how = how
+        self.reduction = reduction
         self.number = process_set_number(process_set)
         self.ranks = tuple(context.process_sets[self.number])
         self.size = len(self.ranks)
@@ -62,17 +62,17 @@ class ReduceGroup:
         blocking: bool = False,
     ) -> Handle:
         """Reduce gradients in place; ``region`` is the registered memory in which they lie, if they do."""
-        how = self.how
+        reduction = self.reduction
         return self.context.allreduce(
             array,
             array,
             dtype,
-            op=how.op,
+            op=reduction.op,
             name=f"{self.name}.{part}",
-            prescale=how.prescale,
-            postscale=how.postscale,
+            prescale=reduction.prescale,
+            postscale=reduction.postscale,
             region=region,
-            divide_by_active=self.context.counts_active and how.op is ReduceOp.AVERAGE,
+            divide_by_active=self.context.counts_active and reduction.op is ReduceOp.AVERAGE,
             process_set=self.number,
             blocking=blocking,
         )
@@ -104,7 +104,7 @@ class ReduceGroup:
         self, array: Array, dtype: DType, part: str, region: MemoryRegion, counts: tuple[int, ...], *, blocking: bool
     ) -> Handle:
         """Reduce gradients in registered memory in place, each owner's part (of ``counts`` elements) for it alone."""
-        parts = OwnerReduction(region, counts, self.how.op, self.how.prescale, self.how.postscale)
+        parts = OwnerReduction(region, counts, self.reduction.op, self.reduction.prescale, self.reduction.postscale)
         name = f"{self.name}.{part}"
         return self.context.reduce_to_owners(array, dtype, parts, name=name, process_set=self.number, blocking=blocking)
 

@@ -96,30 +96,30 @@ def find_divergence(ranks: Sequence[int], table: Fingerprints) -> Divergence | N
     # Counter keeps the order of first sight, and max() the first of equals: the lowest rank decides a tie.
     votes = Counter(values)
     truth = max(votes, key=votes.__getitem__)
-    strangers = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != truth)
-    return Divergence(tensor, strangers, differing.size)
+    differing_ranks = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != truth)
+    return Divergence(tensor, differing_ranks, differing.size)
 
 
-def check_replicas(team: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:
+def check_replicas(reduce_group: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:
     """Collective: compare the bytes of all tensors, in the same order on every rank, between the ranks that take part.
 
     Raises:
         ReplicaError: they differ; raised on every rank, with the first tensor and the ranks whose values are strange.
     """
-    prints = np.array([fingerprint(tensor) for tensor in tensors], np.int64)
-    combined = fingerprint(prints.view(np.uint8))
+    fingerprints = np.array([fingerprint(tensor) for tensor in tensors], np.int64)
+    combined = fingerprint(fingerprints.view(np.uint8))
     # The maximum of ~x is the complement of the minimum of x.
     extremes = np.array([combined, ~combined], np.int64)
-    team.combine(extremes, ReduceOp.MAX, "replicas")
+    reduce_group.combine(extremes, ReduceOp.MAX, "replicas")
     if extremes[0] == ~extremes[1]:
         return
     # A row for every rank of the job: who has joined leaves his empty, and so does who is not in the set.
-    table = np.zeros((team.context.size, 1 + len(tensors)), np.int64)
-    table[team.context.rank] = [1, *prints]
-    team.combine(table, ReduceOp.SUM, "replicas.tensors")
+    table = np.zeros((reduce_group.context.size, 1 + len(tensors)), np.int64)
+    table[reduce_group.context.rank] = [1, *fingerprints]
+    reduce_group.combine(table, ReduceOp.SUM, "replicas.tensors")
     ranks = np.flatnonzero(table[:, 0]).tolist()
-    prints_by_rank = table[ranks, 1:]
-    found = find_divergence(ranks, prints_by_rank)
+    fingerprints_by_rank = table[ranks, 1:]
+    found = find_divergence(ranks, fingerprints_by_rank)
     assert found is not None, "equal tables have equal fingerprints"
     raise ReplicaError(
         f"the replicas have diverged: {_format_holders(found.ranks)} not what the others hold ({found.num_tensors} of "
@@ -129,12 +129,12 @@ def check_replicas(team: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], name
         ranks=found.ranks,
         details={
             rank: f"fingerprint {value & (2**64 - 1):016x}"
-            for rank, value in zip(ranks, prints_by_rank[:, found.tensor].tolist(), strict=True)
+            for rank, value in zip(ranks, fingerprints_by_rank[:, found.tensor].tolist(), strict=True)
         },
     )
 
 
-def check_first_step(team: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:
+def check_first_step(reduce_group: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str]) -> None:
     """Collective: warn, on the lowest rank, if the ranks begin with different parameters; see `check_replicas`.
 
     Some bytes of each tensor may stand for it.
@@ -143,11 +143,11 @@ def check_first_step(team: ReduceGroup, tensors: Sequence[NDArray[np.uint8]], na
         ReplicaError: they differ, and REIGEN_CHECK_REPLICAS is set; raised on every rank.
     """
     try:
-        check_replicas(team, tensors, names)
+        check_replicas(reduce_group, tensors, names)
     except ReplicaError as error:
-        if team.context.config.check_replicas:
+        if reduce_group.context.config.check_replicas:
             raise
-        if team.context.rank == min(team.ranks):
+        if reduce_group.context.rank == min(reduce_group.ranks):
             _log.warning(
                 "the ranks begin to train with different parameters: %s not what the others hold in %s. Each rank "
                 "trains a model of its own; call broadcast_parameters(model.state_dict(), root_rank=0) before",

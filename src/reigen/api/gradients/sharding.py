@@ -3,7 +3,7 @@
 With ``share_parameters`` the parameters of a model lie once in the memory of a host, and every rank's ``p.data`` is a
 view of them. Of each gradient bucket every *owner* (a rank of the host; on several hosts one that carries gradients
 between them) has a slice: it alone receives the slice's sums, and it alone updates the slice's elements of the
-parameters, with an optimizer whose state exists for them alone. Everybody sees the result: nothing is sent back.
+parameters, with an optimizer whose state exists for them alone. All ranks see the result: nothing is sent back.
 
 A step, on every rank:
 
@@ -11,19 +11,19 @@ a. Backward fills the rank's own buckets. A bucket that is complete is submitted
    the sums of its slice in its own copy of the bucket. The last bucket is kept back, as are all where nothing could go
    on while backward runs.
 b. ``step()`` submits what is left, the last bucket too: its reduction ends when all ranks have come to ``step()``, so
-   nobody reads the weights any more (backward may read them until it returns).
+   no rank reads the weights any more (backward may read them until it returns).
 c. Every owner updates its slice, and says in shared memory that it begins and that it has ended.
-d. A barrier: everybody goes on, with weights that nobody changes until all have come to the next (b).
+d. A barrier: all ranks go on, with weights that no rank changes until all have come to the next (b).
 
 Where gradients were asked for before ``step()`` (clipping, GradScaler, ``synchronize()``), the weights may have been
 read since then, so (c) is preceded by a barrier.
 
 Every wait has the job's deadline and ends when a rank is lost. A rank that fails by itself where the others count on it
-(its optimizer raises, its module was moved) ends the job for all, with an error that names it: nobody waits in vain. Up
-to (b) the weights are whole then: those of the last step. If a rank is lost in (c), or before (d) is over, what every
-owner has said tells whether they are those of the last step, of this one, or some of each; see `UpdateProgress`. Once a
-rank of the host has looked, nobody begins an update any more: a rank that was stopped and goes on changes nothing of
-it.
+(its optimizer raises, its module was moved) ends the job for all, with an error that names it: no rank waits in vain.
+Up to (b) the weights are whole then: those of the last step. If a rank is lost in (c), or before (d) is over, what
+every owner has said tells whether they are those of the last step, of this one, or some of each; see `UpdateProgress`.
+Once a rank of the host has looked, no rank begins an update any more: one that was stopped and goes on changes nothing
+of it.
 
 Between steps every rank may read everything (a rank that saves a checkpoint while others go on reads whole weights and
 states: there is no update without it).
@@ -141,10 +141,10 @@ def _cut_elements(bucket: Bucket, num_owners: int, alignment_bytes: int) -> list
 def _cut_parameters(bucket: Bucket, loads: Sequence[int]) -> list[int]:
     """The same where parameters stay whole, and the owners have so many bytes already."""
     total = sum(loads) + bucket.nbytes
-    lacking = [max(0, total - len(loads) * load) for load in loads]
+    missing_bytes = [max(0, total - len(loads) * load) for load in loads]
     cuts: list[int] = []
-    for wanted in itertools.accumulate(lacking[:-1]):
-        ideal = bucket.offset + bucket.nbytes * wanted // max(1, sum(lacking))
+    for wanted in itertools.accumulate(missing_bytes[:-1]):
+        ideal = bucket.offset + bucket.nbytes * wanted // max(1, sum(missing_bytes))
         begin, end = _parameter_bounds(bucket, ideal)
         cuts.append((begin if ideal - begin <= end - ideal else end) - bucket.offset)
     return cuts

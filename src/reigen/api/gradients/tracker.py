@@ -1,7 +1,7 @@
 """Tracker of gradients: the optimizer's logic as a pure state machine.
 
 Parameters and buckets are numbers. The executor (in the framework's package) tells what happened and does what the
-answer says; the machine holds no tensor, no memory and no handle.
+answer says; the tracker holds no tensor, no memory and no handle.
 
 A *pass* lasts from the end of one :meth:`GradientTracker.finish` to the end of the next:
 

@@ -104,7 +104,7 @@ class DeviceBackend:
         """True if an operation is enqueued, here or on a backend of `make_subgroup`, and not known to have ended."""
         return self._broken is None and bool(self._shared.operations)
 
-    def takes(self, device: Device, dtype: DType, how: tuple[ReduceOp, float, float] | None = None) -> bool:
+    def takes(self, device: Device, dtype: DType, reduction: tuple[ReduceOp, float, float] | None = None) -> bool:
         """Return whether memory of ``device`` need not be staged through the host: then it is this rank's only device.
 
         The same on all ranks that are installed alike; where ranks differ, an operation is refused. Any thread.
@@ -112,7 +112,7 @@ class DeviceBackend:
         Args:
             device: where the memory is.
             dtype: its element type.
-            how: operator, prescale and postscale, where it is to be reduced.
+            reduction: operator, prescale and postscale, where it is to be reduced.
 
         Raises:
             ArgumentError: this rank has used another device before.
@@ -123,7 +123,7 @@ class DeviceBackend:
             if self._host.rank == 0:
                 what = "are reduced on the GPUs" if library else "are staged through the host"
                 _log.info("CUDA tensors %s: %s", what, reason)
-        if not library or (how is not None and explain_unsupported(dtype, *how) is not None):
+        if not library or (reduction is not None and explain_unsupported(dtype, *reduction) is not None):
             return False
         claimed = self._shared.device
         if claimed is None:
@@ -246,7 +246,7 @@ class DeviceBackend:
         if group is not None:
             try:
                 group.abort()
-            except RuntimeError as failed:  # there is nobody left whom it could help
+            except RuntimeError as failed:  # no rank is left that it could help
                 _log.debug("the process group cannot be aborted: %s", failed)
 
     def close(self) -> None:

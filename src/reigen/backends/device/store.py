@@ -66,10 +66,10 @@ class ReplicatedStore:
             self._cancelled = reason
             self._changed.notify_all()
 
-    def collect(self, patience_seconds: float) -> list[StoreWrite]:
+    def collect(self, timeout_seconds: float) -> list[StoreWrite]:
         """Return this rank's writes since the last call, after a moment if there are none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._unsent, patience_seconds)
+            self._changed.wait_for(lambda: self._unsent, timeout_seconds)
             unsent, self._unsent = self._unsent, []
             return unsent
 

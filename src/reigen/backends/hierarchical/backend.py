@@ -133,8 +133,8 @@ class HierarchicalBackend(InterHost):
         self._next_offset = 0
         self._phase_ended: PhaseCallback | None = None
         self._progress_hook: ProgressHook | None = None
-        self.lacking: MissingRanksCallback | None = None
-        local.lacking = self._translated(self._own)
+        self.ranks_missing: MissingRanksCallback | None = None
+        local.ranks_missing = self._translated(self._own)
 
     @reports_failures
     def connect(self, deadline: float) -> None:
@@ -267,7 +267,7 @@ class HierarchicalBackend(InterHost):
     def close(self) -> None:
         for backend in (*self._joined, self._local.backend):
             backend.close()
-            backend.lacking = None  # it was this backend's
+            backend.ranks_missing = None  # it was this backend's
         self._joined.clear()
         self._regions.clear()
 
@@ -297,17 +297,17 @@ class HierarchicalBackend(InterHost):
     def _translated(self, members: Sequence[int]) -> MissingRanksCallback:
         """Return a callback that translates missing ranks of a backend of some of the ranks."""
 
-        def lacking(indices: Sequence[int]) -> None:
-            if self.lacking is not None:
-                self.lacking([members[index] for index in indices])
+        def ranks_missing(indices: Sequence[int]) -> None:
+            if self.ranks_missing is not None:
+                self.ranks_missing([members[index] for index in indices])
 
-        return lacking
+        return ranks_missing
 
     def _join(self, members: Sequence[int], deadline: float) -> Backend:
         """Make a backend of the network among some of the ranks."""
         backend = self._network.among([self._ranks[member] for member in members], deadline)
         self._joined.append(backend)
-        backend.lacking = self._translated(members)
+        backend.ranks_missing = self._translated(members)
         backend.phase_ended, backend.progress_hook = self._phase_ended, self._progress_hook
         return backend
 

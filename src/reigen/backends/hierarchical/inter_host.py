@@ -63,10 +63,10 @@ class InterHost:
         answers = np.zeros(2, bool)
         if self._group is not None:
             answers[:] = self._group.capabilities.ordered_sums, self._group.capabilities.abortable
-        shown = BufferList([answers]) if self._index == 0 else EMPTY_BUFFERS
+        shared = BufferList([answers]) if self._index == 0 else EMPTY_BUFFERS
         rest = len(self._members) - 1
         requests = [ReadRequest(0, BufferList([answers]))] + [None] * rest
-        self._spread([2] + [0] * rest, shown, requests, answers.dtype, deadline)
+        self._spread([2] + [0] * rest, shared, requests, answers.dtype, deadline)
         return bool(answers[0]), bool(answers[1])
 
     def _owned(self, copies: Sequence[Array]) -> tuple[Array, ...]:
@@ -109,17 +109,17 @@ class InterHost:
         for begin in range(0, longest, max(1, step)):
             spans = [(min(high, low + begin), min(high, low + begin + step)) for low, high in slices]
             results = [target.cut(*span) for span in spans]
-            shown = EMPTY_BUFFERS
+            shared = EMPTY_BUFFERS
             own = EMPTY_BUFFERS if self._index is None else results[self._index]
             partial = _scratch(own.size, stages) if stages.wide else own
             self._gather([source.cut(*span) for span in spans], partial, combine, storage, deadline)
             if own.size:
-                shown = self._between(partial, stages, deadline + GRACE_SECONDS)
-                if shown is not own:
-                    _copy(shown, own)
+                shared = self._between(partial, stages, deadline + GRACE_SECONDS)
+                if shared is not own:
+                    _copy(shared, own)
             requests = [None if result is own else ReadRequest(0, result) for result in results]
             sizes = [high - low for low, high in spans]
-            self._spread(sizes, shown, requests, storage, deadline + 2 * GRACE_SECONDS)
+            self._spread(sizes, shared, requests, storage, deadline + 2 * GRACE_SECONDS)
 
     def _between(self, partial: BufferList, stages: TwoStageReduction, deadline: float) -> BufferList:
         """Reduce this host's partial results, or a part of them, to the results, in place or elsewhere."""
@@ -157,13 +157,13 @@ class InterHost:
             chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]
             slices = [self._cross.slices(chunk.size, storage.itemsize) for chunk in chunks]
             sizes = [high - low for low, high in slices[self._host]]
-            shown = self._scatter(chunks, slices, combine, stages, deadline)
+            shared = self._scatter(chunks, slices, combine, stages, deadline)
             requests: list[ReadRequest | None] = []
             for low, high in slices[self._host]:
                 first, last = max(begin + low, before), min(begin + high, before + target.size)
                 into = target[first - before : last - before] if first < last else target[:0]
                 requests.append(ReadRequest(first - begin - low, BufferList([into])))
-            self._spread(sizes, shown, requests, storage, deadline + 2 * GRACE_SECONDS)
+            self._spread(sizes, shared, requests, storage, deadline + 2 * GRACE_SECONDS)
 
     def _scatter(
         self,
@@ -212,7 +212,7 @@ class InterHost:
     def _exchange_chunks(self, chunks: Sequence[BufferList], storage: np.dtype[np.generic], deadline: float) -> None:
         """Exchange the hosts' chunks: all get all of them."""
         slices = [self._cross.slices(chunk.size, storage.itemsize) for chunk in chunks]
-        shown = EMPTY_BUFFERS
+        shared = EMPTY_BUFFERS
         if self._index is not None:
             bounds = [of_host[self._index] for of_host in slices]
             counts = [high - low for low, high in bounds]
@@ -221,14 +221,14 @@ class InterHost:
                 chunks[self._host].read(*bounds[self._host], sent)
                 self._cross_backend().allgather(sent, counts, received, deadline + GRACE_SECONDS)
                 first = sum(counts[: self._host])
-                shown = BufferList([received[:first], received[first + sent.size :]])
+                shared = BufferList([received[:first], received[first + sent.size :]])
         remote = [index for index in range(len(chunks)) if index != self._host]
         pieces = [
             _concatenate([chunks[i].cut(*slices[i][index]) for i in remote]) for index in range(len(self._members))
         ]
         sizes = [piece.size for piece in pieces]
         requests = [ReadRequest(0, piece) for piece in pieces]
-        self._spread(sizes, shown, requests, storage, deadline + 2 * GRACE_SECONDS)
+        self._spread(sizes, shared, requests, storage, deadline + 2 * GRACE_SECONDS)
 
     @reports_failures
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
@@ -244,17 +244,17 @@ class InterHost:
                 ReadRequest(0, BufferList([target])) if n and rank != self.rank else None
                 for rank, n in zip(self._own, sizes, strict=True)
             ]
-            shown = EMPTY_BUFFERS if source is None else BufferList([target])
-            self._local.share(shown, sizes, requests, target.dtype, deadline)
+            shared = EMPTY_BUFFERS if source is None else BufferList([target])
+            self._local.share(shared, sizes, requests, target.dtype, deadline)
         own_slice = None if self._index is None else pieces[self._index]
         if own_slice is not None and own_slice.size:
             sent = own_slice if start == self._host else None
             self._cross_backend().broadcast(sent, own_slice, start, deadline + GRACE_SECONDS)
         if start != self._host:
-            shown = EMPTY_BUFFERS if own_slice is None else BufferList([own_slice])
+            shared = EMPTY_BUFFERS if own_slice is None else BufferList([own_slice])
             remote_requests = [None if piece is own_slice else ReadRequest(0, BufferList([piece])) for piece in pieces]
             sizes = [piece.size for piece in pieces]
-            self._spread(sizes, shown, remote_requests, target.dtype, deadline + 2 * GRACE_SECONDS)
+            self._spread(sizes, shared, remote_requests, target.dtype, deadline + 2 * GRACE_SECONDS)
 
     @reports_failures
     def barrier(self, deadline: float) -> None:
@@ -293,7 +293,7 @@ class InterHost:
     def _spread(
         self,
         sizes: Sequence[int],
-        shown: BufferList,
+        shared: BufferList,
         requests: Sequence[ReadRequest | None],
         storage: np.dtype[np.generic],
         deadline: float,
@@ -303,7 +303,7 @@ class InterHost:
         requests_by_rank: list[ReadRequest | None] = [None] * self._local.size
         for member, size, part in zip(self._members, sizes, requests, strict=True):
             sizes_by_rank[member], requests_by_rank[member] = size, part
-        self._local.share(shown, sizes_by_rank, requests_by_rank, storage, deadline)
+        self._local.share(shared, sizes_by_rank, requests_by_rank, storage, deadline)
 
 
 def _combine_function(stages: TwoStageReduction) -> Combine:

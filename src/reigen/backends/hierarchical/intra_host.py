@@ -41,7 +41,7 @@ class ReadRequest:
 
 
 class IntraHost:
-    """Ranks of this host. The ``lacking`` and ``phase_ended`` of their backend are set elsewhere."""
+    """Ranks of this host. The ``ranks_missing`` and ``phase_ended`` of their backend are set elsewhere."""
 
     def __init__(self, backend: ShmBackend | NullBackend) -> None:
         self.backend = backend
@@ -89,18 +89,18 @@ class IntraHost:
             if not followed:
                 self.backend.barrier(deadline)  # until now some rank may have been reading
             return
-        room = SLOT_BYTES // len(receivers) // _LINE * _LINE // storage.itemsize
-        places = {rank: index * room for index, rank in enumerate(receivers)}
+        capacity = SLOT_BYTES // len(receivers) // _LINE * _LINE // storage.itemsize
+        places = {rank: index * capacity for index, rank in enumerate(receivers)}
         own, block = parts[self.rank], BLOCK_BYTES // storage.itemsize
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
             for rank in receivers:
-                begin, end = index * room, min(parts[rank].size, (index + 1) * room)
+                begin, end = index * capacity, min(parts[rank].size, (index + 1) * capacity)
                 if rank != self.rank and begin < end:
                     parts[rank].read(begin, end, _typed_view(slot, storage, places[rank], end - begin))
 
         def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
-            start, end = index * room, min(own.size, (index + 1) * room)
+            start, end = index * capacity, min(own.size, (index + 1) * capacity)
             for begin in range(start, end, block):
                 for place, (contribution, result) in zip_pieces([own, out], begin, min(end, begin + block)):
                     where = places[self.rank] + place - start
@@ -109,48 +109,48 @@ class IntraHost:
                     combine(inputs, result)
             self.ended("SHM_REDUCE")
 
-        num_rounds = -(-max(part.size for part in parts) // room)
+        num_rounds = -(-max(part.size for part in parts) // capacity)
         self.backend.rounds(num_rounds, fill, collect, deadline, waits_last=own.size > 0 or not followed)
 
     def share(
         self,
-        shown: BufferList,
+        shared: BufferList,
         sizes: Sequence[int],
         requests: Sequence[ReadRequest | None],
         storage: np.dtype[np.generic],
         deadline: float,
     ) -> None:
-        """Share ``shown``, and read the requested parts of rank r's (``sizes[r]`` elements)."""
+        """Share ``shared``, and read the requested parts of rank r's (``sizes[r]`` elements)."""
         if not any(sizes):
             return
         if isinstance(self.backend, NullBackend):
             if (part := requests[0]) is not None:
                 for _, (source, target) in zip_pieces(
-                    [shown.cut(part.begin, shown.size), part.into], 0, part.into.size
+                    [shared.cut(part.begin, shared.size), part.into], 0, part.into.size
                 ):
                     target[:] = source
             return
         if self.backend.uses_cross_memory(sum(sizes) * storage.itemsize):
-            self._share_directly(self.backend, shown, requests, storage, deadline)
+            self._share_directly(self.backend, shared, requests, storage, deadline)
             return
-        room = SLOT_BYTES // storage.itemsize
+        capacity = SLOT_BYTES // storage.itemsize
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
-            begin, end = index * room, min(shown.size, (index + 1) * room)
+            begin, end = index * capacity, min(shared.size, (index + 1) * capacity)
             if begin < end:
-                shown.read(begin, end, _typed_view(slot, storage, 0, end - begin))
+                shared.read(begin, end, _typed_view(slot, storage, 0, end - begin))
 
         def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             for slot, part in zip(slots, requests, strict=True):
                 if part is not None:
-                    begin = max(part.begin, index * room)
-                    end = min(part.begin + part.into.size, (index + 1) * room)
+                    begin = max(part.begin, index * capacity)
+                    end = min(part.begin + part.into.size, (index + 1) * capacity)
                     if begin < end:
                         part.into.write(
-                            begin - part.begin, _typed_view(slot, storage, begin - index * room, end - begin)
+                            begin - part.begin, _typed_view(slot, storage, begin - index * capacity, end - begin)
                         )
 
-        self.backend.rounds(-(-max(sizes) // room), fill, collect, deadline)
+        self.backend.rounds(-(-max(sizes) // capacity), fill, collect, deadline)
 
     def _reduce_directly(
         self,
@@ -161,20 +161,20 @@ class IntraHost:
         storage: np.dtype[np.generic],
         deadline: float,
     ) -> None:
-        shown = _exchange_addresses(backend, parts, deadline)
+        address_tables = _exchange_addresses(backend, parts, deadline)
         own, itemsize = parts[self.rank], storage.itemsize
         block = BLOCK_BYTES // itemsize
         for begin in range(0, own.size, block):
             end = min(own.size, begin + block)
-            rooms = [room[: (end - begin) * itemsize].view(storage) for room in backend.reader.scratch]
-            for rank, tables in enumerate(shown):
+            buffers = [buffer[: (end - begin) * itemsize].view(storage) for buffer in backend.reader.scratch]
+            for rank, tables in enumerate(address_tables):
                 if rank != self.rank:
                     remote_ranges = cut_ranges(tables[self.rank], begin * itemsize, end * itemsize)
                     backend.reader.read(
-                        rank, *pair_ranges(remote_ranges, [(rooms[rank].ctypes.data, rooms[rank].nbytes)])
+                        rank, *pair_ranges(remote_ranges, [(buffers[rank].ctypes.data, buffers[rank].nbytes)])
                     )
             for place, (contribution, result) in zip_pieces([own, out], begin, end):
-                inputs = [room[place - begin :][: result.size] for room in rooms]
+                inputs = [buffer[place - begin :][: result.size] for buffer in buffers]
                 inputs[self.rank] = contribution
                 combine(inputs, result)
         self.ended("SHM_REDUCE")
@@ -182,15 +182,15 @@ class IntraHost:
     def _share_directly(
         self,
         backend: ShmBackend,
-        shown: BufferList,
+        shared: BufferList,
         requests: Sequence[ReadRequest | None],
         storage: np.dtype[np.generic],
         deadline: float,
     ) -> None:
-        if _RANGE_BYTES * shown.num_arrays > SLOT_BYTES // 2:
-            shown = BufferList([shown.joined()])
+        if _RANGE_BYTES * shared.num_arrays > SLOT_BYTES // 2:
+            shared = BufferList([shared.joined()])
         for rank, ([remote_ranges], part) in enumerate(
-            zip(_exchange_addresses(backend, [shown], deadline), requests, strict=True)
+            zip(_exchange_addresses(backend, [shared], deadline), requests, strict=True)
         ):
             if part is not None and part.into.size:
                 begin, end = part.begin * storage.itemsize, (part.begin + part.into.size) * storage.itemsize

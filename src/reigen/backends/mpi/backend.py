@@ -70,7 +70,7 @@ class MpiBackend(FlatBackend):
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
         """Implement `Backend.allreduce`; memory of `allocate` is ordinary memory."""
-        self._progress.begin(self.lacking, self.progress_hook)
+        self._progress.begin(self.ranks_missing, self.progress_hook)
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         if source.size == 0:
             return
@@ -170,7 +170,7 @@ class MpiBackend(FlatBackend):
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        self._progress.begin(self.lacking, self.progress_hook)
+        self._progress.begin(self.ranks_missing, self.progress_hook)
         dtype, by_mpi = reduction.dtype, self._by_mpi(reduction)
         starts = list(itertools.accumulate(counts, initial=0))
         num_rounds = -(-sum(counts) * dtype.itemsize // self._chunk_bytes)
@@ -214,7 +214,7 @@ class MpiBackend(FlatBackend):
     # -- collectives that move data -----------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        self._progress.begin(self.lacking, self.progress_hook)
+        self._progress.begin(self.ranks_missing, self.progress_hook)
         starts = list(itertools.accumulate(counts, initial=0))
         num_rounds = -(-sum(counts) * target.itemsize // self._chunk_bytes)
 
@@ -237,7 +237,7 @@ class MpiBackend(FlatBackend):
         self._rounds(num_rounds, start, finish, "MPI_ALLGATHER", deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        self._progress.begin(self.lacking, self.progress_hook)
+        self._progress.begin(self.ranks_missing, self.progress_hook)
         bounds = _split_chunks(target.size, self._chunk_bytes // target.itemsize)
 
         def start(index: int) -> Request:
@@ -257,7 +257,7 @@ class MpiBackend(FlatBackend):
         self._rounds(len(bounds), start, finish, "MPI_BCAST", deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        self._progress.begin(self.lacking, self.progress_hook)
+        self._progress.begin(self.ranks_missing, self.progress_hook)
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
         send_starts = list(itertools.accumulate(sent, initial=0))
         receive_starts = list(itertools.accumulate(received, initial=0))
@@ -271,8 +271,8 @@ class MpiBackend(FlatBackend):
             stage = self._take("send", index, sum(outgoing), target.dtype)
             _parts_of(source, send_starts, parts).read(0, stage.size, stage)
             self._ended("MEMCPY_IN_FUSION_BUFFER")
-            room = self._take("receive", index, sum(incoming), target.dtype)
-            return self._exchange(stage, outgoing, room, incoming)
+            buffer = self._take("receive", index, sum(incoming), target.dtype)
+            return self._exchange(stage, outgoing, buffer, incoming)
 
         def finish(index: int) -> None:
             parts = [_chunk_part(count, index, num_rounds) for count in received]
@@ -282,7 +282,7 @@ class MpiBackend(FlatBackend):
         self._rounds(num_rounds, start, finish, "MPI_ALLTOALL", deadline)
 
     def barrier(self, deadline: float) -> None:
-        self._progress.begin(self.lacking, self.progress_hook)
+        self._progress.begin(self.ranks_missing, self.progress_hook)
         self._progress.wait(self._post(self._communicator.Ibarrier), deadline)
 
     # -- help ---------------------------------------------------------------------------------------------------------
@@ -305,12 +305,12 @@ class MpiBackend(FlatBackend):
             if index + _NUM_SLOTS < count:
                 requests[index % _NUM_SLOTS] = start(index + _NUM_SLOTS)
 
-    def _exchange(self, stage: Array, outgoing: Sequence[int], room: Array, incoming: Sequence[int]) -> Request:
+    def _exchange(self, stage: Array, outgoing: Sequence[int], buffer: Array, incoming: Sequence[int]) -> Request:
         """Start an alltoall; numbers of elements."""
         byte, itemsize = self._mpi.BYTE, stage.itemsize
         send = [stage, [n * itemsize for n in outgoing], byte]
-        receive = [room, [n * itemsize for n in incoming], byte]
-        return self._post(lambda: self._communicator.Ialltoallv(send, receive), stage, room)
+        receive = [buffer, [n * itemsize for n in incoming], byte]
+        return self._post(lambda: self._communicator.Ialltoallv(send, receive), stage, buffer)
 
     def _gather(self, stage: Array, sizes: Sequence[int]) -> Request:
         """Start an allgather in place; numbers of elements."""

@@ -68,7 +68,7 @@ class MpiNetwork:
 
         self._world, self._world_ranks, self._rank = world, tuple(world_ranks), rank
         self._rendezvous = rendezvous
-        self._commons = MpiSharedState(failure, mpi_exit_handler(), looks)
+        self._shared_state = MpiSharedState(failure, mpi_exit_handler(), looks)
         self._native, self._chunk_bytes = native, chunk_bytes
         version = Get_library_version().rstrip("\0").splitlines()[0]
         self.survives, reason = can_survive_failures(os.environ, version)
@@ -84,11 +84,11 @@ class MpiNetwork:
         self._made[key] = self._made.get(key, 0) + 1
         digest = hashlib.sha256(str(key).encode()).hexdigest()[:16]
         prefix = f"mpi/{digest}/{self._made[key]}"
-        name = wait_for_ranks(self._rendezvous, key, self._rank, prefix, self._commons.failure, deadline)
-        with self._commons.lock:
+        name = wait_for_ranks(self._rendezvous, key, self._rank, prefix, self._shared_state.failure, deadline)
+        with self._shared_state.lock:
             group = self._world.Get_group().Incl([self._world_ranks[r] for r in key])
             communicator = self._world.Create_group(group)
-        return MpiBackend(MpiProgress(communicator, name, key, self._commons), self._native, self._chunk_bytes)
+        return MpiBackend(MpiProgress(communicator, name, key, self._shared_state), self._native, self._chunk_bytes)
 
     def close(self) -> None:
         """Do nothing: the backends have been closed."""

@@ -60,11 +60,11 @@ class _StatusMessage(msgspec.Struct, array_like=True, frozen=True):
 class MpiSharedState:
     """State that all MPI backends of a process share.
 
-    ``farewell`` handles operations that are given up; ``failure`` and ``looks`` are those of `MpiNetwork`.
+    ``exit_handler`` handles operations that are given up; ``failure`` and ``looks`` are those of `MpiNetwork`.
     """
 
-    def __init__(self, failure: FailureCheck, farewell: MpiExitHandler, looks: int) -> None:
-        self.failure, self.farewell, self.looks = failure, farewell, looks
+    def __init__(self, failure: FailureCheck, exit_handler: MpiExitHandler, looks: int) -> None:
+        self.failure, self.exit_handler, self.looks = failure, exit_handler, looks
         #: Held during every call of MPI: it need not allow two threads at once.
         self.lock = threading.RLock()
         #: The reason why nothing works any more.
@@ -74,7 +74,7 @@ class MpiSharedState:
         """Fail every operation from now on; the first error counts."""
         if self.error is None:
             self.error = error
-            self.farewell.failed(error.reason)
+            self.exit_handler.failed(error.reason)
 
 
 class MpiProgress:
@@ -84,18 +84,20 @@ class MpiProgress:
         communicator: of the backend alone.
         name: the same on its ranks, and different from that of any backend before.
         ranks: their numbers in the job.
-        commons: shared by the backends of the process.
+        shared_state: shared by the backends of the process.
     """
 
-    def __init__(self, communicator: Intracomm, name: bytes, ranks: Sequence[int], commons: MpiSharedState) -> None:
+    def __init__(
+        self, communicator: Intracomm, name: bytes, ranks: Sequence[int], shared_state: MpiSharedState
+    ) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
         self.name, self.ranks = name, tuple(ranks)
         self.rank, self.size = communicator.rank, communicator.size
         self.communicator = communicator
-        self._commons = commons
-        self._lacking: MissingRanksCallback | None = None
+        self._shared_state = shared_state
+        self._ranks_missing: MissingRanksCallback | None = None
         self._hook: ProgressHook | None = None
         #: number of operations that this rank has begun, and whether it has sent _PRESENT for this one
         self._operation, self._has_reported = 0, False
@@ -111,20 +113,20 @@ class MpiProgress:
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
-    def begin(self, lacking: MissingRanksCallback | None, hook: ProgressHook | None) -> None:
+    def begin(self, ranks_missing: MissingRanksCallback | None, hook: ProgressHook | None) -> None:
         """Begin the next operation, with the backend's callbacks; raises CollectiveError if some rank has given up."""
-        self._lacking, self._hook = lacking, hook
+        self._ranks_missing, self._hook = ranks_missing, hook
         self._operation += 1
         self._has_reported = False
-        with self._commons.lock:
+        with self._shared_state.lock:
             self._receive_status()
-        if self._commons.error is not None:
-            raise self._commons.error.anew()
+        if self._shared_state.error is not None:
+            raise self._shared_state.error.anew()
 
     def post(self, start: Callable[[], Request], *memory: object) -> Request:
         """Start a request, and keep its memory until it has been waited for; raises CollectiveError: MPI refused."""
         try:
-            with self._commons.lock:
+            with self._shared_state.lock:
                 request = start()
         except self._mpi.Exception as error:
             raise self._broken_by(error) from error
@@ -134,7 +136,7 @@ class MpiProgress:
     def wait(self, request: Request, deadline: float) -> None:
         """Wait until a request is complete. Errors are those of `reigen.backends.base`; they break the backend."""
         try:
-            for _ in range(self._commons.looks + 1):
+            for _ in range(self._shared_state.looks + 1):
                 if self._is_complete(request):
                     break
             else:
@@ -147,12 +149,12 @@ class MpiProgress:
         self._pending.pop(id(request), None)
 
     def _is_complete(self, request: Request) -> bool:
-        with self._commons.lock:
+        with self._shared_state.lock:
             return request.Test()
 
     def _wait_long(self, request: Request, deadline: float) -> None:
         now = time.monotonic()
-        sleepless, look, pause = now + _YIELD_SECONDS, now + LOOK_SECONDS, _SHORTEST_SLEEP
+        spin_until, look, pause = now + _YIELD_SECONDS, now + LOOK_SECONDS, _SHORTEST_SLEEP
         hook, poll = self._hook, select.poll()
         if hook is not None:
             poll.register(hook.descriptor, select.POLLIN)
@@ -165,7 +167,7 @@ class MpiProgress:
                 error = self._look(now, deadline)
                 if error is not None and not self._is_complete(request):
                     raise error
-            elif now < sleepless:
+            elif now < spin_until:
                 os.sched_yield()
             else:
                 time.sleep(min(pause, max(0.0, deadline - now)))
@@ -174,19 +176,19 @@ class MpiProgress:
     # -- the other ranks ----------------------------------------------------------------------------------------------
 
     def _look(self, now: float, deadline: float) -> CollectiveError | None:
-        """Return the reason to give up, or None. Calls ``lacking``."""
-        with self._commons.lock:
+        """Return the reason to give up, or None. Calls ``ranks_missing``."""
+        with self._shared_state.lock:
             if not self._has_reported:
                 self._has_reported = True
                 self._send_status(_StatusMessage(self.name, self._operation))
             self._receive_status()
         missing = [rank for rank, last in enumerate(self._present) if rank != self.rank and last < self._operation]
-        if self._commons.error is not None:
-            return self._commons.error
-        if missing and self._lacking is not None:
-            self._lacking(missing)
+        if self._shared_state.error is not None:
+            return self._shared_state.error
+        if missing and self._ranks_missing is not None:
+            self._ranks_missing(missing)
         others = [self.ranks[member] for member in missing or range(self.size) if member != self.rank]
-        error = self._commons.failure(others)
+        error = self._shared_state.failure(others)
         if has_left(error):
             self._departed_at = self._departed_at or now
             if now < min(deadline, self._departed_at + _LEAVING_SECONDS):
@@ -216,14 +218,14 @@ class MpiProgress:
             self._present[sender] = max(self._present[sender], note.operation)
             if note.kind:
                 kind = ERRORS_BY_NAME.get(note.kind, CollectiveError)
-                self._commons.fail(kind(f"{note.reason} (told by rank {self.ranks[sender]})", ranks=note.ranks))
+                self._shared_state.fail(kind(f"{note.reason} (told by rank {self.ranks[sender]})", ranks=note.ranks))
 
     def give_up(self, error: CollectiveError) -> None:
         """Report to the other ranks of this backend, and to its waiting thread here, that this one cannot go on."""
-        self._commons.fail(error)
+        self._shared_state.fail(error)
         kind = type(error).__name__ if type(error).__name__ in ERRORS_BY_NAME else CollectiveError.__name__
         ranks = error.ranks[:_MAX_RANKS] or (self.ranks[self.rank],)
-        with self._commons.lock:
+        with self._shared_state.lock:
             self._send_status(
                 _StatusMessage(self.name, self._operation, kind, ranks, error.reason[:_MAX_REASON_CHARACTERS])
             )
@@ -249,10 +251,10 @@ class MpiProgress:
         """
         if self.rank not in members:
             return None
-        with self._commons.lock:
+        with self._shared_state.lock:
             communicator = self.communicator.Create_group(self.communicator.Get_group().Incl(list(members)))
         name = hashlib.sha256(self.name + number.to_bytes(8)).digest()[: len(self.name)]
-        return MpiProgress(communicator, name, [self.ranks[member] for member in members], self._commons)
+        return MpiProgress(communicator, name, [self.ranks[member] for member in members], self._shared_state)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -261,7 +263,7 @@ class MpiProgress:
         text = str(error).replace("\n", " ")
         until, pause = time.monotonic() + _ASK_SECONDS, threading.Event()
         others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
-        while (known := self._commons.failure(others)) is None and time.monotonic() < until:
+        while (known := self._shared_state.failure(others)) is None and time.monotonic() < until:
             pause.wait(LOOK_SECONDS / 2)
         gone = [self.ranks[member] for member in self._dead()]
         if known is None and gone:
@@ -273,7 +275,7 @@ class MpiProgress:
     def _dead(self) -> list[int]:
         """Return ranks that died, as far as MPI knows: Open MPI does with --with-ft ulfm."""
         try:
-            with self._commons.lock:
+            with self._shared_state.lock:
                 failed, group = self.communicator.Get_failed(), self.communicator.Get_group()
                 return failed.Translate_ranks(None, group)
         except (self._mpi.Exception, NotImplementedError, AttributeError):
@@ -282,8 +284,8 @@ class MpiProgress:
     def break_off(self, error: BaseException) -> None:
         """Give up pending requests: they may still write to their memory, which is kept therefore."""
         known = error if isinstance(error, CollectiveError) else CollectiveError(f"interrupted: {error!r}")
-        self._commons.fail(known)
-        self._commons.farewell.keep(self.communicator, *self._pending.values(), *self._sent)
+        self._shared_state.fail(known)
+        self._shared_state.exit_handler.keep(self.communicator, *self._pending.values(), *self._sent)
         self._pending.clear()
         self._sent.clear()
 
@@ -292,9 +294,9 @@ class MpiProgress:
         if self._closed or self._mpi.Is_finalized():  # by the script: nothing is left to free then
             return
         self._closed = True
-        with self._commons.lock:
+        with self._shared_state.lock:
             self._drop_sent()
-            if self._commons.error is None and not self._sent and not self._pending:
+            if self._shared_state.error is None and not self._sent and not self._pending:
                 self.communicator.Free()
             else:
-                self._commons.farewell.keep(self.communicator, *self._pending.values(), *self._sent)
+                self._shared_state.exit_handler.keep(self.communicator, *self._pending.values(), *self._sent)

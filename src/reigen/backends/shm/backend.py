@@ -3,7 +3,7 @@
 Registered memory (a `MemoryRegion`) is reduced where it lies. Rank r owns slice r of every buffer: block by block,
 small enough for its cache, it adds that slice of all copies in rank order and writes the sum into all copies. Each rank
 reads S and writes S bytes for a buffer of S bytes, whatever the number of ranks. One barrier at the end: that
-everybody's data is there is known before the call (engine: it was announced because all ranks had submitted it).
+every rank's data is there is known before the call (engine: it was announced because all ranks had submitted it).
 
 Ordinary arrays are staged: every rank has four slots in its segment, used in turn. Chunk by chunk the ranks put what
 others will reduce into a slot, reduce their own slice (their own contribution to it stays where it is), and collect
@@ -20,7 +20,7 @@ a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for f
    operation (so copying overlaps with waiting). So when it has waited for filled(k), all have collected k - 2.
 b. It fills k + 2 after that wait: the chunk that used this slot before, k - 2, is collected. Who does not wait for an
    operation's last chunk (`rounds`) is ahead likewise, and therefore fills nothing ahead in the next operation.
-c. What a rank has reduced goes to the slice of the slot that it had not filled, since it is its own: nobody reads that
+c. What a rank has reduced goes to the slice of the slot that it had not filled, since it is its own: no rank reads that
    but to collect it, after waiting for reduced(k) of all ranks.
 
 Every element's sum is taken in rank order wherever it is cut, so results have the same bits for all sizes of chunk and
@@ -66,7 +66,7 @@ _SLEEPING = 32
 _WORDS_BYTES = 4096
 _NUM_SLOTS = 4
 _SECRET_BYTES = 16
-#: Where nobody is told of phases: does nothing, and that in C.
+#: Where phases are not reported: does nothing, and that in C.
 _ignore_phase = cast("PhaseCallback", bool)
 #: What a rank tells that cannot know how much memory is left.
 _UNKNOWN = 1 << 62
@@ -115,7 +115,7 @@ class ShmBackend:
     ) -> None:
         self.rank, self.size = neighbours.rank, neighbours.size
         self.phase_ended: PhaseCallback | None = None
-        self.lacking: MissingRanksCallback | None = None
+        self.ranks_missing: MissingRanksCallback | None = None
         self.progress_hook: ProgressHook | None = None
         self._local_peers = neighbours
         self._looks = looks
@@ -125,7 +125,7 @@ class ShmBackend:
                 [FutexWord(array, line * _LINE + _SLEEPING) for array in part.arrays],
                 neighbours,
                 looks,
-                self._lacks,
+                self._report_missing,
                 self._idle,
             )
             for line in range(2)
@@ -143,7 +143,7 @@ class ShmBackend:
         #: the size of this rank's segment before the last allocation; -1 where it took what had been freed
         self._grown_from = -1
         #: where backends that were split off, and closed, had their parts in this rank's segment
-        self._spare_parts: list[int] = []
+        self._free_parts: list[int] = []
         #: called by close()
         self._give_back: Callable[[], None] = lambda: None
         #: of the last allreduce: the next one is often the same
@@ -164,16 +164,16 @@ class ShmBackend:
 
         def ask(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             for pid, slot in zip(self._local_peers.pids, slots, strict=True):
-                there = int(slot[:8].view(np.uint64)[0])
+                remote_address = int(slot[:8].view(np.uint64)[0])
                 answers.append(
-                    process_memory.can_read_process_memory(pid, there, slot[8 : 8 + _SECRET_BYTES].tobytes())
+                    process_memory.can_read_process_memory(pid, remote_address, slot[8 : 8 + _SECRET_BYTES].tobytes())
                 )
 
         self.exchange(np.concatenate([address, secret]), ask, deadline)
-        everybody: list[bool] = []
+        readable: list[bool] = []
         own = np.array([all(answers)], np.uint8)
-        self.exchange(own, lambda _, slots: everybody.extend(bool(slot[0]) for slot in slots), deadline)
-        self._reads_directly = all(everybody)
+        self.exchange(own, lambda _, slots: readable.extend(bool(slot[0]) for slot in slots), deadline)
+        self._reads_directly = all(readable)
         return self._reads_directly
 
     def uses_cross_memory(self, nbytes: int) -> bool:
@@ -333,8 +333,8 @@ class ShmBackend:
             self._ended("WAIT_FOR_OTHER_RANKS")
             end = begin + received.size
             for (place, own), (_, result) in zip(source.pieces(begin, end), target.pieces(begin, end), strict=True):
-                theirs = received[place - begin :][: own.size]
-                reducer.reduce((own, theirs) if self.rank == 0 else (theirs, own), result)
+                remote = received[place - begin :][: own.size]
+                reducer.reduce((own, remote) if self.rank == 0 else (remote, own), result)
             self._ended("SHM_ALLREDUCE")
 
     def _reduce_slice(
@@ -352,18 +352,18 @@ class ShmBackend:
         pairs = zip(source.pieces(low, high), target.pieces(low, high), strict=True)
         for (place, contribution), (_, result) in pairs:
             for first in range(0, result.size, block):
-                here = slice(first, min(result.size, first + block))
-                there = slice(place - begin + here.start, place - begin + here.stop)
-                inputs = [view[there] for view in views]
-                inputs[self.rank] = contribution[here]
-                reducer.reduce(inputs, result[here])
-                views[self.rank][there] = result[here]
+                in_result = slice(first, min(result.size, first + block))
+                in_slot = slice(place - begin + in_result.start, place - begin + in_result.stop)
+                inputs = [view[in_slot] for view in views]
+                inputs[self.rank] = contribution[in_result]
+                reducer.reduce(inputs, result[in_result])
+                views[self.rank][in_slot] = result[in_result]
 
     def _reduce_directly(self, source: BufferList, target: BufferList, reducer: BlockReducer, deadline: float) -> None:
         own = encode_addresses(source, target)
-        shown: list[NDArray[np.uint8]] = []
-        self.exchange(own, lambda _, slots: shown.extend(slot[: own.size].copy() for slot in slots), deadline)
-        work = CrossMemoryAllreduce(self.reader, source, target, shown, reducer.reduction.dtype.itemsize)
+        address_tables: list[NDArray[np.uint8]] = []
+        self.exchange(own, lambda _, slots: address_tables.extend(slot[: own.size].copy() for slot in slots), deadline)
+        work = CrossMemoryAllreduce(self.reader, source, target, address_tables, reducer.reduction.dtype.itemsize)
         work.reduce_own_slice(reducer)
         self._ended("SHM_ALLREDUCE")
         self._wait_reduced(deadline)
@@ -494,9 +494,9 @@ class ShmBackend:
         self._reduced.wait(self._reduced.post(), deadline)
         self._ended("WAIT_FOR_OTHER_RANKS")
 
-    def _lacks(self, members: Sequence[int]) -> None:
-        if self.lacking is not None:
-            self.lacking(members)
+    def _report_missing(self, members: Sequence[int]) -> None:
+        if self.ranks_missing is not None:
+            self.ranks_missing(members)
 
     def _idle(self) -> bool:
         """Run the caller's progress callback; return whether there is one."""
@@ -561,20 +561,20 @@ class ShmBackend:
             SharedMemoryError: on every rank, when one has not enough; nothing has grown then.
         """
         begin = self._local_peers.reserved_bytes
-        self._check_room(nbytes, what, deadline)
+        self._check_free_memory(nbytes, what, deadline)
         failure: SharedMemoryError | None = None
         try:
             if nbytes:
                 self._local_peers.reserve(nbytes, what)
         except SharedMemoryError as error:
             failure = error
-        offsets = [offset for (offset,) in self._tell([-1 if failure is not None else begin], deadline)]
+        offsets = [offset for (offset,) in self._allgather_integers([-1 if failure is not None else begin], deadline)]
         if -1 in offsets:
             self._local_peers.shrink(begin)
             raise failure or self._short([member for member, offset in enumerate(offsets) if offset < 0], nbytes, what)
         return offsets
 
-    def _check_room(self, nbytes: int, what: str, deadline: float) -> None:
+    def _check_free_memory(self, nbytes: int, what: str, deadline: float) -> None:
         """Check, before any is taken, that there is room for the needs of all members together; some may be 0.
 
         Raises:
@@ -582,11 +582,11 @@ class ShmBackend:
         """
         available = memory.available_memory()
         left = _UNKNOWN if available.num_bytes is None else available.num_bytes
-        told = self._tell([round_up(nbytes), left], deadline)
-        total = sum(needed for needed, _ in told)
-        short = [m for m, (needed, left) in enumerate(told) if needed and left < total + memory.KEEP_FREE_BYTES]
+        replies = self._allgather_integers([round_up(nbytes), left], deadline)
+        total = sum(needed for needed, _ in replies)
+        short = [m for m, (needed, left) in enumerate(replies) if needed and left < total + memory.KEEP_FREE_BYTES]
         if self.rank in short:
-            num = sum(needed > 0 for needed, _ in told)
+            num = sum(needed > 0 for needed, _ in replies)
             what = f"{what} ({num} rank(s) of this host)"
             raise SharedMemoryError.for_request(
                 total,
@@ -603,12 +603,14 @@ class ShmBackend:
         ranks = [self._local_peers.ranks[member] for member in members]
         return SharedMemoryError.for_request(nbytes, None, f"{what} on rank(s) {ranks}")
 
-    def _tell(self, numbers: Sequence[int], deadline: float) -> list[list[int]]:
+    def _allgather_integers(self, numbers: Sequence[int], deadline: float) -> list[list[int]]:
         """Every rank's numbers."""
-        told: list[list[int]] = []
+        replies: list[list[int]] = []
         own = np.array(numbers, np.int64).view(np.uint8)
-        self.exchange(own, lambda _, slots: told.extend(s[: own.size].view(np.int64).tolist() for s in slots), deadline)
-        return told
+        self.exchange(
+            own, lambda _, slots: replies.extend(s[: own.size].view(np.int64).tolist() for s in slots), deadline
+        )
+        return replies
 
     def free(self, offset: int) -> None:
         """Implement `Backend.free`."""
@@ -634,16 +636,16 @@ class ShmBackend:
         if len(ranks) == 1:
             return NullBackend() if self.rank in ranks else None
         member = self.rank in ranks
-        spare = self._spare_parts.pop() if member and self._spare_parts else -1
-        needed = shm_backend_bytes() if member and spare < 0 else 0
+        free_part = self._free_parts.pop() if member and self._free_parts else -1
+        needed = shm_backend_bytes() if member and free_part < 0 else 0
         try:
             grown = self._reserve(needed, "staging of a process set", deadline)
         except SharedMemoryError:
-            if spare >= 0:
-                self._spare_parts.append(spare)
+            if free_part >= 0:
+                self._free_parts.append(free_part)
             raise
-        own = spare if spare >= 0 else grown[self.rank]
-        offsets = [offset for (offset,) in self._tell([own], deadline)]
+        own = free_part if free_part >= 0 else grown[self.rank]
+        offsets = [offset for (offset,) in self._allgather_integers([own], deadline)]
         backend = None
         if member:
             members = self._local_peers.subset(ranks)
@@ -651,8 +653,8 @@ class ShmBackend:
             part.arrays[members.rank][:_WORDS_BYTES] = 0  # by now all have done with what was there before
             backend = ShmBackend(members, part, self._looks, self._direct_bytes)
             backend._reads_directly = self._reads_directly  # what all may do, some may
-            backend._give_back = lambda: self._spare_parts.append(own)
-        self.barrier(deadline)  # nobody counts before all have cleared their counters
+            backend._give_back = lambda: self._free_parts.append(own)
+        self.barrier(deadline)  # no rank counts before all have cleared their counters
         return backend
 
     # -- ends ---------------------------------------------------------------------------------------------------------

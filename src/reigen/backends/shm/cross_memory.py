@@ -2,10 +2,10 @@
 
 1. The ranks show each other the addresses of their arrays.
 2. Rank r reads slice r of the others' sources block by block, reduces it in rank order, and writes the result into its
-   own target. Sources and targets may be the same arrays: of this rank's arrays nobody else needs slice r so far.
+   own target. Sources and targets may be the same arrays: of this rank's arrays no other rank needs slice r so far.
 3. All wait until all have reduced (the first barrier after the addresses).
-4. Everybody reads the other slices of the result from the targets of their owners.
-5. All wait once more: until then the arrays must stay as they are, since somebody may still read them.
+4. All ranks read the other slices of the result from the targets of their owners.
+5. All wait once more: until then the arrays must stay as they are, since another rank may still read them.
 
 Nothing is written to another process, so a rank that has given up, and uses its arrays for something else, harms only
 results that raise an error anyway.
@@ -113,7 +113,7 @@ class CrossMemoryAllreduce:
         reader: for the other ranks' memory.
         source: this rank's arrays.
         target: where the result goes, of the same sizes.
-        shown: for each rank, what its `encode_addresses` gave.
+        address_tables: for each rank, what its `encode_addresses` gave.
         itemsize: bytes per element.
     """
 
@@ -122,11 +122,11 @@ class CrossMemoryAllreduce:
         reader: CrossMemoryReader,
         source: BufferList,
         target: BufferList,
-        shown: Sequence[NDArray[np.uint8]],
+        address_tables: Sequence[NDArray[np.uint8]],
         itemsize: int,
     ) -> None:
         self._reader, self._source, self._target, self._itemsize = reader, source, target, itemsize
-        tables = [addresses.view(np.uint64).reshape(2, -1).tolist() for addresses in shown]
+        tables = [addresses.view(np.uint64).reshape(2, -1).tolist() for addresses in address_tables]
         self._sources: list[list[int]] = [table[0] for table in tables]
         self._targets: list[list[int]] = [table[1] for table in tables]
         self._slices = [rank_slice(source.size, rank, reader.size, itemsize) for rank in range(reader.size)]
@@ -143,21 +143,21 @@ class CrossMemoryAllreduce:
         own = self._targets[self._reader.rank]
         for rank, (begin, end) in enumerate(self._slices):
             if rank != self._reader.rank:
-                there = self._target.ranges(begin, end, self._targets[rank])
-                self._reader.read(rank, there, self._target.ranges(begin, end, own))
+                remote = self._target.ranges(begin, end, self._targets[rank])
+                self._reader.read(rank, remote, self._target.ranges(begin, end, own))
 
     def _reduce_block(self, begin: int, end: int, reducer: BlockReducer) -> None:
         scratch = self._reader.scratch
-        for rank, room in enumerate(scratch):
+        for rank, buffer in enumerate(scratch):
             if rank != self._reader.rank:
-                there = self._source.ranges(begin, end, self._sources[rank])
-                places = itertools.accumulate((nbytes for _, nbytes in there), initial=room.ctypes.data)
-                here = [(place, nbytes) for place, (_, nbytes) in zip(places, there, strict=False)]
-                self._reader.read(rank, there, here)
+                remote = self._source.ranges(begin, end, self._sources[rank])
+                places = itertools.accumulate((nbytes for _, nbytes in remote), initial=buffer.ctypes.data)
+                local = [(place, nbytes) for place, (_, nbytes) in zip(places, remote, strict=False)]
+                self._reader.read(rank, remote, local)
         for (place, contribution), (_, result) in zip(
             self._source.pieces(begin, end), self._target.pieces(begin, end), strict=True
         ):
             first = (place - begin) * self._itemsize
-            inputs = [room[first : first + result.nbytes].view(result.dtype) for room in scratch]
+            inputs = [buffer[first : first + result.nbytes].view(result.dtype) for buffer in scratch]
             inputs[self._reader.rank] = contribution
             reducer.reduce(inputs, result)

@@ -39,10 +39,10 @@ class SequenceBarrier:
 
     Args:
         words: the counters in rank order, zero at first.
-        sleeping: a word of each rank, in which it says whether it sleeps on somebody's counter; zero at first.
+        sleeping: a word of each rank, in which it says whether it sleeps on another's counter; zero at first.
         neighbours: who is asked whether the others still live.
         looks: how often to look before sleeping.
-        lacking: told who has not come, about ten times a second while somebody has not.
+        ranks_missing: called about ten times a second with the ranks that have not come, while there are any.
         idle: called before and, if it says that there may be something to do, often during a sleep.
     """
 
@@ -52,14 +52,14 @@ class SequenceBarrier:
         sleeping: Sequence[FutexWord],
         neighbours: LocalGroup,
         looks: int,
-        lacking: Callable[[Sequence[int]], None] = _ignore_missing,
+        ranks_missing: Callable[[Sequence[int]], None] = _ignore_missing,
         idle: Callable[[], bool] = _no_progress,
     ) -> None:
         self._own = words[neighbours.rank]
         self._others = [(rank, word) for rank, word in enumerate(words) if rank != neighbours.rank]
         self._local_peers = neighbours
         self._spin = SpinLimit(looks)
-        self._lacking, self._idle = lacking, idle
+        self._ranks_missing, self._idle = ranks_missing, idle
         self._sleeps = sleeping[neighbours.rank].cell
         self._others_sleep = [word.cell for rank, word in enumerate(sleeping) if rank != neighbours.rank]
         self._publish, self._fence = memory_fences()
@@ -69,7 +69,7 @@ class SequenceBarrier:
     def post(self) -> int:
         """Say that this rank has come one step further; returns the number of the step.
 
-        It costs a system call only where somebody sleeps: who is about to has said so before the kernel compares the
+        It costs a system call only where a rank sleeps: one that is about to has said so before the kernel compares the
         counter (*Sleep* in `reigen.net.futex`).
         """
         self.count += 1
@@ -99,7 +99,7 @@ class SequenceBarrier:
 
     def close(self) -> None:
         """Report no longer: the owner of this is called by its own methods, and would keep itself alive."""
-        self._lacking, self._idle = _ignore_missing, _no_progress
+        self._ranks_missing, self._idle = _ignore_missing, _no_progress
 
     def _sleep(self, word: FutexWord, step: int, deadline: float) -> None:
         until = min(deadline, time.monotonic() + SLICE_SECONDS)
@@ -114,7 +114,7 @@ class SequenceBarrier:
             return
         missing = self._missing(step)
         if missing:
-            self._lacking(missing)
+            self._ranks_missing(missing)
             missing = self._missing(step)
         while missing and (error := self._local_peers.failure(missing)) is not None:
             still = self._missing(step)

@@ -142,14 +142,14 @@ class BroadcastRoute:
     """Route of one rank's data to all others, as one of them sees it.
 
     Attributes:
-        before: the rank that it gets them from; None for the root.
-        behind: the ranks that it passes them on to, the one with most behind itself first.
+        parent: the rank that it receives them from; None for the root.
+        children: the ranks that it passes them on to, the one with most descendants first.
         chunks: first element and end, one message after the other.
         reason: why so.
     """
 
-    before: int | None
-    behind: tuple[int, ...]
+    parent: int | None
+    children: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...]
     reason: str
 
@@ -159,17 +159,17 @@ def plan_broadcast(count: int, itemsize: int, size: int, rank: int, root: int) -
     place = (rank - root) % size  # the root is at 0
     if count * itemsize <= TREE_BYTES:
         span = size if place == 0 else place & -place
-        behind = [place + step for step in (1 << k for k in reversed(range(size.bit_length()))) if step < span]
-        before = place & (place - 1)
+        children = [place + step for step in (1 << k for k in reversed(range(size.bit_length()))) if step < span]
+        parent = place & (place - 1)
         chunks, reason = [(0, count)], f"{count * itemsize} bytes: along a tree, to reach all in few hops"
     else:
-        behind, before = [place + 1], place - 1
+        children, parent = [place + 1], place - 1
         step = max(LEAST_BYTES, min(MOST_BYTES, count * itemsize // (8 * size))) // itemsize
         chunks = [(begin, min(count, begin + step)) for begin in range(0, count, step)]
-        reason = f"{count * itemsize} bytes: in a chain, in which everybody sends them once"
+        reason = f"{count * itemsize} bytes: in a chain, in which every rank sends them once"
     return BroadcastRoute(
-        before=(before + root) % size if place else None,
-        behind=tuple((other + root) % size for other in behind if other < size),
+        parent=(parent + root) % size if place else None,
+        children=tuple((other + root) % size for other in children if other < size),
         chunks=tuple(chunks),
         reason=reason,
     )

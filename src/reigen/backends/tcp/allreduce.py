@@ -68,7 +68,7 @@ class TcpGroup:
         others: the others' numbers in the backend, from the next one on, so that not all ranks begin with the same.
     """
 
-    exchange: TcpEventLoop
+    loop: TcpEventLoop
     ranks: tuple[int, ...]
     rank: int
     scratch: ChunkPool = field(default_factory=ChunkPool)
@@ -79,25 +79,25 @@ class TcpGroup:
 
     def send(self, member: int, array: Array, then: Callable[[], None] | None = None) -> None:
         """Post a message of a contiguous array to a member."""
-        self.exchange.send(self.ranks[member], array.data, then)
+        self.loop.send(self.ranks[member], array.data, then)
 
     def receive(self, member: int, array: Array, then: Callable[[], None] | None = None) -> None:
         """Post a contiguous array as the place of a member's next message."""
-        self.exchange.receive(self.ranks[member], array.data, then)
+        self.loop.receive(self.ranks[member], array.data, then)
 
 
 class _ChunkedAllreduce:
     """Common part of the algorithms: chunks of a source and a target, wherever they lie."""
 
-    def __init__(self, team: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
-        self._team, self._source, self._target, self._reducer = team, source, target, reducer
+    def __init__(self, group: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
+        self._group, self._source, self._target, self._reducer = group, source, target, reducer
         self._storage = reducer.reduction.dtype.storage
-        self._scratch = team.scratch
+        self._scratch = group.scratch
         #: for chunks that are coming, a block for each rank
         self._slots: dict[int, dict[int, ChunkBlock]] = {}
 
     def _slot(self, index: int, member: int, count: int) -> Array:
-        """Return room for a member's contribution to the chunk ``index``, until `_release`."""
+        """Return a buffer for a member's contribution to the chunk ``index``, until `_release`."""
         slot = self._slots.setdefault(index, {})
         if member not in slot:
             slot[member] = self._scratch.take()
@@ -112,24 +112,24 @@ class _ChunkedAllreduce:
         assert count * self._storage.itemsize <= block.size, "a chunk fits a block"
         return block[: count * self._storage.itemsize].view(self._storage)
 
-    def _contribution(self, begin: int, end: int, room: Array) -> Array:
-        """Return this rank's contribution to a chunk in one piece: where it lies, or else copied to ``room``."""
+    def _contribution(self, begin: int, end: int, buffer: Array) -> Array:
+        """Return this rank's contribution to a chunk in one piece: where it lies, or else copied to ``buffer``."""
         piece = self._source.whole(begin, end)
         if piece is not None:
             return piece
-        self._source.read(begin, end, room)
-        return room
+        self._source.read(begin, end, buffer)
+        return buffer
 
     def _own_contribution(self, index: int, begin: int, end: int) -> Array:
         """Return the same; copied, if it must be, to this rank's slot for the chunk ``index``."""
         piece = self._source.whole(begin, end)
         if piece is None:
-            piece = self._contribution(begin, end, self._slot(index, self._team.rank, end - begin))
+            piece = self._contribution(begin, end, self._slot(index, self._group.rank, end - begin))
         return piece
 
     def _reduce(self, index: int, own: Array, place: int) -> tuple[Array, ChunkBlock | None]:
         """Reduce all contributions to the chunk ``index``, in rank order, to the target's element ``place`` on."""
-        size, rank = len(self._team.ranks), self._team.rank
+        size, rank = len(self._group.ranks), self._group.rank
         inputs = [own if member == rank else self._slot(index, member, own.size) for member in range(size)]
         result, block = self._result(place, place + own.size)
         self._reducer.reduce(inputs, result)
@@ -140,7 +140,7 @@ class _ChunkedAllreduce:
         """Post it to a member. If it must be copied, it is when it is its turn."""
         piece = self._source.whole(begin, end)
         if piece is not None:
-            self._team.send(member, piece)
+            self._group.send(member, piece)
         else:
             self._send_late(member, lambda block: self._contribution(begin, end, self._typed(block, end - begin)))
 
@@ -152,10 +152,10 @@ class _ChunkedAllreduce:
             blocks.append(self._scratch.take())
             return make(blocks[0]).view(np.uint8).data
 
-        self._team.exchange.send(self._team.ranks[member], place, lambda: self._scratch.give(blocks.pop()))
+        self._group.loop.send(self._group.ranks[member], place, lambda: self._scratch.give(blocks.pop()))
 
     def _result(self, begin: int, end: int) -> tuple[Array, ChunkBlock | None]:
-        """Return room for a chunk of the result: where it belongs, or else in a block, and that block."""
+        """Return a buffer for a chunk of the result: where it belongs, or else in a block, and that block."""
         piece = self._target.whole(begin, end)
         if piece is not None:
             return piece, None
@@ -182,7 +182,7 @@ class DirectAllreduce(_ChunkedAllreduce):
     of this rank's contribution among others.
 
     Args:
-        team, source, reducer: the ranks, this rank's contributions, the reduction.
+        group, source, reducer: the ranks, this rank's contributions, the reduction.
         target: array for the result; its first element is element ``origin`` of all.
         rows: for each row the chunk of every rank.
         origin: 0 where the target has room for everything.
@@ -191,7 +191,7 @@ class DirectAllreduce(_ChunkedAllreduce):
 
     def __init__(
         self,
-        team: TcpGroup,
+        group: TcpGroup,
         source: BufferList,
         target: BufferList,
         reducer: BlockReducer,
@@ -200,15 +200,15 @@ class DirectAllreduce(_ChunkedAllreduce):
         *,
         is_shared: bool = True,
     ) -> None:
-        super().__init__(team, source, target, reducer)
+        super().__init__(group, source, target, reducer)
         self._rows, self._origin, self._is_shared = rows, origin, is_shared
         self._leads = rows_ahead(rows, self._storage.itemsize)
         #: how many contributions to this rank's chunk are missing, by row; the first row that is not complete
-        self._missing = [0 if begin == end else len(team.others) for begin, end in (row[team.rank] for row in rows)]
+        self._missing = [0 if begin == end else len(group.others) for begin, end in (row[group.rank] for row in rows)]
         self._current = 0
         #: by member: messages for which no place is posted, and the number of places that are posted and empty
-        self._incoming = {member: deque(self._script(member)) for member in team.others}
-        self._num_posted = dict.fromkeys(team.others, 0)
+        self._incoming = {member: deque(self._script(member)) for member in group.others}
+        self._num_posted = dict.fromkeys(group.others, 0)
 
     def start(self) -> None:
         """Post the first messages."""
@@ -221,13 +221,13 @@ class DirectAllreduce(_ChunkedAllreduce):
             if self._is_shared and row >= 0 and _is_nonempty(self._rows[row][member]):
                 yield row, True
             for other in range(begin, end):
-                if _is_nonempty(self._rows[other][self._team.rank]):
+                if _is_nonempty(self._rows[other][self._group.rank]):
                     yield other, False
 
     def _contribute(self, begin: int, end: int) -> None:
         """Post the contributions to some rows."""
         for row in range(begin, end):
-            for member in self._team.others:
+            for member in self._group.others:
                 if _is_nonempty(self._rows[row][member]):
                     self._send_contribution(member, *self._rows[row][member])
 
@@ -241,12 +241,12 @@ class DirectAllreduce(_ChunkedAllreduce):
                 place, block = self._result(begin, end)
                 then = partial(self._sum_arrived, member, begin, place, block)
             elif row < self._leads[self._current + 1]:
-                begin, end = self._rows[row][self._team.rank]
+                begin, end = self._rows[row][self._group.rank]
                 place = self._slot(row, member, end - begin)
                 then = partial(self._contribution_arrived, member, row)
             else:
                 return
-            self._team.receive(member, place, then)
+            self._group.receive(member, place, then)
             incoming.popleft()
             self._num_posted[member] += 1
 
@@ -266,15 +266,15 @@ class DirectAllreduce(_ChunkedAllreduce):
     def _advance(self) -> None:
         """Advance to the first row in which contributions to this rank's chunk are missing."""
         while self._current < len(self._rows) and not self._missing[self._current]:
-            if _is_nonempty(self._rows[self._current][self._team.rank]):
+            if _is_nonempty(self._rows[self._current][self._group.rank]):
                 self._complete(self._current)
             self._contribute(self._leads[self._current], self._leads[self._current + 1])
             self._current += 1
-        for member in self._team.others:
+        for member in self._group.others:
             self._expect(member)
 
     def _complete(self, row: int) -> None:
-        begin, end = self._rows[row][self._team.rank]
+        begin, end = self._rows[row][self._group.rank]
         total, block = self._reduce(row, self._own_contribution(row, begin, end), begin - self._origin)
         if self._is_shared:
             self._hand_out(begin, total, block)
@@ -282,7 +282,7 @@ class DirectAllreduce(_ChunkedAllreduce):
             self._conclude(begin - self._origin, total, block)
 
     def _hand_out(self, begin: int, total: Array, block: ChunkBlock | None) -> None:
-        left = len(self._team.others)
+        left = len(self._group.others)
 
         def sent() -> None:
             nonlocal left
@@ -290,8 +290,8 @@ class DirectAllreduce(_ChunkedAllreduce):
             if not left:
                 self._conclude(begin, total, block)
 
-        for member in self._team.others:
-            self._team.send(member, total, None if block is None else sent)
+        for member in self._group.others:
+            self._group.send(member, total, None if block is None else sent)
 
 
 def _is_nonempty(span: ElementRange) -> bool:
@@ -304,11 +304,11 @@ class LatencyAllreduce(_ChunkedAllreduce):
     A chunk of the target is written when all contributions to it are here and this rank's own has left for all others.
     """
 
-    def __init__(self, team: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
-        super().__init__(team, source, target, reducer)
+    def __init__(self, group: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
+        super().__init__(group, source, target, reducer)
         self._chunks = cut_chunks(0, source.size, self._storage.itemsize, least_bytes=4 * LEAST_BYTES, divisor=2)
         #: how many messages have not left or arrived, by chunk; the first chunk that is not complete
-        self._missing = [2 * len(team.others)] * len(self._chunks)
+        self._missing = [2 * len(group.others)] * len(self._chunks)
         self._current = 0
         self._own: dict[int, Array] = {}
 
@@ -320,9 +320,9 @@ class LatencyAllreduce(_ChunkedAllreduce):
     def _post(self, index: int) -> None:
         begin, end = self._chunks[index]
         own = self._own[index] = self._own_contribution(index, begin, end)
-        for member in self._team.others:
-            self._team.send(member, own, partial(self._moved, index))
-            self._team.receive(member, self._slot(index, member, end - begin), partial(self._moved, index))
+        for member in self._group.others:
+            self._group.send(member, own, partial(self._moved, index))
+            self._group.receive(member, self._slot(index, member, end - begin), partial(self._moved, index))
 
     def _moved(self, index: int) -> None:
         self._missing[index] -= 1
@@ -348,12 +348,12 @@ class RingAllreduce(_ChunkedAllreduce):
     which replace them, come when they have been around.
     """
 
-    def __init__(self, team: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
-        super().__init__(team, source, target, reducer)
-        size, itemsize, reduction = len(team.ranks), self._storage.itemsize, reducer.reduction
+    def __init__(self, group: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
+        super().__init__(group, source, target, reducer)
+        size, itemsize, reduction = len(group.ranks), self._storage.itemsize, reducer.reduction
         slices = [rank_slice(source.size, rank, size, itemsize) for rank in range(size)]
         self._chunks = [cut_chunks(*part, itemsize) for part in slices]
-        self._next, self._previous = team.others[0], team.others[-1]
+        self._next, self._previous = group.others[0], group.others[-1]
         combining = ReduceOp.SUM if reduction.op is ReduceOp.AVERAGE else reduction.op
         self._scaling: BlockReducer | None = None
         if reduction.prescale != 1.0:
@@ -364,16 +364,16 @@ class RingAllreduce(_ChunkedAllreduce):
         )
         steps = range(2 * (size - 1))
         #: what comes: step, from and to which element
-        self._coming = [(step, *chunk) for step in steps for chunk in self._chunks[(team.rank - step - 1) % size]]
+        self._chunk_steps = [(step, *chunk) for step in steps for chunk in self._chunks[(group.rank - step - 1) % size]]
 
     def start(self) -> None:
         """Post the first messages."""
-        for begin, end in self._chunks[self._team.rank]:
+        for begin, end in self._chunks[self._group.rank]:
             if self._scaling is None:
                 self._send_contribution(self._next, begin, end)
             else:
                 self._send_late(self._next, partial(self._scaled, begin, end))
-        for index in range(min(WINDOW, len(self._coming))):
+        for index in range(min(WINDOW, len(self._chunk_steps))):
             self._expect(index)
 
     def _scaled(self, begin: int, end: int, block: ChunkBlock) -> Array:
@@ -386,20 +386,20 @@ class RingAllreduce(_ChunkedAllreduce):
         return scaled
 
     def _expect(self, index: int) -> None:
-        step, begin, end = self._coming[index]
-        if step < len(self._team.others):
+        step, begin, end = self._chunk_steps[index]
+        if step < len(self._group.others):
             partial_sum = self._slot(index, self._previous, end - begin)
-            self._team.receive(self._previous, partial_sum, partial(self._add, index, partial_sum))
+            self._group.receive(self._previous, partial_sum, partial(self._add, index, partial_sum))
         else:
             result, block = self._result(begin, end)
-            self._team.receive(self._previous, result, partial(self._pass_on, index, result, block))
+            self._group.receive(self._previous, result, partial(self._pass_on, index, result, block))
 
     def _add(self, index: int, partial_sum: Array) -> None:
-        step, begin, end = self._coming[index]
+        step, begin, end = self._chunk_steps[index]
         scratch = self._scratch.take()
         own = self._scaled(begin, end, scratch)
         result, block = self._result(begin, end)
-        is_last = step == len(self._team.others) - 1
+        is_last = step == len(self._group.others) - 1
         (self._ending if is_last else self._combining).reduce([partial_sum, own], result)
         self._scratch.give(scratch)
         self._release(index)
@@ -407,13 +407,13 @@ class RingAllreduce(_ChunkedAllreduce):
 
     def _pass_on(self, index: int, result: Array, block: ChunkBlock | None) -> None:
         """Send received data on; sums, and those partial sums that lie in the target, stay there."""
-        step, begin, _ = self._coming[index]
-        if index + WINDOW < len(self._coming):
+        step, begin, _ = self._chunk_steps[index]
+        if index + WINDOW < len(self._chunk_steps):
             self._expect(index + WINDOW)
-        num_adding = len(self._team.others)
+        num_adding = len(self._group.others)
         if block is not None and step < num_adding - 1:
-            self._team.send(self._next, result, lambda: self._scratch.give(block))
+            self._group.send(self._next, result, lambda: self._scratch.give(block))
         elif step < 2 * num_adding - 1:
-            self._team.send(self._next, result, partial(self._conclude, begin, result, block))
+            self._group.send(self._next, result, partial(self._conclude, begin, result, block))
         else:
             self._conclude(begin, result, block)

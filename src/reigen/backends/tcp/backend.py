@@ -45,8 +45,8 @@ from reigen.kernels.reduce import BlockReducer, Reduction
 
 #: Up to so many ranks all connections are made with the backend; beyond, each when it is first needed.
 _CONNECTED_RANKS = 32
-#: Up to so many ranks each tells all others that it has come to a barrier: one hop.
-_ACQUAINTED_RANKS = 8
+#: Up to so many ranks each sends all others a message at a barrier: one hop.
+_DIRECT_BARRIER_RANKS = 8
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -73,19 +73,19 @@ class TcpNetwork:
         num_sockets: int = 1,
         hosts: Sequence[str] = (),
     ) -> None:
-        self._exchange = TcpEventLoop(mesh, failure, num_sockets, dict(enumerate(hosts)))
+        self._loop = TcpEventLoop(mesh, failure, num_sockets, dict(enumerate(hosts)))
         self._algorithm, self._num_sockets = algorithm, num_sockets
 
     def among(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend:
         if len(ranks) == 1:
             return NullBackend()
-        backend = TcpBackend(self._exchange, ranks, self._algorithm, self._num_sockets)
+        backend = TcpBackend(self._loop, ranks, self._algorithm, self._num_sockets)
         if len(ranks) <= _CONNECTED_RANKS:
             backend.connect(deadline)
         return backend
 
     def close(self) -> None:
-        self._exchange.close()
+        self._loop.close()
 
 
 class TcpBackend(FlatBackend):
@@ -93,21 +93,21 @@ class TcpBackend(FlatBackend):
 
     name = "tcp"
 
-    def __init__(self, exchange: TcpEventLoop, ranks: Sequence[int], algorithm: str, num_sockets: int) -> None:
-        self.rank, self.size = tuple(ranks).index(exchange.rank), len(ranks)
+    def __init__(self, loop: TcpEventLoop, ranks: Sequence[int], algorithm: str, num_sockets: int) -> None:
+        self.rank, self.size = tuple(ranks).index(loop.rank), len(ranks)
         self.capabilities = BackendCapabilities(
             registered_memory=True, ordered_sums=adds_in_order(self.size, algorithm), abortable=True
         )
-        self._exchange, self._algorithm, self._num_sockets = exchange, algorithm, num_sockets
-        self._team = TcpGroup(exchange, tuple(ranks), self.rank)
+        self._loop, self._algorithm, self._num_sockets = loop, algorithm, num_sockets
+        self._group = TcpGroup(loop, tuple(ranks), self.rank)
         self._members = {rank: member for member, rank in enumerate(ranks)}
-        self._others = frozenset(ranks) - {exchange.rank}
+        self._others = frozenset(ranks) - {loop.rank}
         #: of the last reduction: often the next one is alike
         self._reducer: BlockReducer | None = None
 
     def connect(self, deadline: float) -> None:
         """Connect to all. Collective; errors are those of an operation."""
-        with self._operation(deadline, self._team.others):
+        with self._operation(deadline, self._group.others):
             pass
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -117,19 +117,21 @@ class TcpBackend(FlatBackend):
         if not source.size:
             return
         algorithm, _ = choose_algorithm(source.size * reduction.dtype.itemsize, self.size, self._algorithm)
-        others = self._team.others
+        others = self._group.others
         needed = (others[0], others[-1]) if algorithm == "ring" else others
-        with self._operation(deadline, needed) as exchange:
+        with self._operation(deadline, needed) as loop:
             reducer, itemsize = self._reducer_of(reduction), reduction.dtype.itemsize
             work: LatencyAllreduce | DirectAllreduce | RingAllreduce
             if algorithm == "direct":
-                work = DirectAllreduce(self._team, source, target, reducer, make_rows(source.size, itemsize, self.size))
+                work = DirectAllreduce(
+                    self._group, source, target, reducer, make_rows(source.size, itemsize, self.size)
+                )
             elif algorithm == "ring":
-                work = RingAllreduce(self._team, source, target, reducer)
+                work = RingAllreduce(self._group, source, target, reducer)
             else:
-                work = LatencyAllreduce(self._team, source, target, reducer)
+                work = LatencyAllreduce(self._group, source, target, reducer)
             work.start()
-            exchange.run()
+            loop.run()
         self._ended("TCP_ALLREDUCE")
 
     def reduce_scatter(
@@ -137,10 +139,10 @@ class TcpBackend(FlatBackend):
     ) -> None:
         spans = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         rows, origin = make_owner_rows(spans, source.itemsize), spans[self.rank][0]
-        with self._operation(deadline, self._team.others) as exchange:
+        with self._operation(deadline, self._group.others) as loop:
             buffers, reducer = (BufferList([source]), BufferList([target])), self._reducer_of(reduction)
-            DirectAllreduce(self._team, *buffers, reducer, rows, origin, is_shared=False).start()
-            exchange.run()
+            DirectAllreduce(self._group, *buffers, reducer, rows, origin, is_shared=False).start()
+            loop.run()
         self._ended("TCP_REDUCESCATTER")
 
     def _reducer_of(self, reduction: Reduction) -> BlockReducer:
@@ -161,14 +163,14 @@ class TcpBackend(FlatBackend):
 
     def _exchange_parts(self, sent: Sequence[Array], received: Sequence[Array], deadline: float) -> None:
         """Send each rank its part, and receive one from each; this rank's own is copied."""
-        with self._operation(deadline, self._team.others) as exchange:
-            for member in self._team.others:
+        with self._operation(deadline, self._group.others) as loop:
+            for member in self._group.others:
                 for begin, end in self._stripes(sent[member]):
-                    self._team.send(member, sent[member][begin:end])
-            for member in self._team.others:
+                    self._group.send(member, sent[member][begin:end])
+            for member in self._group.others:
                 for begin, end in self._stripes(received[member]):
-                    self._team.receive(member, received[member][begin:end])
-            exchange.run()
+                    self._group.receive(member, received[member][begin:end])
+            loop.run()
         received[self.rank][:] = sent[self.rank]
 
     def _stripes(self, data: Array) -> list[tuple[int, int]]:
@@ -176,54 +178,54 @@ class TcpBackend(FlatBackend):
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         data = target if source is None else source
-        way = plan_broadcast(data.size, data.itemsize, self.size, self.rank, root)
-        before = () if way.before is None else (way.before,)
-        with self._operation(deadline, (*before, *way.behind)) as exchange:
-            for begin, end in way.chunks:
+        route = plan_broadcast(data.size, data.itemsize, self.size, self.rank, root)
+        parent = () if route.parent is None else (route.parent,)
+        with self._operation(deadline, (*parent, *route.children)) as loop:
+            for begin, end in route.chunks:
                 piece = data[begin:end]
-                if way.before is None:
-                    self._pass_on(piece, way.behind)
+                if route.parent is None:
+                    self._pass_on(piece, route.children)
                 else:
-                    self._team.receive(way.before, piece, partial(self._pass_on, piece, way.behind))
-            exchange.run()
+                    self._group.receive(route.parent, piece, partial(self._pass_on, piece, route.children))
+            loop.run()
         if source is not None and source is not target:
             target[:] = source
         self._ended("TCP_BROADCAST")
 
     def _pass_on(self, piece: Array, members: Sequence[int]) -> None:
         for member in members:
-            self._team.send(member, piece)
+            self._group.send(member, piece)
 
     def barrier(self, deadline: float) -> None:
         """Implement `Backend.barrier`, among many ranks by dissemination (Hensgen, Finkel and Manber, 1988)."""
-        if self.size <= _ACQUAINTED_RANKS:
-            with self._operation(deadline, self._team.others) as exchange:
-                for member in self._team.others:
-                    self._team.send(member, _EMPTY)
-                    self._team.receive(member, _EMPTY)
-                exchange.run()
+        if self.size <= _DIRECT_BARRIER_RANKS:
+            with self._operation(deadline, self._group.others) as loop:
+                for member in self._group.others:
+                    self._group.send(member, _EMPTY)
+                    self._group.receive(member, _EMPTY)
+                loop.run()
         else:
             steps = [1 << k for k in range((self.size - 1).bit_length())]
             members = {(self.rank + step) % self.size for step in (*steps, *(-step for step in steps))}
-            with self._operation(deadline, members) as exchange:
+            with self._operation(deadline, members) as loop:
                 self._take_round(1)
-                exchange.run()
+                loop.run()
         self._ended("TCP_BARRIER")
 
     def _take_round(self, step: int) -> None:
         """Do one of a barrier's rounds: signal a rank ``step`` further on, and wait for one that far behind."""
         if step < self.size:
-            self._team.send((self.rank + step) % self.size, _EMPTY)
-            self._team.receive((self.rank - step) % self.size, _EMPTY, partial(self._take_round, 2 * step))
+            self._group.send((self.rank + step) % self.size, _EMPTY)
+            self._group.receive((self.rank - step) % self.size, _EMPTY, partial(self._take_round, 2 * step))
 
     # -- registered memory and some of the ranks ----------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
         """Return ordinary memory, when all ranks have it."""
-        region, lacks = self._ordinary_memory(nbytes), np.empty(self.size, np.uint8)
-        self.allgather(np.array([region is None], np.uint8), [1] * self.size, lacks, deadline)
-        if region is None or lacks.any():
-            failed = [self._team.ranks[member] for member in np.flatnonzero(lacks)]
+        region, is_missing = self._ordinary_memory(nbytes), np.empty(self.size, np.uint8)
+        self.allgather(np.array([region is None], np.uint8), [1] * self.size, is_missing, deadline)
+        if region is None or is_missing.any():
+            failed = [self._group.ranks[member] for member in np.flatnonzero(is_missing)]
             raise SharedMemoryError.for_request(nbytes, None, f"registered memory on rank(s) {format_ranks(failed)}")
         return region
 
@@ -233,28 +235,28 @@ class TcpBackend(FlatBackend):
             return None
         if len(ranks) == 1:
             return NullBackend()
-        members = [self._team.ranks[rank] for rank in ranks]
-        return TcpBackend(self._exchange, members, self._algorithm, self._num_sockets)
+        members = [self._group.ranks[rank] for rank in ranks]
+        return TcpBackend(self._loop, members, self._algorithm, self._num_sockets)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        self._exchange.abort(error)
+        self._loop.abort(error)
 
     def close(self) -> None:
         """Release scratch; the connections are the network's."""
-        self._team.scratch.clear()
+        self._group.scratch.clear()
         self._reducer = None
 
     def _operation(self, deadline: float, members: Iterable[int]) -> TcpEventLoop:
         """Begin an operation, in a ``with`` statement, for which this rank needs connections to these members."""
-        lacking = None if self.lacking is None else self._lacks
-        ranks = self._others if members is self._team.others else {self._team.ranks[member] for member in members}
-        return self._exchange.operation(deadline, lacking, self.progress_hook, ranks)
+        ranks_missing = None if self.ranks_missing is None else self._report_missing
+        ranks = self._others if members is self._group.others else {self._group.ranks[member] for member in members}
+        return self._loop.operation(deadline, ranks_missing, self.progress_hook, ranks)
 
-    def _lacks(self, ranks: Sequence[int]) -> None:
-        if self.lacking is not None:
-            self.lacking([self._members[rank] for rank in ranks if rank in self._members])
+    def _report_missing(self, ranks: Sequence[int]) -> None:
+        if self.ranks_missing is not None:
+            self.ranks_missing([self._members[rank] for rank in ranks if rank in self._members])
 
     def _ended(self, phase: str) -> None:
         if self.phase_ended is not None:

@@ -26,7 +26,7 @@ class PeerConnection:
         events: those that the poll object looks for.
     """
 
-    __slots__ = ("_silence", "events", "fd", "link", "peer", "receiving", "sending")
+    __slots__ = ("_ack_monitor", "events", "fd", "link", "peer", "receiving", "sending")
 
     def __init__(self, peer: TcpPeer, link: BulkConnection) -> None:
         self.peer, self.link = peer, link
@@ -34,7 +34,7 @@ class PeerConnection:
         self.sending: deque[CompletionCallback | None] = deque()
         self.receiving: deque[CompletionCallback | None] = deque()
         self.events = 0
-        self._silence = AckMonitor()
+        self._ack_monitor = AckMonitor()
 
     def leave_little_unsent(self) -> None:
         """Have the kernel take no more than it may send soon, so that a message that has left is on its way."""
@@ -61,7 +61,7 @@ class PeerConnection:
     def silent_seconds(self) -> float:
         """Seconds of silence: see `reigen.net.sockets.AckMonitor`."""
         with self._connection() as connection:
-            return self._silence.seconds(connection)
+            return self._ack_monitor.seconds(connection)
 
     @contextmanager
     def _connection(self) -> Iterator[socket.socket]:
@@ -89,7 +89,7 @@ class TcpPeer:
     with cubic or reno; why is not known.
 
     Attributes:
-        lanes: all links; ``outgoing``: those for sending; ``incoming``: those for receiving.
+        connections: all links; ``outgoing``: those for sending; ``incoming``: those for receiving.
         num_given, num_expected: numbers of messages to send, and to receive, ever.
         num_leaving: number of messages to send that have not left.
         has_untried: a message was posted and has not been tried; ``expects_more``: a place for one was.
@@ -99,15 +99,15 @@ class TcpPeer:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.lanes: list[PeerConnection] = []
-        self.outgoing = self.incoming = self.lanes
+        self.connections: list[PeerConnection] = []
+        self.outgoing = self.incoming = self.connections
         self.num_given = self.num_expected = self.num_leaving = 0
         self.has_untried = self.expects_more = self.is_heard = self.is_active = self.is_silent = False
         self._arriving: deque[_ExpectedMessage] = deque()
 
     def close(self) -> None:
         """Drop the links, which refer to their peer."""
-        self.lanes, self.outgoing, self.incoming = [], [], []
+        self.connections, self.outgoing, self.incoming = [], [], []
 
     def call_in_order(self, then: CompletionCallback | None) -> CompletionCallback:
         """Have ``then`` called when its message and all posted before it have come, though they take several links."""
@@ -126,9 +126,9 @@ class TcpPeer:
     @property
     def silent_seconds(self) -> float:
         """Seconds for which its host has left data unacknowledged, on any of the connections."""
-        return max(lane.silent_seconds for lane in self.lanes)
+        return max(connection.silent_seconds for connection in self.connections)
 
     @property
     def owes_data(self) -> bool:
         """True if a message is expected from it."""
-        return any(lane.receiving for lane in self.lanes)
+        return any(connection.receiving for connection in self.connections)

@@ -4,8 +4,8 @@ a. A connection ends: its rank has died. ``failure``, which may know more, is as
 b. A rank gives up: it sends the reason on all its connections, and the others raise that.
 c. The deadline passes. Late are ranks that have sent nothing since the operation began, or, where all have, ranks that
    owe something. A rank reports the ranks that it waits for, as in (b), and one that receives that, and waits, too,
-   reports its own. So every rank listens for a moment to those that are blamed: one that reports is excused, and those
-   that it waits for are blamed. In the end all blame the silent ones.
+   reports its own. So every rank listens for a moment to those that are suspected: one that reports is cleared, and
+   those that it waits for are suspected. In the end all suspect the silent ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, P
 from reigen.net.bulk_connection import PeerAborted
 
 #: Seconds of asking why a connection has ended, and of listening to late ranks.
-_REASON_SECONDS, _EXCUSE_SECONDS = 0.7, 0.3
+_REASON_SECONDS, _LISTEN_SECONDS = 0.7, 0.3
 #: Seconds of finishing messages in the middle of which this rank gives up: only behind them it can send the reason.
 _ABORT_SEND_SECONDS = 0.3
 _PAUSE_SECONDS = 0.01
@@ -43,33 +43,35 @@ class FailureDiagnosis:
         self._rank, self._peers, self._failure, self._hosts = rank, peers, failure, hosts
         self._has_aborted = False
 
-    def tell(self, error: CollectiveError) -> None:
+    def send_abort(self, error: CollectiveError) -> None:
         """Report on every connection that this rank gives up, and why. The first call counts."""
         if self._has_aborted:
             return
         self._has_aborted = True
         full = make_abort_message(error, self._rank)
         short = msgspec.structs.replace(full, reason=full.reason[:_MAX_CHARACTERS], ranks=full.ranks[:_MAX_RANKS])
-        unsent = self._lanes(self._peers)
-        for lane in unsent:
-            lane.link.abort(msgspec.msgpack.encode(short))
+        unsent = self._connections(self._peers)
+        for connection in unsent:
+            connection.link.abort(msgspec.msgpack.encode(short))
         until = time.monotonic() + _ABORT_SEND_SECONDS
-        while (unsent := [lane for lane in unsent if _flush_sends(lane)]) and time.monotonic() < until:
+        while (
+            unsent := [connection for connection in unsent if _flush_sends(connection)]
+        ) and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
 
-    def listen(self, lanes: Iterable[PeerConnection], pending: Sequence[int]) -> None:
+    def listen(self, connections: Iterable[PeerConnection], pending: Sequence[int]) -> None:
         """Raise the error of a rank that gives up, of those that owe nothing. An end of connection is no error."""
-        for lane in lanes:
-            reason = _read_abort(lane)
+        for connection in connections:
+            reason = _read_abort(connection)
             if reason is not None:
-                raise self._of_abort(lane.peer.rank, reason, pending)
+                raise self._of_abort(connection.peer.rank, reason, pending)
 
-    def of_link(self, lane: PeerConnection, error: Exception, pending: Sequence[int]) -> CollectiveError:
+    def of_link(self, connection: PeerConnection, error: Exception, pending: Sequence[int]) -> CollectiveError:
         """Explain a broken link, while ``pending`` ranks are to send or to receive."""
-        rank = lane.peer.rank
+        rank = connection.peer.rank
         if isinstance(error, WireError | AuthenticationError):
             return CollectiveError(f"rank {rank} and this one do not understand each other: {error}", ranks=[rank])
-        reason = _decode_abort(rank, error) if isinstance(error, PeerAborted) else _read_abort(lane)
+        reason = _decode_abort(rank, error) if isinstance(error, PeerAborted) else _read_abort(connection)
         if reason is not None:
             return self._of_abort(rank, reason, pending)
         until = time.monotonic() + _REASON_SECONDS
@@ -94,8 +96,8 @@ class FailureDiagnosis:
     def of_deadline(self, pending: Sequence[int]) -> CollectiveError:
         """Explain a passed deadline while these ranks are to send or to receive."""
         late = self._late(pending)
-        self.tell(_late_ranks_error(late))
-        return self._blame(late, set()) or _late_ranks_error(late)
+        self.send_abort(_late_ranks_error(late))
+        return self._resolve_late(late, set()) or _late_ranks_error(late)
 
     def _of_abort(self, sender: int, reason: CollectiveError, pending: Sequence[int]) -> CollectiveError:
         """Explain a rank that gives up; if its deadline has passed, find the late ranks."""
@@ -103,48 +105,48 @@ class FailureDiagnosis:
             return reason
         late = self._late(pending)
         if late:
-            self.tell(_late_ranks_error(late))
-        return self._blame(late | set(reason.ranks), {sender, self._rank}) or reason
+            self.send_abort(_late_ranks_error(late))
+        return self._resolve_late(late | set(reason.ranks), {sender, self._rank}) or reason
 
     def _late(self, pending: Sequence[int]) -> set[int]:
         peers = [self._peers[rank] for rank in pending]
-        unheard = {peer.rank for peer in peers if not peer.is_heard}
-        return unheard or {peer.rank for peer in peers if peer.owes_data} or set(pending)
+        silent = {peer.rank for peer in peers if not peer.is_heard}
+        return silent or {peer.rank for peer in peers if peer.owes_data} or set(pending)
 
-    def _blame(self, late: set[int], excused: set[int]) -> CollectiveError | None:
-        """Listen to ranks that seem to be late; None if all are excused in the end."""
-        until = time.monotonic() + _EXCUSE_SECONDS
-        while (blamed := late - excused) and time.monotonic() < until:
-            for lane in self._lanes(blamed):
-                report = _read_abort(lane)
+    def _resolve_late(self, late: set[int], cleared: set[int]) -> CollectiveError | None:
+        """Listen to ranks that seem to be late; None if all are cleared in the end."""
+        until = time.monotonic() + _LISTEN_SECONDS
+        while (suspected := late - cleared) and time.monotonic() < until:
+            for connection in self._connections(suspected):
+                report = _read_abort(connection)
                 if isinstance(report, DeadlineError):
-                    excused.add(lane.peer.rank)
+                    cleared.add(connection.peer.rank)
                     late = late | set(report.ranks) - {self._rank}
                 elif report is not None:
                     return report
             time.sleep(_PAUSE_SECONDS)
-        return _late_ranks_error(blamed) if blamed else None
+        return _late_ranks_error(suspected) if suspected else None
 
-    def _lanes(self, ranks: Iterable[int]) -> list[PeerConnection]:
-        return [lane for rank in ranks if rank in self._peers for lane in self._peers[rank].lanes]
+    def _connections(self, ranks: Iterable[int]) -> list[PeerConnection]:
+        return [connection for rank in ranks if rank in self._peers for connection in self._peers[rank].connections]
 
 
-def _flush_sends(lane: PeerConnection) -> bool:
+def _flush_sends(connection: PeerConnection) -> bool:
     """Go on sending; return whether there is a rest that the kernel does not take yet."""
     try:
-        lane.link.advance_sends()
+        connection.link.advance_sends()
     except (ConnectionError, WireError, AuthenticationError):
         return False
-    return lane.link.wants_to_send
+    return connection.link.wants_to_send
 
 
-def _read_abort(lane: PeerConnection) -> CollectiveError | None:
+def _read_abort(connection: PeerConnection) -> CollectiveError | None:
     """Return the reason why a rank gives up, if it follows the received data, which are not waited for any more."""
     try:
-        while lane.link.advance_receives():
+        while connection.link.advance_receives():
             pass
     except PeerAborted as error:
-        return _decode_abort(lane.peer.rank, error)
+        return _decode_abort(connection.peer.rank, error)
     except (ConnectionError, WireError, AuthenticationError):
         pass
     return None

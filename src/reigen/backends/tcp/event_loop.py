@@ -6,14 +6,14 @@ ready to receive while it sends, so ranks that send to each other cannot block e
 are.
 
 Messages leave in the order in which they were posted, to at most two ranks at a time. Where all ranks begin with the
-next one and go on to the one after it, everybody then hears from about two at a time, too: as many as there are at once
+next one and go on to the one after it, every rank then receives from about two at a time, too: all at once
 would fill the queue before a receiver's port, and what the network drops has to be sent again. (Four hosts, each with
 100 Mbit/s and a queue of 20 ms: some 500 packets dropped a second before, 1 since. One rank at a time leaves gaps.)
 A link gets its next message when the last one has left, so that the second to one rank is not ahead of the first to
 another: there the first row of a sum would be complete later, and nothing can follow until it is.
 
-Whatever goes wrong ends in one error of `reigen.backends.base`: see `backends.tcp.errors`. A machine that is silent is
-noticed by the kernel on connections on which nothing is owed (keepalive), and by this loop on the others.
+Whatever goes wrong ends in one error of `reigen.backends.base`: see `backends.tcp.errors`. A host that is silent is
+detected by the kernel on connections on which nothing is owed (keepalive), and by this loop on the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _IN, _OUT = select.POLLIN, select.POLLOUT
 class TcpEventLoop:
     """Messages between this rank and others. Ranks are numbers in the job.
 
-    Operations follow each other, each of them within ``with exchange.operation(...)``. `abort` may come from another
+    Operations follow each other, each of them within ``with loop.operation(...)``. `abort` may come from another
     thread, everything else from one thread at a time.
 
     The arguments are those of `TcpNetwork`.
@@ -61,8 +61,8 @@ class TcpEventLoop:
         self.rank = mesh.rank
         self._mesh, self._failure, self._num_sockets = mesh, failure, num_sockets
         self._peers: dict[int, TcpPeer] = {}
-        self._lanes: dict[int, PeerConnection] = {}
-        self._faults = FailureDiagnosis(self.rank, self._peers, failure, hosts or {})
+        self._connections: dict[int, PeerConnection] = {}
+        self._diagnosis = FailureDiagnosis(self.rank, self._peers, failure, hosts or {})
         self._poll = select.poll()
         self._untried: deque[TcpPeer] = deque()
         #: messages that no link has been given
@@ -73,8 +73,8 @@ class TcpEventLoop:
         self._breadth = 0
         self._num_pending = 0
         self._deadline = 0.0
-        self._lacking: MissingRanksCallback | None = None
-        self._meanwhile: ProgressHook | None = None
+        self._ranks_missing: MissingRanksCallback | None = None
+        self._progress_hook: ProgressHook | None = None
         self._ranks: AbstractSet[int] = frozenset()
         #: held while an operation runs
         self._running = threading.Lock()
@@ -87,16 +87,21 @@ class TcpEventLoop:
     def operation(
         self,
         deadline: float,
-        lacking: MissingRanksCallback | None,
-        meanwhile: ProgressHook | None,
+        ranks_missing: MissingRanksCallback | None,
+        progress_hook: ProgressHook | None,
         ranks: AbstractSet[int],
     ) -> TcpEventLoop:
         """Return a context in which everything that is posted belongs to one operation.
 
         ``ranks`` are those with which this one exchanges messages; they do the same, so that there can be connections.
-        The others: see `reigen.backends.base`; ``lacking`` gets numbers in the job.
+        The others: see `reigen.backends.base`; ``ranks_missing`` gets numbers in the job.
         """
-        self._deadline, self._lacking, self._meanwhile, self._ranks = deadline, lacking, meanwhile, ranks
+        self._deadline, self._ranks_missing, self._progress_hook, self._ranks = (
+            deadline,
+            ranks_missing,
+            progress_hook,
+            ranks,
+        )
         return self
 
     def __enter__(self) -> Self:
@@ -107,8 +112,8 @@ class TcpEventLoop:
         for peer in self._peers.values():
             peer.is_heard = peer.is_active = peer.is_silent = False
         try:
-            if self._meanwhile is not None:
-                self._poll.register(self._meanwhile.descriptor, _IN)
+            if self._progress_hook is not None:
+                self._poll.register(self._progress_hook.descriptor, _IN)
             if not self._peers.keys() >= self._ranks:
                 self._connect([rank for rank in self._ranks if rank not in self._peers])
         except BaseException as error:
@@ -117,9 +122,9 @@ class TcpEventLoop:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._meanwhile is not None:
-            self._poll.unregister(self._meanwhile.descriptor)
-        self._lacking = self._meanwhile = None
+        if self._progress_hook is not None:
+            self._poll.unregister(self._progress_hook.descriptor)
+        self._ranks_missing = self._progress_hook = None
         if error is not None and self._stop is None:
             if isinstance(error, CollectiveError):
                 self._stop = error.anew()
@@ -127,22 +132,22 @@ class TcpEventLoop:
                 reason = f"rank {self.rank} gave up in the middle of a collective ({error!r})"
                 self._stop = CollectiveError(reason, ranks=(self.rank,))
         if self._stop is not None:
-            self._faults.tell(self._stop)
+            self._diagnosis.send_abort(self._stop)
         self._running.release()
 
     def _connect(self, missing: Sequence[int]) -> None:
         peers = {rank: TcpPeer(rank) for rank in missing}
         self._open(peers, "data")
-        near = {rank: peer for rank, peer in peers.items() if peer.lanes[0].is_same_host}
+        near = {rank: peer for rank, peer in peers.items() if peer.connections[0].is_same_host}
         self._open(near, "back")
         for rank, peer in near.items():
-            there, back = peer.lanes[: self._num_sockets], peer.lanes[self._num_sockets :]
+            there, back = peer.connections[: self._num_sockets], peer.connections[self._num_sockets :]
             peer.outgoing, peer.incoming = (there, back) if self.rank < rank else (back, there)
         self._peers.update(peers)
         if len(self._peers) > 1:
             self._depth = 1
-            for lane in self._lanes.values():
-                lane.leave_little_unsent()
+            for connection in self._connections.values():
+                connection.leave_little_unsent()
 
     def _open(self, peers: Mapping[int, TcpPeer], purpose: str) -> None:
         """More connections to these ranks, for both directions."""
@@ -154,9 +159,9 @@ class TcpEventLoop:
             except AuthenticationError as error:
                 raise CollectiveError(str(error)) from error
             for rank, stream in streams.items():
-                lane = PeerConnection(peers[rank], BulkConnection(*stream.detach()))
-                peers[rank].lanes.append(lane)
-                self._lanes[lane.fd] = lane
+                connection = PeerConnection(peers[rank], BulkConnection(*stream.detach()))
+                peers[rank].connections.append(connection)
+                self._connections[connection.fd] = connection
 
     def send(self, rank: int, data: MessageBuffer, then: CompletionCallback | None = None) -> None:
         """Post a message. Its memory stays as it is until ``then`` is called, or `run` returns."""
@@ -167,11 +172,11 @@ class TcpEventLoop:
     def receive(self, rank: int, into: memoryview, then: CompletionCallback | None = None) -> None:
         """Post the place of the next message that has none; it must have exactly that length."""
         peer = self._peers[rank]
-        lanes = peer.incoming
-        lane = lanes[peer.num_expected % len(lanes)]
+        connections = peer.incoming
+        connection = connections[peer.num_expected % len(connections)]
         peer.num_expected += 1
-        lane.link.post_receive(into)
-        lane.receiving.append(then if len(lanes) == 1 else peer.call_in_order(then))
+        connection.link.post_receive(into)
+        connection.receiving.append(then if len(connections) == 1 else peer.call_in_order(then))
         self._num_pending += 1
         peer.expects_more = True
         self._mark_untried(peer)
@@ -191,7 +196,7 @@ class TcpEventLoop:
             if self._stop is not None:
                 raise self._stop.anew()
             if now >= self._deadline:
-                raise self._faults.of_deadline(self._pending())
+                raise self._diagnosis.of_deadline(self._pending())
             events = self._poll.poll(max(0.0, min(next_look, self._deadline) - now) * 1000)
             if events:
                 self._serve(events)
@@ -208,29 +213,31 @@ class TcpEventLoop:
 
     def _try_posted(self) -> None:
         """Try what has been posted: often the kernel takes it, and has it, at once."""
-        hot = self._untried
-        while hot:
-            peer = hot.popleft()
+        untried = self._untried
+        while untried:
+            peer = untried.popleft()
             peer.has_untried = False
             if peer.num_leaving:
                 self._push(peer)
             if peer.expects_more:
                 peer.expects_more = False
-                for lane in peer.incoming:
-                    if lane.receiving:  # the end of any other may only mean that its rank has done its part, and left
-                        self._pull(lane)
+                for connection in peer.incoming:
+                    if (
+                        connection.receiving
+                    ):  # the end of any other may only mean that its rank has done its part, and left
+                        self._pull(connection)
 
     def _start_sends(self) -> None:
         """Give links the messages whose turn it is."""
         queue = self._queue
         while queue:
             peer, place, then = queue[0]
-            lane = peer.outgoing[peer.num_given % len(peer.outgoing)]
-            if len(lane.sending) >= self._depth or (not peer.num_leaving and self._breadth >= _BREADTH):
+            connection = peer.outgoing[peer.num_given % len(peer.outgoing)]
+            if len(connection.sending) >= self._depth or (not peer.num_leaving and self._breadth >= _BREADTH):
                 return
             queue.popleft()
-            lane.link.post_send(place() if callable(place) else place)
-            lane.sending.append(then)
+            connection.link.post_send(place() if callable(place) else place)
+            connection.sending.append(then)
             peer.num_given += 1
             self._breadth += not peer.num_leaving
             peer.num_leaving += 1
@@ -238,53 +245,53 @@ class TcpEventLoop:
 
     def _serve(self, events: Sequence[tuple[int, int]]) -> None:
         for fd, event in events:
-            lane = self._lanes.get(fd)
-            if lane is None:
-                assert self._meanwhile is not None
-                self._meanwhile.work()
+            connection = self._connections.get(fd)
+            if connection is None:
+                assert self._progress_hook is not None
+                self._progress_hook.work()
                 continue
             if event & ~_OUT:
-                self._pull(lane)
+                self._pull(connection)
             if event & _OUT:
-                self._push(lane.peer)
+                self._push(connection.peer)
 
     def _push(self, peer: TcpPeer) -> None:
         """Send to a rank what its links take."""
-        for lane in peer.outgoing:
-            if lane.sending:
+        for connection in peer.outgoing:
+            if connection.sending:
                 try:
-                    completed = lane.link.advance_sends()
+                    completed = connection.link.advance_sends()
                 except (ConnectionError, WireError, AuthenticationError) as error:
-                    raise self._faults.of_link(lane, error, self._pending()) from error
+                    raise self._diagnosis.of_link(connection, error, self._pending()) from error
                 if completed:
                     peer.num_leaving -= completed
                     self._breadth -= not peer.num_leaving
-                self._conclude(lane, lane.sending, completed)
+                self._conclude(connection, connection.sending, completed)
         self._start_sends()
 
-    def _pull(self, lane: PeerConnection) -> None:
+    def _pull(self, connection: PeerConnection) -> None:
         """Take what has come from a link."""
         try:
-            completed = lane.link.advance_receives()
+            completed = connection.link.advance_receives()
         except (ConnectionError, WireError, AuthenticationError) as error:
-            raise self._faults.of_link(lane, error, self._pending()) from error
-        if completed or lane.link.num_placed_bytes:
-            lane.peer.is_heard = lane.peer.is_active = True
-        self._conclude(lane, lane.receiving, completed)
+            raise self._diagnosis.of_link(connection, error, self._pending()) from error
+        if completed or connection.link.num_placed_bytes:
+            connection.peer.is_heard = connection.peer.is_active = True
+        self._conclude(connection, connection.receiving, completed)
 
-    def _conclude(self, lane: PeerConnection, waiting: deque[CompletionCallback | None], completed: int) -> None:
+    def _conclude(self, connection: PeerConnection, waiting: deque[CompletionCallback | None], completed: int) -> None:
         for _ in range(completed):
             then = waiting.popleft()
             self._num_pending -= 1
             if then is not None:
                 then()
-        events = (_IN if lane.receiving else 0) | (_OUT if lane.link.wants_to_send else 0)
-        if events != lane.events:
-            lane.events = events
+        events = (_IN if connection.receiving else 0) | (_OUT if connection.link.wants_to_send else 0)
+        if events != connection.events:
+            connection.events = events
             if events:
-                self._poll.register(lane.fd, events)
+                self._poll.register(connection.fd, events)
             else:
-                self._poll.unregister(lane.fd)
+                self._poll.unregister(connection.fd)
 
     # -- while nothing moves ------------------------------------------------------------------------------------------
 
@@ -296,56 +303,58 @@ class TcpEventLoop:
     def _check_peers(self) -> None:
         pending = self._pending()
         silent = [rank for rank in pending if not self._peers[rank].is_active]
-        if self._lacking is not None and silent:
-            self._lacking(silent)
+        if self._ranks_missing is not None and silent:
+            self._ranks_missing(silent)
         error = self._failure(pending)
-        # Who is gone may have sent all before; and behind all that somebody sent who left, the connection ends.
+        # A rank that is gone may have sent all before; and behind all that one sent which left, the connection ends.
         if error is not None and not has_left(error) and not self._poll.poll(0):
             raise error
         self._listen(pending)
         for rank in pending:
             peer = self._peers[rank]
             peer.is_active = False
-            # Twice: where this machine itself did not run for so long, the kernel takes a moment to hear of the other.
+            # Twice: where this host did not run for so long itself, its kernel takes a moment to hear of the other.
             was_silent, peer.is_silent = peer.is_silent, peer.silent_seconds >= self._mesh.peer_timeout_seconds
             if was_silent and peer.is_silent:
-                raise self._faults.of_silence(rank, self._mesh.peer_timeout_seconds)
+                raise self._diagnosis.of_silence(rank, self._mesh.peer_timeout_seconds)
 
     def _wait_to_connect(self, missing: Sequence[int]) -> None:
         if self._stop is not None:
             raise self._stop.anew()
-        if self._lacking is not None:
-            self._lacking(missing)
+        if self._ranks_missing is not None:
+            self._ranks_missing(missing)
         error = self._failure(missing)
         if error is not None:
             raise error
         self._listen(())
 
     def _listen(self, pending: Sequence[int]) -> None:
-        self._faults.listen([lane for lane in self._lanes.values() if not lane.receiving], pending)
+        self._diagnosis.listen(
+            [connection for connection in self._connections.values() if not connection.receiving], pending
+        )
 
     # -- giving up ----------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """Give up: tell all ranks that there is a connection to, and end the operation that runs, in any thread."""
+        """Give up: send the error to all connected ranks, and end the operation that runs, in any thread."""
         if self._stop is None:
             self._stop = error
         if self._running.acquire(blocking=False):
             try:
-                self._faults.tell(error)
+                self._diagnosis.send_abort(error)
             finally:
                 self._running.release()
 
     def close(self) -> None:
         """Close all connections. May be called twice."""
-        for lane in self._lanes.values():
-            lane.close()
+        for connection in self._connections.values():
+            connection.close()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
-        self._lanes.clear()
+        self._connections.clear()
 
     def close_descriptors(self) -> None:
         """Implement `reigen.net.fork_safety`."""
-        for lane in self._lanes.values():
-            lane.link.close()
+        for connection in self._connections.values():
+            connection.link.close()

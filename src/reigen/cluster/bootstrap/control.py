@@ -1,7 +1,7 @@
 """Discovery of a job's control service, for ranks of any launcher.
 
-`reigen run` hosts the service and tells the ranks where it is. Where somebody else has started them, rank 0 hosts it,
-and the others have to learn two things before they can trust anybody: where, and which secret. How, is one decision
+`reigen run` hosts the service and tells the ranks where it is. Where another launcher has started them, rank 0 hosts
+it, and the others have to learn two things before they can trust it: where, and which secret. How, is one decision
 (`choose_discovery_method`):
 
 HANDOVER  All ranks are on one host: rank 0 hands both over through a Unix socket, to processes that the kernel lets
@@ -91,7 +91,7 @@ class ServiceOptions:
     Attributes:
         timeout_seconds: how long to wait for rank 0.
         interfaces: where rank 0 may listen, by preference; none: whichever leads to the others.
-        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        peer_timeout_seconds: after so much silence a host counts as lost.
         tls: encrypt everything that is said to the service; the same on all ranks.
     """
 
@@ -120,10 +120,10 @@ def locate_service(job: JobInfo, environ: Mapping[str, str], options: ServiceOpt
             has taken its place.
     """
     given = JobCredentials.of(environ)
-    here = job.coordinator is not None and is_local_address(job.coordinator)
+    coordinator_is_here = job.coordinator is not None and is_local_address(job.coordinator)
     mpi = can_use_mpi(environ) if job.by_mpi else (False, "")
     method, reason = choose_discovery_method(
-        job, has_secret=given.secret is not None, coordinator_is_here=here, mpi=mpi
+        job, has_secret=given.secret is not None, coordinator_is_here=coordinator_is_here, mpi=mpi
     )
     if job.rendezvous is not None and job.secret is not None:
         return ServiceAccess(job.rendezvous, job.secret, reason)

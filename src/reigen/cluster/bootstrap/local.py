@@ -1,8 +1,8 @@
 """Handover of the service's address and the job's secret from rank 0 to the other ranks of its host.
 
 Through a Unix socket with an abstract name, which the kernel forgets with the process: nothing lies on a disk, and
-nothing is left behind. Such a name can be used, and taken first, by everybody in the network namespace: by other users,
-and by a container that has the host's network. So both ends prove to each other who they are:
+nothing is left behind. Such a name can be used, and taken first, by any process of the network namespace: by other
+users, and by a container that has the host's network. So both ends prove to each other who they are:
 
 a. Each end asks the kernel for the other one's user and process id (SO_PEERCRED). Another user is turned away.
 b. Each end has a memfd with a random token in its name, and tells the other one the descriptor's number.
@@ -10,11 +10,11 @@ c. Each end reads that name, through /proc/PID/fd/FD. The kernel allows it to th
    and open the shared memory of that process (PTRACE_MODE_READ), and see its id at all. A container with namespaces of
    its own cannot, whatever its user is called.
 d. Both tokens together are the key by which the connection is authenticated, as all others are (`net.auth`), before
-   the secret is sent. What somebody was told on another connection, by a process whose id is used again, is no key.
+   the secret is sent. What a process received on another connection, from one whose id is used again, is no key.
 
 So nothing is given to, nor taken from, a process that could not take the secret from this one's environment and memory
 as well. (Namespaces could be compared instead; but that is a look at what has an id now, which may not be what is
-connected. A directory of mode 0700 is private to a user, not to a container into which somebody has mounted it.)
+connected. A directory of mode 0700 is private to a user, not to a container into which it was mounted.)
 
 Where the ranks were given a secret, that is the key instead: so ranks in several containers of a host can meet, too.
 """
@@ -49,13 +49,13 @@ _log = logging.getLogger(__name__)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 #: The number of a descriptor; or what there is instead of one.
 _NUMBER = struct.Struct("i")
-_HAS_SECRET, _SEES_NOBODY = -1, -2
+_HAS_SECRET, _CANNOT_INSPECT = -1, -2
 _TOKEN_NAME = re.compile(rf"/memfd:reigen-([0-9a-f]{{{2 * SECRET_BYTES}}}) \(deleted\)")
 _IDENTITY = Identity(ProcessRole.RANK, 0, "handover")
 _MAX_BYTES = 1024
 _AGAIN_SECONDS = 0.05
 #: How long the other end may take once it is connected.
-_TALK_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 5.0
 
 
 class ServiceEndpoint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -152,8 +152,8 @@ class LocalBootstrapServer:
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        deadline = time.monotonic() + _TALK_SECONDS
-        connection.settimeout(_TALK_SECONDS)
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        connection.settimeout(_HANDSHAKE_SECONDS)
         pid, user = _peer_credentials(connection)
         if user != os.geteuid():
             return
@@ -165,7 +165,7 @@ class LocalBootstrapServer:
                 key, answer = _derive_key(_read_token(pid, number), self._token.value), self._token.fd
             except OSError as error:
                 _log.info("process %d asked for the job's secret, but cannot be looked at: %s", pid, error)
-                key, answer = b"", _SEES_NOBODY
+                key, answer = b"", _CANNOT_INSPECT
         connection.sendall(_NUMBER.pack(answer))
         if key:
             _shake_hands(connection, ServerHandshake(key, _IDENTITY), deadline).send(self._data, deadline)
@@ -183,8 +183,8 @@ def fetch_endpoints(name: bytes, given: bytes | None = None) -> list[ServiceEndp
         WireError: it is no pointer.
     """
     with socket.socket(socket.AF_UNIX) as connection, contextlib.closing(_MemfdToken()) as token:
-        deadline = time.monotonic() + _TALK_SECONDS
-        connection.settimeout(_TALK_SECONDS)
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        connection.settimeout(_HANDSHAKE_SECONDS)
         try:
             connection.connect(name)
             key = _negotiate_key(connection, f"the abstract socket of this job, {name[1:].decode()}", token, given)
@@ -228,7 +228,7 @@ def _negotiate_key(connection: socket.socket, where: str, token: _MemfdToken, gi
             f"this process was {nots[0]}given a secret ({SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}), and who listens "
             f"at {where} was {nots[1]}given one"
         )
-    if answer == _SEES_NOBODY:
+    if answer == _CANNOT_INSPECT:
         problem = "this process cannot be looked at from there"
     elif pid == 0:
         problem = "it has no process id here"

@@ -35,25 +35,23 @@ def broadcast_over_mpi(data: bytes | None, deadline: float, environ: Mapping[str
         ConfigError: MPI cannot be used (`reigen.cluster.bootstrap.mpi_library.mpi_comm_world`).
         DeadlineError: rank 0 did not call in time.
     """
-    everybody = mpi_comm_world(environ)
+    world = mpi_comm_world(environ)
     message = np.zeros(_LENGTH_BYTES + MAX_SHARED_BYTES, np.uint8)
-    if everybody.rank == 0:
+    if world.rank == 0:
         if data is None or len(data) > MAX_SHARED_BYTES:
             raise ArgumentError(f"rank 0 shares at most {MAX_SHARED_BYTES} bytes")
         framed = len(data).to_bytes(_LENGTH_BYTES) + data
         message[: len(framed)] = np.frombuffer(framed, np.uint8)
-    _broadcast_message(everybody, message, deadline)
+    _broadcast_message(world, message, deadline)
     length = int.from_bytes(message[:_LENGTH_BYTES].tobytes())
     return message[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
 
 
-def _broadcast_message(
-    everybody: Intracomm, message: np.ndarray[tuple[int], np.dtype[np.uint8]], deadline: float
-) -> None:
+def _broadcast_message(world: Intracomm, message: np.ndarray[tuple[int], np.dtype[np.uint8]], deadline: float) -> None:
     from mpi4py import MPI
 
     ending = mpi_exit_handler()
-    request = everybody.Ibcast([message, message.size, MPI.BYTE], 0)
+    request = world.Ibcast([message, message.size, MPI.BYTE], 0)
     try:
         while not request.Test():
             if time.monotonic() >= deadline:

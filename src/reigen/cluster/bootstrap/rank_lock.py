@@ -3,9 +3,9 @@
 Whatever a rank starts inherits the variables that make it a rank. If such a process calls ``init()``, too, it must get
 an error, not its parent's place. So each process that joins writes itself down at the rendezvous, once for each rank,
 and the first one holds the rank until its end. The one that comes after that end (``python a.py && python b.py``) is
-the rank's next life; lives meet apart from each other. Processes of several machines may claim ranks at one service: a
-process is told apart by its machine, too. Of one on another machine nobody here can say whether it has ended, so it
-holds its rank for as long as the service lives.
+the rank's next incarnation; each incarnation has a rendezvous of its own. Processes of several hosts may claim ranks at
+one service, so a process is identified by its host, too. Whether one on another host has ended cannot be seen from
+here, so it holds its rank for as long as the service lives.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _RankHolder(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         pid: its number.
-        started: when it was started, clock ticks since the machine was.
-        machine: where.
-        host: what people call it.
+        started: when it was started, in clock ticks since the host was.
+        host_id: identity of its host.
+        host: the host's name.
     """
 
     pid: int
     started: int
-    machine: str
+    host_id: str
     host: str = ""
 
 
@@ -49,12 +49,12 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
         ConfigError: another process is this rank.
     """
     own = _RankHolder(os.getpid(), int(read_process_stat(os.getpid())[19]), *host_identity())
-    for life in itertools.count():
-        kept = rendezvous.put_first(f"process/{rank}/{life}", msgspec.msgpack.encode(own))
+    for incarnation in itertools.count():
+        kept = rendezvous.put_first(f"process/{rank}/{incarnation}", msgspec.msgpack.encode(own))
         holder = msgspec.msgpack.decode(kept, type=_RankHolder)
         if holder == own:
-            return life
-        if holder.machine != own.machine:
+            return incarnation
+        if holder.host_id != own.host_id:
             raise ConfigError(
                 f"rank {rank} of this job is process {holder.pid} of host {holder.host}, and process {own.pid} of host "
                 f"{own.host} says that it is this rank, too. Each process needs a rank of its own: were the same "
@@ -68,12 +68,12 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
                 "-np 1 COMMAND`, or without the variables REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE. If both were "
                 "started by hand, give each its own RANK."
             )
-    raise AssertionError("lives are counted without end")
+    raise AssertionError("incarnations are counted without end")
 
 
 def _is_running(holder: _RankHolder) -> bool:
-    words = read_process_stat(holder.pid)
-    return bool(words) and int(words[19]) == holder.started and words[0] not in {"Z", "X"}
+    fields = read_process_stat(holder.pid)
+    return bool(fields) and int(fields[19]) == holder.started and fields[0] not in {"Z", "X"}
 
 
 def read_process_stat(pid: int) -> list[str]:
@@ -86,7 +86,7 @@ def read_process_stat(pid: int) -> list[str]:
 
 def _format_command(holder: _RankHolder) -> str:
     try:
-        words = Path(f"/proc/{holder.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        fields = Path(f"/proc/{holder.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    return f" ({' '.join(words).strip()[:_SHOWN_CHARACTERS]})"
+    return f" ({' '.join(fields).strip()[:_SHOWN_CHARACTERS]})"

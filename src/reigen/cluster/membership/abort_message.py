@@ -13,7 +13,7 @@ from reigen.errors import CollectiveError, DeadlineError, PeerLostError, format_
 ERRORS_BY_NAME: dict[str, type[CollectiveError]] = {
     kind.__name__: kind for kind in (CollectiveError, DeadlineError, PeerLostError)
 }
-_TOLD_BY = " (told by "
+_REPORTED_BY = " (told by "
 #: Together less than 3950 bytes, whatever the numbers: as much as a page has room for beside other things.
 _MAX_REASON_BYTES, _MAX_RANKS = 3400, 100
 
@@ -33,15 +33,15 @@ def make_abort_message(error: CollectiveError, rank: int) -> AbortMessage:
     return AbortMessage(kind, (error.ranks or (rank,))[:_MAX_RANKS], reason)
 
 
-def error_from_abort(abort: AbortMessage, teller: str) -> CollectiveError:
-    """Make the error of a rank that gave up; ``teller`` reported it, empty: this rank itself.
+def error_from_abort(abort: AbortMessage, reporter: str) -> CollectiveError:
+    """Make the error of a rank that gave up; ``reporter`` reported it; empty: this rank itself.
 
-    Who tells what was told to it is not named: the first one knows.
+    A rank that forwards another's report is not named: the first reporter is.
     """
     kind = ERRORS_BY_NAME.get(abort.kind, CollectiveError)
     reason = abort.reason or f"rank(s) {format_ranks(abort.ranks)} gave up"
-    if teller and _TOLD_BY not in reason:
-        reason += f"{_TOLD_BY}{teller})"
+    if reporter and _REPORTED_BY not in reason:
+        reason += f"{_REPORTED_BY}{reporter})"
     return kind(reason, ranks=abort.ranks)
 
 

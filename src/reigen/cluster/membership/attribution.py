@@ -41,7 +41,7 @@ class HeldEvents:
         if not member.policy.hold_seconds:
             return [loss]
         self.until = min(self.until, now + member.policy.hold_seconds)
-        self._losses.setdefault(member.machine, []).append((member, loss))
+        self._losses.setdefault(member.host_id, []).append((member, loss))
         return []
 
     def add(self, event: MembershipEvent, until: float = NEVER) -> list[MembershipEvent]:
@@ -57,17 +57,17 @@ class HeldEvents:
         if self.until == NEVER:
             return []
         if now < self.until:
-            present = {member.machine for member in self._members if member.state is MemberState.PRESENT}
+            present = {member.host_id for member in self._members if member.state is MemberState.PRESENT}
             if not self._losses or not present.isdisjoint(self._losses):
                 return []
-        sizes = Counter(member.machine for member in self._members if member.state is not MemberState.ABSENT)
+        sizes = Counter(member.host_id for member in self._members if member.state is not MemberState.ABSENT)
         released: list[MembershipEvent] = []
-        for machine, losses in self._losses.items():
+        for host_id, losses in self._losses.items():
             first, *others = (loss for _, loss in losses)
             loss = msgspec.structs.replace(
                 first,
                 others=tuple(sorted(other.number for other in others)),
-                is_whole_host=1 < len(losses) == sizes[machine],
+                is_whole_host=1 < len(losses) == sizes[host_id],
                 is_silent=first.is_silent or any(other.is_silent for other in others),
             )
             for member, _ in losses:
@@ -77,6 +77,6 @@ class HeldEvents:
         self._losses, self._events, self.until = {}, [], NEVER
         return released
 
-    def of_host(self, machine: str) -> Iterator[Member]:
+    def of_host(self, host_id: str) -> Iterator[Member]:
         """Return the members that have been on one host."""
-        return (one for one in self._members if one.state is not MemberState.ABSENT and one.machine == machine)
+        return (one for one in self._members if one.state is not MemberState.ABSENT and one.host_id == host_id)

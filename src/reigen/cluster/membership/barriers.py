@@ -49,7 +49,7 @@ class BarrierTable:
             return len(self._barriers) < MAX_BARRIERS
         return len(one.waiting.get(worker, ())) < MAX_BARRIERS
 
-    def hear(self, worker: int, message: EnterBarrier, needed: Collection[int]) -> None:
+    def receive(self, worker: int, message: EnterBarrier, needed: Collection[int]) -> None:
         """A worker enters, gives up, or says again how one ended. Answers come from the next `complete`, or a later."""
         name, sequence = message.name, message.sequence
         one = self._named(name)
@@ -75,7 +75,7 @@ class BarrierTable:
         outcomes = self._complete(needed)
         if self._giving_up and all_known:
             for (worker, name), message in self._giving_up.items():
-                self.hear(worker, EnterBarrier(name, message.sequence), needed)
+                self.receive(worker, EnterBarrier(name, message.sequence), needed)
             outcomes += self._complete(needed)
             for (worker, name), message in self._giving_up.items():
                 if message.sequence > self._barriers[name].num_over:

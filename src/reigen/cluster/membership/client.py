@@ -43,23 +43,23 @@ _GOODBYE_SECONDS = 1.0
 
 
 class MembershipClient:
-    """Membership of one rank among those of its room. Threads may share one.
+    """Membership of one rank among those of its group. Threads may share one.
 
     Args:
         address: ``host:port`` of the control service.
         secret: the job's 32 bytes.
-        room: the same for all ranks that are in this together, and for nobody before or after them.
-        rank: this one's number in the room.
+        group: the same for all ranks of one job, and different from that of earlier and later ones.
+        rank: this one's number in the group.
         size: how many ranks belong there.
         timeout_seconds: how long connecting may take.
-        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        peer_timeout_seconds: after so much silence a host counts as lost.
         host_id: see `reigen.cluster.host_discovery.host_identity`.
         tls: encrypt everything; the service must do so, too.
 
     Raises:
-        ArgumentError: the service has had a rank of this number in the room, or expects another size.
-        AuthenticationError: whoever listens there does not know the secret.
-        PeerLostError: nobody listens there any more.
+        ArgumentError: the service has had a rank of this number in the group, or expects another size.
+        AuthenticationError: the process that listens there does not know the secret.
+        PeerLostError: no process listens there any more.
         TimeoutError: it did not answer in time.
     """
 
@@ -67,7 +67,7 @@ class MembershipClient:
         self,
         address: str,
         secret: bytes,
-        room: str,
+        group: str,
         rank: int,
         size: int,
         *,
@@ -78,9 +78,9 @@ class MembershipClient:
     ) -> None:
         self.rank, self.size = rank, size
         self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
-        machine, self._host = host_identity(host_id)
+        own_host_id, self._host = host_identity(host_id)
         me = RegisterMember(
-            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=room, machine=machine
+            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=group, host_id=own_host_id
         )
         self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class MembershipClient:
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, as `LocalPeers.linger` does, unless it is ``over``.
 
-        That a rank's process has ended is only known here where it died; whoever has left gets all of the time.
+        That a rank's process has ended is only known here where it died; one that has left gets all of the time.
         """
         until = time.monotonic() + LINGER_SECONDS
         while not over() and (left := until - time.monotonic()) > 0:

@@ -1,8 +1,8 @@
 """Control service of a job: the membership of its ranks, or of its workers and servers, and a bounded key-value store.
 
-The launcher hosts it, or rank 0 where somebody else has started the ranks; the scheduler of a parameter server is one.
-Membership is stated in `cluster.membership.messages`. The protocol of the store, after the handshake of ``net.auth``,
-one msgspec message a frame:
+The launcher hosts it, or rank 0 where another launcher has started the ranks; the scheduler of a parameter server is
+one. Membership is stated in `cluster.membership.messages`. The protocol of the store, after the handshake of
+``net.auth``, one msgspec message a frame:
 
 a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers, and serves
    everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays and is the
@@ -204,9 +204,9 @@ class ControlService:
         """Return the time (``time.monotonic()``) of an agent's last message, by the agent's number; -inf: none came."""
         return self._heard_at.get(agent, -math.inf)
 
-    def turn(self, alarm: float | None = None) -> bool:
-        """Wait for what happens next, at most until ``alarm``, and handle it; False: it is time to end."""
-        due = min((at for at in (self._members.due(), alarm) if at is not None), default=None)
+    def turn(self, until: float | None = None) -> bool:
+        """Wait for what happens next, at most until ``until``, and handle it; False: it is time to end."""
+        due = min((at for at in (self._members.due(), until) if at is not None), default=None)
         goes_on = self._listener.turn(due)
         if due is not None and time.monotonic() >= due:  # who has said something until then is not silent
             goes_on &= self._listener.turn(due)
@@ -266,9 +266,11 @@ class ControlService:
         self._send(self._members.ended(client, time.monotonic(), silent=silent))
 
     def _send(self, replies: Sequence[tuple[Any, StoreReply | MembershipReply]]) -> None:
-        news = {id(said): said for _, said in replies if isinstance(said, MembershipNews)}  # one object for all
+        news = {
+            id(message): message for _, message in replies if isinstance(message, MembershipNews)
+        }  # one object for all
         if news:
-            self.on_events(tuple(dict.fromkeys(event for said in news.values() for event in said.events)))
+            self.on_events(tuple(dict.fromkeys(event for message in news.values() for event in message.events)))
         last, data = None, b""
         for client, reply in replies:
             if reply is not last:

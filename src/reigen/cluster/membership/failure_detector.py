@@ -49,16 +49,16 @@ class FailureDetector:
 
     def exit_error(self, needed: Sequence[int]) -> CollectiveError | None:
         """Return the same for callers that see by themselves whether more comes: ranks that have left count, too."""
-        here: CollectiveError | None = None
+        local_error: CollectiveError | None = None
         if self._local_peers is not None:
             local = self._local_peers.ranks
-            here = self._local_peers.failure([local.index(rank) for rank in needed if rank in local])
-        if here is not None and not has_left(here):
-            return here
-        there = self._membership.failure(needed) or self._unexplained(needed)
-        if there is not None and not has_left(there) and self._local_peers is not None:
-            self._local_peers.abort(there)
-        return here if there is None else there
+            local_error = self._local_peers.failure([local.index(rank) for rank in needed if rank in local])
+        if local_error is not None and not has_left(local_error):
+            return local_error
+        remote_error = self._membership.failure(needed) or self._unexplained(needed)
+        if remote_error is not None and not has_left(remote_error) and self._local_peers is not None:
+            self._local_peers.abort(remote_error)
+        return local_error if remote_error is None else remote_error
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, unless it is ``over``."""

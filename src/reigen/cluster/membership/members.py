@@ -152,7 +152,7 @@ class Member:
     state: MemberState = MemberState.ABSENT
     owner: ConnectionId | None = None
     host: str = ""
-    machine: str = ""
+    host_id: str = ""
     address: str = ""
     incarnation: int = 0
     is_recovery: bool = False

@@ -138,7 +138,7 @@ class JobEnded(_Message, tag="stop", frozen=True):
     Attributes:
         exit_code: 0: all workers have left in good order; WORKERS_LOST_EXIT_CODE: it ends since some are lost.
         reason: why, for people.
-        is_late: it never began as it should: somebody did not come.
+        is_late: it never began as it should: a member did not come.
         workers: and these of them are workers.
     """
 
@@ -199,7 +199,7 @@ class RegisterMember(_Message, tag=20, frozen=True):
         counts: how many members of each role it expects to be in the job.
         address: where a server listens; else empty.
         group: the name under which the ranks of one job meet; never used again. Empty where the service has one job.
-        machine: what tells its host from all others, where the losses of a host are told together.
+        host_id: identity of its host, where the losses of a host are announced together.
         job: which job it is in, as a service said before; 0: none has.
         epoch: the latest of which it has heard.
         is_recovery: as it was told with its number.
@@ -218,7 +218,7 @@ class RegisterMember(_Message, tag=20, frozen=True):
     counts: dict[MemberRole, Count]
     address: str = ""
     group: str = ""
-    machine: str = ""
+    host_id: str = ""
     job: Count = 0
     epoch: Count = 0
     is_recovery: bool = False

@@ -7,7 +7,7 @@ E, J and K are theirs.
 The protocol
 ------------
 A. *Numbers.* A member says its number where it was given one (its rank, its task number), and gets it; else the lowest
-   that nobody has had, in the order of arrival. What makes no sense is refused.
+   that no member has had, in the order of arrival. What makes no sense is refused.
 B. *Start.* When all servers have come for the first time, every member that is there is told where they are, and every
    one that comes later at once. A process that is lost (C) before that is forgotten, as if it had not come. Servers
    that do not come, and later workers, end the job when the time for it is over. No time counts for anything in which
@@ -20,15 +20,16 @@ D. *Return.* A lost member that says something is there again, the same process;
    `MemberReturned`. One that was away says whom it holds for lost (`RegisterMember.lost`), and hears
    which of them have returned. But where a loss is final (a rank, a worker under abort, a server that is not started
    again, or not in time) it is refused. While the process that has the number is connected, and may be dead without
-   anybody's knowing, another that comes for it waits for a sign of life, or the end, of the first.
-E. *Leaving.* All are told of a member that leaves (`MemberLeft`). It is not waited for any more, nor does it come back.
+   any notice, another that comes for it waits for a sign of life, or the end, of the first.
+E. *Leaving.* A member that leaves is announced to all (`MemberLeft`). It is not waited for any more, nor does it come
+   back.
 F. *Barriers.* A barrier is done for the n-th time when every worker has entered it n times, but those that have left or
    are lost and not awaited. If one of them gives it up before, it is broken for that time, and all are told so that
-   are there, or come to it later: nobody passes a barrier at which another has failed. Entering again is answered
+   are there, or come to it later: no member passes a barrier at which another has failed. Entering again is answered
    again.
 G. *End.* When all workers have left, the job is over with exit code 0; when all have left or are lost, and nobody came
    in their place, with another one (under continue: if none has left): `WORKERS_LOST_EXIT_CODE` if it was a worker
-   that was lost first, else 1. All are told (`JobEnded`), and whoever comes later is refused.
+   that was lost first, else 1. It is announced to all (`JobEnded`), and a process that comes later is refused.
    After a restart (H) that waits for those who have not come back: they are to be told, too.
 H. *Restart of the service.* Members connect again and say what they were told before (`RegisterMember.is_known`): their
    numbers, the epoch, and which workers have left; how often they have entered which barriers, and how these ended. A
@@ -38,18 +39,19 @@ H. *Restart of the service.* Members connect again and say what they were told b
    tell. (That one does not, its launcher can: `RegisterMember.is_restart`.)
    Where there may be members that know the job, unknown processes wait for the first of those, until
    ``known_first_until``: they would be taken for the first ones of a new job. They do not wait when unknown ones have
-   come for all places: nobody is left who knows. One that was told no number waits until it is clear which are free.
+   come for all places: no member is left that knows. One that was told no number waits until it is clear which
+   are free.
 I. *Other jobs.* A job has a number: it follows from its secret, where a launcher made that for it alone; else its first
    service chose it. Of the latter kind, a service to which a known process comes first goes on with that one's job;
    one to which an unknown process comes first, that need not wait (H), has a new job, whatever was saved of earlier
    ones. Processes of any other job are refused. Where a job goes on, and servers cannot return, an unknown server is
    refused, too: what it comes for is a new job on the same port and with the same secret, while processes of the old
    one still run.
-J. *Epochs.* Every change of who is there has a number, one more than the one before it, and everybody is told the
+J. *Epochs.* Every change of who is there has a number, one more than the one before it, and all are sent the
    latest with what it hears. A service that is started again goes on behind the latest of which a member has heard.
 K. *Attribution.* What goes wrong at one time is held for a moment, and told in the order of cause and effect
    (`reigen.cluster.membership.attribution`). A connection that ends because its host is *silent* (the kernel got no
-   answer in time) stands for all members of that host. Only the first abort is told: it ends everybody's waiting, and
+   answer in time) stands for all members of that host. Only the first abort is sent: it ends the waiting of all, and
    those that come later follow from it.
 """
 
@@ -134,7 +136,7 @@ class MembershipTable:
         self._member_of: dict[ConnectionId, Member] = {}
         #: other connections of processes that have made several
         self._duplicate_connections: dict[ConnectionId, Member] = {}
-        #: somebody has been here (B); all servers have (B); some member had been told its number before (H)
+        #: a member has been here (B); all servers have (B); some member had been told its number before (H)
         self.is_begun = self._is_open = self._is_restarted = False
         #: and all servers had come by then (I)
         self._goes_on = False
@@ -179,9 +181,9 @@ class MembershipTable:
         if gone is not None:
             gone.owner = None
             others = reversed(self._duplicate_connections.items())
-            spare = next((other for other, member in others if member is gone), None)
-            if spare is not None and self.stop is None:
-                self._switch_connection(spare)
+            duplicate = next((other for other, member in others if member is gone), None)
+            if duplicate is not None and self.stop is None:
+                self._switch_connection(duplicate)
             elif self.stop is None and gone.state is MemberState.PRESENT:
                 self._lose_connection(gone, silent=silent)
         return self._finish()
@@ -226,10 +228,10 @@ class MembershipTable:
             return len(self._waiting) + 1 < len(self._members)
         if message.number >= 0 or not self._is_restarted:
             return False
-        mine = self._of_role(message.role)
-        num_absent = sum(member.state is MemberState.ABSENT for member in mine)
+        of_role = self._of_role(message.role)
+        num_absent = sum(member.state is MemberState.ABSENT for member in of_role)
         num_others = sum(one.role == message.role and one.number < 0 for one in self._waiting.values())
-        return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in mine)
+        return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in of_role)
 
     def _admit_waiting(self) -> None:
         """Step H: admit processes that need not wait any more, servers first: they may know the job."""
@@ -269,17 +271,17 @@ class MembershipTable:
 
     def _correct(self, owner: ConnectionId, message: RegisterMember) -> None:
         """Step D: tell a member that was away who has returned meanwhile, or will have."""
-        believed = [self._members[key] for key in dict.fromkeys(message.lost) if key in self._members]
-        for member in believed:
+        believed_lost = [self._members[key] for key in dict.fromkeys(message.lost) if key in self._members]
+        for member in believed_lost:
             member.is_missed |= member.state is MemberState.ABSENT
-        self._send_news([owner], [one.return_event for one in believed if one.state is MemberState.PRESENT])
+        self._send_news([owner], [one.return_event for one in believed_lost if one.state is MemberState.PRESENT])
 
     def _problem(self, owner: ConnectionId, message: RegisterMember) -> str:
         """Return why a process cannot be in the job; empty if it can."""
         role, counts = message.role, self.spec.counts
         if self.stop is not None:
             return f"the job is over: {self.stop.reason}"
-        names = (message.host, message.machine, message.address)
+        names = (message.host, message.host_id, message.address)
         if any(len(name.encode(errors="replace")) > MAX_NAME_BYTES for name in names):
             return f"a name is longer than {MAX_NAME_BYTES} bytes"
         if message.is_known and message.job != self.job:
@@ -311,10 +313,10 @@ class MembershipTable:
         """Return the place that a process asks for, or gets; None: all are taken."""
         if message.number >= 0:
             return self._members[message.role, message.number]
-        mine = self._of_role(message.role)
-        free = [member for member in mine if member.state is MemberState.ABSENT]
-        free += [member for member in mine if member.state is MemberState.LOST]
-        free += [member for member in mine if member.state is MemberState.PRESENT and member.owner is None]
+        of_role = self._of_role(message.role)
+        free = [member for member in of_role if member.state is MemberState.ABSENT]
+        free += [member for member in of_role if member.state is MemberState.LOST]
+        free += [member for member in of_role if member.state is MemberState.PRESENT and member.owner is None]
         return free[0] if free else None
 
     def _take_history(self, left: tuple[int, ...], *, goes_on: bool) -> None:
@@ -391,7 +393,7 @@ class MembershipTable:
         self, owner: ConnectionId, member: Member, message: RegisterMember, barriers: tuple[tuple[str, int], ...] = ()
     ) -> None:
         member.owner, member.host, member.address = owner, message.host, message.address
-        member.machine, member.heard_at = message.machine, self._now
+        member.host_id, member.heard_at = message.host_id, self._now
         member.until = (
             NEVER if member.state is MemberState.LEFT else self._now + member.policy.heartbeat_timeout_seconds
         )
@@ -406,10 +408,10 @@ class MembershipTable:
     def _assign(self, owner: ConnectionId, member: Member, barriers: tuple[tuple[str, int], ...] = ()) -> None:
         self._reply(owner, MemberAssigned(member.number, member.is_recovery, self.job, self.epoch, barriers))
 
-    def _send_state(self, newcomer: ConnectionId) -> None:
+    def _send_state(self, new_connection: ConnectionId) -> None:
         """Step B: send the list of servers to one member, or all; and past events to one."""
         servers = self._of_role("server")
-        receivers = [newcomer] if self._is_open else []
+        receivers = [new_connection] if self._is_open else []
         if not self._is_open and all(server.incarnation for server in servers):
             self._is_open, receivers = True, list(self._member_of)
         for owner in receivers if servers else ():
@@ -424,7 +426,7 @@ class MembershipTable:
             past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
         past.append(self._abort)
         past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
-        self._send_news([newcomer], [event for event in past if event is not None and event not in self._held])
+        self._send_news([new_connection], [event for event in past if event is not None and event not in self._held])
 
     # -- signs of life, and their absence -----------------------------------------------------------------------------
 
@@ -454,8 +456,8 @@ class MembershipTable:
         """Take a sign of life of the process that has the place."""
         member.heard_at = self._now
         if member.replacement is not None:
-            claimant, member.replacement = member.replacement[0], None
-            self._refuse(claimant, f"{member.name} is there already, on host {member.host}")
+            replacement, member.replacement = member.replacement[0], None
+            self._refuse(replacement, f"{member.name} is there already, on host {member.host}")
         if member.state is MemberState.LOST:
             self._announce(*self._held.release())
             member.state, member.loss = MemberState.PRESENT, None
@@ -469,22 +471,22 @@ class MembershipTable:
             member.until = self._now + member.policy.reconnect_seconds
             return
         is_host = silent and member.policy.hold_seconds > 0
-        for each in list(self._held.of_host(member.machine)) if is_host else [member]:
+        for each in list(self._held.of_host(member.host_id)) if is_host else [member]:
             if each.state is MemberState.PRESENT:
                 self._lose(each, "its host is silent" if is_host else "its process ended", is_silent=is_host)
 
     def _lose(self, member: Member, reason: str, *, is_silent: bool = False) -> None:
         """Steps B, C, D: the process that has the place is gone, or as good as."""
-        claimant, member.replacement = member.replacement, None
+        replacement, member.replacement = member.replacement, None
         if member.state is MemberState.PRESENT and not self._is_open and not self._is_restarted:
             self._forget(member)
         elif member.state is not MemberState.LOST:
             member.state, member.lost_at = MemberState.LOST, self._now
             self._report_loss(member, reason, is_awaited=True, is_silent=is_silent)
-        if claimant is not None and member.is_final:
-            self._refuse(claimant[0], f"{member.loss}; this job does not go on without it")
-        elif claimant is not None:
-            owner, message = claimant
+        if replacement is not None and member.is_final:
+            self._refuse(replacement[0], f"{member.loss}; this job does not go on without it")
+        elif replacement is not None:
+            owner, message = replacement
             self._assign_place(
                 owner, member, message, is_recovery=member.state is MemberState.LOST or message.is_restart
             )
@@ -548,7 +550,7 @@ class MembershipTable:
                 owner, f"more than {MAX_BARRIERS} barriers, or a name of more than {MAX_BARRIER_NAME_BYTES} bytes"
             )
         else:
-            self._barriers.hear(number, message, self._needed())
+            self._barriers.receive(number, message, self._needed())
 
     def _needed(self) -> list[int]:
         return [member.number for member in self._of_role("worker") if member.is_needed]
@@ -621,16 +623,16 @@ class MembershipTable:
         if self._waiting and not self.is_begun:
             times.append(self._known_first_until)
         self._due = NEVER if self.stop is not None else min(times)
-        said, self._replies = self._replies, []
-        return said
+        replies, self._replies = self._replies, []
+        return replies
 
     def _check_end(self) -> None:
         """Step G."""
         states = {member.state for member in self._of_role("worker")}
         policy, lost = self.spec.roles["worker"].on_loss, self._lost()
         final = any(member.is_final for member in lost)
-        is_unheard = self._is_restarted and any(member.state is MemberState.ABSENT for member in self._members.values())
-        if states - {MemberState.LEFT, MemberState.LOST} or is_unheard:  # servers that come back are to hear of it, too
+        has_absent = self._is_restarted and any(member.state is MemberState.ABSENT for member in self._members.values())
+        if states - {MemberState.LEFT, MemberState.LOST} or has_absent:  # servers that come back are to hear of it, too
             self._awaited_until = NEVER
         elif final or (MemberState.LEFT not in states and policy is LossPolicy.CONTINUE):
             exit_code = WORKERS_LOST_EXIT_CODE if lost[0].role == "worker" else 1

@@ -52,7 +52,7 @@ class JobView:
 
     Args:
         registration: what this process says of itself at first.
-        is_loss_fatal: nobody can go on without a worker that is lost and not expected back.
+        is_loss_fatal: no member can go on without a worker that is lost and not expected back.
         peer_timeout_seconds: after how long a silent host counts as lost; for messages to ranks.
 
     Attributes:
@@ -65,7 +65,7 @@ class JobView:
         servers: where they are, by number; empty until all have come.
         lost: what is lost now, and how that was noticed.
         left: workers, or ranks, that have left in good order, with their hosts.
-        events: what nobody has asked for yet.
+        events: those that were not taken yet.
         status: answers to queries, by seconds of silence.
     """
 
@@ -165,7 +165,7 @@ class JobView:
         if self.failure is None:
             self.failure = error
             if self.is_assigned:
-                self._tell(JobEnded(1, str(error)))
+                self._notify(JobEnded(1, str(error)))
 
     def take(self, message: MembershipReply) -> list[MemberMessage]:
         """Take in a message of the service; returns what to say to it."""
@@ -228,16 +228,16 @@ class JobView:
                 self.left[event.number] = event.host
             if isinstance(event, MemberReturned) and event.role == "server":
                 if not self.servers or self.servers.get(event.number) == event.server:
-                    return  # before all have come, nobody knows where it was
+                    return  # before all have come, it is not known where it was
                 self.servers[event.number] = event.server
         elif isinstance(event, MemberAborted):
-            teller = "" if event.number == self.number else f"{event.role} {event.number}, host {event.host}"
-            self._abort = self._abort or error_from_abort(event.abort, teller)
+            reporter = "" if event.number == self.number else f"{event.role} {event.number}, host {event.host}"
+            self._abort = self._abort or error_from_abort(event.abort, reporter)
         elif self.failure is None:
             self.failure = event.error()
-        self._tell(event)
+        self._notify(event)
 
-    def _tell(self, event: MembershipEvent) -> None:
+    def _notify(self, event: MembershipEvent) -> None:
         if self._registration.role != "rank":  # which asks by `rank_error`
             _log.info("%s", event)
             self.events.append(event)

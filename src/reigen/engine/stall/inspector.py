@@ -5,18 +5,18 @@ A. A collective that has waited for ``check_seconds`` is a stall. The inspector 
 B. Then it warns (`WarnStall`), of this collective and all that wait for the same ranks and have waited for half as
    long: a rank that is missing in one is missing in many. What was warned of is warned of again after two, four, eight,
    ... times as long.
-C. When what was warned of waits no longer, that is told, too (`StallResolved`), unless its deadline is why.
+C. When what was warned of waits no longer, that is reported, too (`StallResolved`), unless its deadline is why.
 D. A collective that has waited for ``shutdown_seconds`` ends the job (`AbortStalled`), once the ranks have answered as
    in A. If that is less than ``check_seconds`` there is no warning before.
 
 E. All this is rank 0's work. Rank 1, when it has waited for ``check_seconds`` itself, asks whether rank 0 answers, and
    warns or gives up in its place if it does not (`CoordinatorMonitor`).
 
-F. Where every rank has submitted something that waits, nobody may be left who computes: after two seconds all ranks are
-   asked. A rank cannot go on if the thread that trains is blocked in one of these collectives and no other thread runs
-   code of the program. Where that holds for all, twice, and nothing has come in between, no rank can ever submit what
-   the others wait for: that is warned of at once (`WarnStall`, with ``is_deadlock``). While it does not hold, the
-   next question comes after twice the time.
+F. Where every rank has submitted something that waits, no rank may be left that computes: after two seconds all ranks
+   are asked. A rank cannot go on if the thread that trains is blocked in one of these collectives and no other thread
+   runs code of the program. Where that holds for all, twice, and nothing has come in between, no rank can ever submit
+   what the others wait for: that is warned of at once (`WarnStall`, with ``is_deadlock``). While it does not hold,
+   the next question comes after twice the time.
 
 Who has joined is not missing, and a join that waits is no stall: both follow from what the coordinator says waits.
 """
@@ -135,14 +135,14 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class WarnStall:
-    """Instruction: tell the user."""
+    """Instruction: warn the user."""
 
     stall: Stall
 
 
 @dataclass(frozen=True, slots=True)
 class StallResolved:
-    """Instruction: tell the user that these, of which he was warned, wait no longer."""
+    """Instruction: inform the user that these, of which he was warned, wait no longer."""
 
     waits: tuple[PendingCollective, ...]
     now: float
@@ -210,15 +210,15 @@ class StallInspector:
         self._shutdown = shutdown_seconds or math.inf
         self._check = min(check_seconds, self._shutdown)
         self._deadline = deadline_seconds
-        self._pace = min(_CHECK_SECONDS, self._check / 4)
+        self._interval = min(_CHECK_SECONDS, self._check / 4)
         #: stalls that were warned of
         self._warned: dict[tuple[str, bool, float], _WarnedCollective] = {}
-        self._inquiry: _RankQuery | None = None
-        self._num_inquiries = 0
+        self._query: _RankQuery | None = None
+        self._num_queries = 0
         self._next_look = 0.0
         self._ranks = tuple(ranks)
         #: from what age of a wait all ranks are asked, and not before when
-        self._suspicion, self._not_before = _DEADLOCK_SECONDS, 0.0
+        self._recheck_seconds, self._not_before = _DEADLOCK_SECONDS, 0.0
         #: how often in succession all ranks were found blocked
         self._num_blocked = 0
 
@@ -229,41 +229,41 @@ class StallInspector:
 
     def due(self, oldest: float | None) -> float:
         """Return when to call `look` at the latest, if no event comes; ``oldest``: since when anything waits."""
-        if self._warned or self._inquiry is not None:
+        if self._warned or self._query is not None:
             return self._next_look
         first = min(self._check, _DEADLOCK_SECONDS) if self._ranks else self._check
         return math.inf if oldest is None else max(self._next_look, oldest + first)
 
     def answered(self, rank: int, number: int, answer: StackSample) -> None:
         """A rank has said where it is."""
-        inquiry = self._inquiry
-        if inquiry is not None and inquiry.number == number and rank in inquiry.ranks:
-            inquiry.answers[rank] = answer
-            if len(inquiry.answers) == len(inquiry.ranks):
+        query = self._query
+        if query is not None and query.number == number and rank in query.ranks:
+            query.answers[rank] = answer
+            if len(query.answers) == len(query.ranks):
                 self._next_look = 0.0
 
     def look(self, waits: Sequence[PendingCollective], now: float) -> list[StallAction]:
         """Return the instructions, given all that waits now."""
-        said: list[StallAction] = []
-        self._next_look = now + self._pace
+        actions: list[StallAction] = []
+        self._next_look = now + self._interval
         keys = {wait.key for wait in waits}
         gone = [self._warned.pop(key).wait for key in list(self._warned) if key not in keys]
         over = tuple(wait for wait in gone if now < wait.since + self._deadline)
         if over:
-            said.append(StallResolved(over, now))
+            actions.append(StallResolved(over, now))
         due = [wait for wait in waits if self._is_due(wait, now)]
-        inquiry = self._inquiry
-        if inquiry is not None and inquiry.is_over(now):
-            self._inquiry = None
-            deadlock = self._tell_deadlock(inquiry, waits, now) if inquiry.waits else []
-            said += deadlock or self._tell(inquiry, due, waits, now)
-        elif inquiry is None and due:
-            said.append(self._query_ranks(due, waits, now))
-        elif inquiry is None and self._may_be_deadlock(waits, now):
-            said.append(self._ask(self._ranks, now, tuple(waits)))
-        if self._inquiry is not None:
-            self._next_look = min(self._next_look, self._inquiry.until)
-        return said
+        query = self._query
+        if query is not None and query.is_over(now):
+            self._query = None
+            deadlock = self._report_deadlock(query, waits, now) if query.waits else []
+            actions += deadlock or self._report(query, due, waits, now)
+        elif query is None and due:
+            actions.append(self._query_ranks(due, waits, now))
+        elif query is None and self._may_be_deadlock(waits, now):
+            actions.append(self._ask(self._ranks, now, tuple(waits)))
+        if self._query is not None:
+            self._next_look = min(self._next_look, self._query.until)
+        return actions
 
     def _is_due(self, wait: PendingCollective, now: float) -> bool:
         if now >= wait.since + self._shutdown:
@@ -281,46 +281,48 @@ class StallInspector:
         return self._ask(tuple(sorted(ranks)), now)
 
     def _ask(self, ranks: tuple[int, ...], now: float, waits: tuple[PendingCollective, ...] = ()) -> QueryRanks:
-        self._num_inquiries += 1
-        self._inquiry = _RankQuery(self._num_inquiries, ranks, now + ANSWER_TIMEOUT_SECONDS, waits)
-        return QueryRanks(self._num_inquiries, ranks)
+        self._num_queries += 1
+        self._query = _RankQuery(self._num_queries, ranks, now + ANSWER_TIMEOUT_SECONDS, waits)
+        return QueryRanks(self._num_queries, ranks)
 
     def _may_be_deadlock(self, waits: Sequence[PendingCollective], now: float) -> bool:
         """Return whether to ask all ranks (step F)."""
         if not (waits and self._ranks) or not set(self._ranks) <= {rank for wait in waits for rank in wait.ready}:
-            self._suspicion, self._not_before, self._num_blocked = _DEADLOCK_SECONDS, 0.0, 0
+            self._recheck_seconds, self._not_before, self._num_blocked = _DEADLOCK_SECONDS, 0.0, 0
             return False
         is_old = now >= max(self._not_before, min(wait.since for wait in waits) + _DEADLOCK_SECONDS)
         return is_old and not any(wait.is_running or wait.key in self._warned for wait in waits)
 
-    def _tell_deadlock(self, inquiry: _RankQuery, waits: Sequence[PendingCollective], now: float) -> list[StallAction]:
+    def _report_deadlock(self, query: _RankQuery, waits: Sequence[PendingCollective], now: float) -> list[StallAction]:
         """Step F."""
-        if not inquiry.finds_all_blocked(waits):
-            self._num_blocked, self._suspicion = 0, 2 * self._suspicion
-            self._not_before = now + self._suspicion
+        if not query.finds_all_blocked(waits):
+            self._num_blocked, self._recheck_seconds = 0, 2 * self._recheck_seconds
+            self._not_before = now + self._recheck_seconds
             return []
         self._num_blocked += 1
         if self._num_blocked < 2:
             return []
         for wait in waits:
             self._warned[wait.key] = _WarnedCollective(wait, 1, now + self._check)
-        return [WarnStall(Stall(tuple(waits), (), inquiry.answers, (), now, is_deadlock=True))]
+        return [WarnStall(Stall(tuple(waits), (), query.answers, (), now, is_deadlock=True))]
 
-    def _tell(
-        self, inquiry: _RankQuery, due: Sequence[PendingCollective], waits: Sequence[PendingCollective], now: float
+    def _report(
+        self, query: _RankQuery, due: Sequence[PendingCollective], waits: Sequence[PendingCollective], now: float
     ) -> list[StallAction]:
         """Steps B and D."""
-        due = [wait for wait in due if set(wait.missing) <= set(inquiry.ranks)]
+        due = [wait for wait in due if set(wait.missing) <= set(query.ranks)]
         if not due:
             return []
-        alike = {wait.missing for wait in due}
-        told = [wait for wait in waits if wait in due or (wait.missing in alike and self._is_half_due(wait, now))]
-        silent = tuple(rank for rank in inquiry.ranks if rank not in inquiry.answers)
-        others = tuple(wait for wait in waits if wait not in told)
-        stall = Stall(tuple(sorted(told, key=_wait_start)), others, inquiry.answers, silent, now)
+        missing_sets = {wait.missing for wait in due}
+        reported = [
+            wait for wait in waits if wait in due or (wait.missing in missing_sets and self._is_half_due(wait, now))
+        ]
+        silent = tuple(rank for rank in query.ranks if rank not in query.answers)
+        others = tuple(wait for wait in waits if wait not in reported)
+        stall = Stall(tuple(sorted(reported, key=_wait_start)), others, query.answers, silent, now)
         if any(now >= wait.since + self._shutdown for wait in due):
             return [AbortStalled(stall)]
-        for wait in told:
+        for wait in reported:
             warned = self._warned.setdefault(wait.key, _WarnedCollective(wait, 0, now))
             warned.next = now + self._check * 2**warned.times
             warned.times += 1
@@ -344,7 +346,7 @@ class CoordinatorMonitor:
     def __init__(self, check_seconds: float, shutdown_seconds: float) -> None:
         self._shutdown = shutdown_seconds or math.inf
         self._check = min(check_seconds, self._shutdown)
-        #: when rank 0 was asked, until it has answered or was told of
+        #: when rank 0 was asked, until it has answered or was warned of
         self._asked: float | None = None
         self._next = 0.0
         self._times = 0

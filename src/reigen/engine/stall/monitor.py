@@ -48,11 +48,11 @@ class _StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class _StackReply(msgspec.Struct, frozen=True, array_like=True, tag=2):
     number: int
-    whereabouts: StackSample
+    sample: StackSample
 
 
 class _RunningStalled(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """In the middle of a collective for so long, and lacking these ranks."""
+    """In the middle of a collective for so long, with these ranks missing."""
 
     name: str
     kind: str
@@ -103,41 +103,41 @@ class StallMonitor:
     """One rank's part. All methods are for the thread that drives the engine.
 
     Args:
-        seat: the rank.
+        monitored_rank: the rank.
         check_seconds: how long a collective may wait before rank 0 warns of it.
         shutdown_seconds: how long before rank 0 ends the job; 0 for never.
         deadline_seconds: how long at all.
     """
 
     def __init__(
-        self, seat: MonitoredRank, check_seconds: float, shutdown_seconds: float, deadline_seconds: float
+        self, monitored_rank: MonitoredRank, check_seconds: float, shutdown_seconds: float, deadline_seconds: float
     ) -> None:
-        self._seat = seat
+        self._monitored_rank = monitored_rank
         self._check = min(check_seconds, shutdown_seconds or check_seconds)
         #: the thread that made this, which called init(): it is the one that trains
         self._thread = threading.get_ident()
-        ranks = () if seat.coordinator is None else seat.coordinator.process_sets[0]
+        ranks = () if monitored_rank.coordinator is None else monitored_rank.coordinator.process_sets[0]
         #: on rank 0: its ``next_look`` is when `look` wants to be called
         self.inspector = StallInspector(check_seconds, shutdown_seconds, deadline_seconds, ranks)
         self._coordinator_check = CoordinatorMonitor(check_seconds, shutdown_seconds)
-        #: stuck in the middle of a collective: by the rank that told
+        #: stuck in the middle of a collective: by the rank that reported it
         self._stuck: dict[int, PendingCollective] = {}
-        #: what this rank has told of itself
-        self._told: _RunningStalled | None = None
+        #: what this rank has reported of itself
+        self._reported: _RunningStalled | None = None
         self._running = ""
-        #: `lacking` was called, and `went_on` not yet
-        self.is_told = False
+        #: `ranks_missing` was called, and `resumed` not yet
+        self.is_stalled = False
 
     def due(self) -> float:
         """Return when `look` has something to do, at the latest, if no event comes."""
-        coordinator = self._seat.coordinator
+        coordinator = self._monitored_rank.coordinator
         if coordinator is None:
             return math.inf
         return self.inspector.due(0.0 if self._stuck else coordinator.oldest_wait())
 
     def look(self, now: float) -> DeadlineError | None:
         """On rank 0: ask, warn. Returns the error with which the job is to end, if it is."""
-        coordinator = self._seat.coordinator
+        coordinator = self._monitored_rank.coordinator
         if coordinator is None:
             return None
         waits = [*coordinator.waits(), *self._stuck.values()]
@@ -145,8 +145,8 @@ class StallMonitor:
             match instruction:
                 case QueryRanks(number, ranks):
                     self._post(_StackRequest(number, ranks))
-                    if self._seat.rank in ranks:
-                        self.inspector.answered(self._seat.rank, number, self._here())
+                    if self._monitored_rank.rank in ranks:
+                        self.inspector.answered(self._monitored_rank.rank, number, self._here())
                 case WarnStall(stall):
                     _log.warning("%s", report.format_stall(stall, coordinator.process_sets, self._states(stall.silent)))
                 case StallResolved(over, moment):
@@ -159,7 +159,7 @@ class StallMonitor:
 
     def check_coordinator(self, name: str, since: float, now: float) -> DeadlineError | None:
         """On rank 1, which waits in ``name``: is rank 0 there? Returns the error with which to give up, or None."""
-        if self._seat.rank != 1:
+        if self._monitored_rank.rank != 1:
             return None
         match self._coordinator_check.look(since, now):
             case CoordinatorAction.ASK:
@@ -172,11 +172,11 @@ class StallMonitor:
                 )
         return None
 
-    def heard(self, sender: int, data: bytes) -> None:
+    def receive(self, sender: int, data: bytes) -> None:
         """A note has come. Some come twice."""
         match _DECODER.decode(data):
             case _StackRequest(number, ranks):
-                if self._seat.rank in ranks:
+                if self._monitored_rank.rank in ranks:
                     self._post(_StackReply(number, self._here()))
             case _StackReply(number, answer):
                 self.inspector.answered(sender, number, answer)
@@ -191,41 +191,45 @@ class StallMonitor:
                 if self._coordinator_check.answered(time.monotonic()):
                     _log.warning("Stall over: rank 0 answers.")
 
-    def lacking(self, operation: Operation, since: float, ready: tuple[int, ...], missing: tuple[int, ...]) -> None:
+    def ranks_missing(
+        self, operation: Operation, since: float, ready: tuple[int, ...], missing: tuple[int, ...]
+    ) -> None:
         """Take in that this rank, as ``ready``, waits for ``missing`` in a collective; called now and then."""
-        self.is_told = True
+        self.is_stalled = True
         kind = operation.kind.name.lower()
         self._running = f"{kind} {operation.name}, for whose data {name_ranks(missing)} did not come yet"
         seconds = time.monotonic() - since
-        if seconds < self._check or self._seat.rank != min(ready):
+        if seconds < self._check or self._monitored_rank.rank != min(ready):
             return
-        if self._told is not None and self._told.missing == missing:
+        if self._reported is not None and self._reported.missing == missing:
             return
-        self._told = _RunningStalled(operation.name, kind, operation.process_set, seconds, ready, missing)
-        if self._seat.coordinator is None:
-            self._post(self._told)
+        self._reported = _RunningStalled(operation.name, kind, operation.process_set, seconds, ready, missing)
+        if self._monitored_rank.coordinator is None:
+            self._post(self._reported)
         else:
-            self._stuck[self._seat.rank] = PendingCollective(
+            self._stuck[self._monitored_rank.rank] = PendingCollective(
                 operation.name, kind, operation.process_set, since, ready, missing, is_running=True
             )
 
-    def went_on(self) -> None:
-        """Take in that the collective that was given to `lacking` is over."""
-        self._running, self.is_told = "", False
-        if self._told is None:
+    def resumed(self) -> None:
+        """Take in that the collective that was given to `ranks_missing` is over."""
+        self._running, self.is_stalled = "", False
+        if self._reported is None:
             return
-        self._told = None
-        if self._seat.coordinator is None:
+        self._reported = None
+        if self._monitored_rank.coordinator is None:
             self._post(_RunningResumed())
         else:
-            self._stuck.pop(self._seat.rank, None)
+            self._stuck.pop(self._monitored_rank.rank, None)
 
     def _post(self, message: _Message) -> None:
-        self._seat.post(Topic.STACKS, msgspec.msgpack.encode(message))
+        self._monitored_rank.post(Topic.STACKS, msgspec.msgpack.encode(message))
 
     def _here(self) -> StackSample:
-        return sample_stack(self._thread, self._seat.waiting, self._seat.outstanding(), self._running)
+        return sample_stack(
+            self._thread, self._monitored_rank.waiting, self._monitored_rank.outstanding(), self._running
+        )
 
     def _states(self, ranks: Sequence[int]) -> dict[int, str]:
-        pids = self._seat.pids
+        pids = self._monitored_rank.pids
         return {rank: process_state(pids[rank]) for rank in ranks if rank in pids}

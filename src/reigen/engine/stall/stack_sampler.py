@@ -27,7 +27,7 @@ import msgspec
 
 _MOST_FRAMES, _MOST_INNER, _MOST_THREADS, _MOST_NAMES = 12, 3, 3, 5
 #: Frames that are looked at; a recursion may have many more.
-_MAX_WALKED = 500
+_MAX_FRAMES = 500
 _MAX_CHARACTERS = 200
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
@@ -58,7 +58,7 @@ class StackSample(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         pid: its process id.
-        host: the name of its machine.
+        host: the name of its host.
         stack: of the thread that trains, innermost first: at most a few frames of libraries, then the program's.
             Reigen's own frames are left out.
         threads: other threads that run code of the program: name, and innermost such frame.
@@ -105,7 +105,7 @@ def sample_stack(thread: int, waiting: CodeType, outstanding: Iterable[str], run
 
 
 def _walk_outward(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_MAX_WALKED):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             return
         yield frame
@@ -170,5 +170,5 @@ def process_state(pid: int) -> str:
         try:
             where = (process / "wchan").read_text().strip()
         except OSError:
-            where = ""  # not everybody may know
+            where = ""  # not every process may know
     return f"{pid} {_STATES[match[1]]}" + (f" (in {where})" if where not in {"", "0"} else "")

@@ -152,7 +152,7 @@ class ClientRequest:
         on_push_over: called when a push is over: shard, round, and whether it was done.
         orders: that it is part of: that of its key, if any; of a batch, several.
         sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
-        num_reminders: how often it was sent again, or asked about, since.
+        num_retries: how often it was sent again, or asked about, since.
         is_received: the server has said that it has it.
         answer: the body of the answer, where it is not a value that belongs somewhere.
     """
@@ -167,7 +167,7 @@ class ClientRequest:
     on_push_over: Callable[[int, int, bool], None] | None = None
     orders: Sequence[KeyOrder] = ()
     sent_at: float = field(default=0.0, init=False)
-    num_reminders: int = field(default=0, init=False)
+    num_retries: int = field(default=0, init=False)
     is_received: bool = field(default=False, init=False)
     answer: bytes | bytearray | None = field(default=None, init=False)
     answer_header: MessageHeader | None = field(default=None, init=False)

@@ -54,8 +54,8 @@ from reigen.net.connection import HANDSHAKE_ENDED_TEXT, Connection, ConnectionOp
 
 _log = logging.getLogger(__name__)
 
-#: For the server's machine to accept a connection. Its process may come to it much later, when it has restored its
-#: snapshots: if it hangs, or its machine goes, the scheduler or the kernel says so.
+#: For the server's host to accept a connection. Its process may come to it much later, when it has restored its
+#: snapshots: if it hangs, or its host goes, the scheduler or the kernel says so.
 _CONNECT_SECONDS = 2.0
 #: The pause behind one that fails; behind several connections that led to nothing it doubles, up to the second.
 _BETWEEN_ATTEMPTS_SECONDS, _MOST_BETWEEN_SECONDS = 0.1, 2.0
@@ -67,9 +67,9 @@ _MOST_DOUBLINGS = 4
 _MOST_COPIED, _MOST_COPIED_BYTES = 64, 4 << 20
 #: Above all priorities of requests.
 _FIRST = 1 << 31
-#: Whoever cannot prove to be the server may be one that is about to go, for that long.
-_DOUBT_SECONDS = 1.0
-#: The largest answer that nobody waits for any more, which has to be read all the same.
+#: A process that cannot prove to be the server may be one that is about to end, for that long.
+_REPLACED_SECONDS = 1.0
+#: The largest answer for which no call waits any more, which has to be read all the same.
 _MAX_LATE_BYTES = 1 << 31
 # As plain numbers: headers are looked at for every message, and enumerations are slow.
 _ENCODED, _IN_MEMORY, _UNKNOWN = int(MessageFlag.ENCODED), int(MessageFlag.IN_MEMORY), int(MessageFlag.UNKNOWN)
@@ -152,13 +152,13 @@ class ServerConnection:
         self._retry_at = 0.0
         #: when the connection was made; it has led to an answer; how many before it in a row did not, and since when
         self._made_at, self._is_proven = 0.0, False
-        self._num_fruitless, self._fruitless_since = 0, self.lost_since
+        self._num_failed, self._failing_since = 0, self.lost_since
         #: this process can map what the server shares
         self._reads_memory = True
         #: why the server does not read that of this worker
         self._unread = ""
         #: until when a failed handshake may be that of a server that ended just then
-        self._doubt_until = 0.0
+        self._accept_failed_auth_until = 0.0
         self._drops = MessageDropper(config.kv_drop_percent, seed=member.number * 1009 + peer.number)
 
     @property
@@ -217,7 +217,7 @@ class ServerConnection:
         except (OSError, AuthenticationError) as error:
             self._give_up(error)
             return
-        self._attempt, self._doubt_until = None, 0.0
+        self._attempt, self._accept_failed_auth_until = None, 0.0
         logs = self._config.kv_verbose >= 2
         self._line = KVConnection(connection, session, self, self.name, drops=self._drops, log_messages=logs)
         self.lost_since, self._made_at, self._is_proven = None, time.monotonic(), False
@@ -234,10 +234,10 @@ class ServerConnection:
         now = time.monotonic()
         self._retry_at = now + _BETWEEN_ATTEMPTS_SECONDS
         if not isinstance(error, AuthenticationError):
-            self._doubt_until = 0.0  # nobody is there who could fail to prove anything
+            self._accept_failed_auth_until = 0.0  # no process is there that could fail to prove anything
             return
-        self._doubt_until = self._doubt_until or now + _DOUBT_SECONDS
-        if now > self._doubt_until:
+        self._accept_failed_auth_until = self._accept_failed_auth_until or now + _REPLACED_SECONDS
+        if now > self._accept_failed_auth_until:
             raise error
 
     def _end_attempt(self) -> None:
@@ -250,9 +250,9 @@ class ServerConnection:
         if peer != self.peer:
             self.lose(ConnectionResetError(f"the server moved to {peer.address}"))
             self.peer = peer
-            self.lost_since = self._fruitless_since = time.monotonic()
-            self._retry_at, self._num_fruitless, self._reads_memory = 0.0, 0, True
-            self._doubt_until = 0.0
+            self.lost_since = self._failing_since = time.monotonic()
+            self._retry_at, self._num_failed, self._reads_memory = 0.0, 0, True
+            self._accept_failed_auth_until = 0.0
 
     def lose(self, error: Exception) -> None:
         """End the connection; unanswered requests are kept, and sent again over the next one."""
@@ -274,12 +274,12 @@ class ServerConnection:
     def _note_loss(self, now: float) -> None:
         """Note since when there was no connection that led to anything, and when to make another."""
         if self._is_proven or now - self._made_at >= _SETTLED_SECONDS:
-            self._num_fruitless, self._fruitless_since = 0, now
+            self._num_failed, self._failing_since = 0, now
         else:
-            pause = _BETWEEN_ATTEMPTS_SECONDS * 2 ** min(self._num_fruitless, _MOST_DOUBLINGS + 1)
+            pause = _BETWEEN_ATTEMPTS_SECONDS * 2 ** min(self._num_failed, _MOST_DOUBLINGS + 1)
             self._retry_at = now + min(pause, _MOST_BETWEEN_SECONDS)
-            self._num_fruitless += 1
-        self.lost_since = self._fruitless_since
+            self._num_failed += 1
+        self.lost_since = self._failing_since
 
     def close(self) -> None:
         """Close the connection for good. May be called twice."""
@@ -328,28 +328,28 @@ class ServerConnection:
 
     def resend(self, now: float) -> float | None:
         """Send again, or ask about, what nothing was heard of for too long; returns when to call this again."""
-        patience = self._resend_seconds
-        if patience is None:
+        interval = self._resend_seconds
+        if interval is None:
             return None
         if self._resuming:
-            if self._resume_sent_at + patience <= now:
+            if self._resume_sent_at + interval <= now:
                 self._ask_where_it_is()
-            return self._resume_sent_at + patience
+            return self._resume_sent_at + interval
         due: float | None = None
         for request in self.outstanding.values():
             if not (request.sent_at and self.is_ready):
                 continue
             # a server that is slow is not made faster by questions
-            if request.sent_at + patience * (1 << min(request.num_reminders, _MOST_DOUBLINGS)) <= now:
-                request.num_reminders += 1
-                self._remind(request, now)
+            if request.sent_at + interval * (1 << min(request.num_retries, _MOST_DOUBLINGS)) <= now:
+                request.num_retries += 1
+                self._retry(request, now)
             if not request.sent_at:
                 continue
-            when = request.sent_at + patience * (1 << min(request.num_reminders, _MOST_DOUBLINGS))
+            when = request.sent_at + interval * (1 << min(request.num_retries, _MOST_DOUBLINGS))
             due = min(due or when, when)
         return due
 
-    def _remind(self, request: ClientRequest, now: float) -> None:
+    def _retry(self, request: ClientRequest, now: float) -> None:
         if request.is_received and self._line is not None:
             request.sent_at = now
             self._line.send(request.query(), priority=request.header.priority)
@@ -412,11 +412,11 @@ class ServerConnection:
             raise WireError(f"{self.peer.address} is server {hello.number}, not server {self.peer.number}")
         is_first, self.incarnation = not self.incarnation, hello.incarnation
         own = self._own_hello
-        if not own.machine or not self._reads_memory:
-            self._arena, reason = None, "switched off here" if not own.machine else "this process cannot map it"
+        if not own.host_id or not self._reads_memory:
+            self._arena, reason = None, "switched off here" if not own.host_id else "this process cannot map it"
         else:
-            self._arena, reason = PeerShmArena.open(hello, own.machine)
-        self._is_read = bool(own.machine and hello.machine)
+            self._arena, reason = PeerShmArena.open(hello, own.host_id)
+        self._is_read = bool(own.host_id and hello.host_id)
         _log.info("connected to %s at %s; its memory is %s here: %s", self.name, self.peer.address,
                   "read" if self._arena is not None else "not read", reason)  # fmt: skip
         if is_first:
@@ -446,7 +446,7 @@ class ServerConnection:
     def _begin(self) -> None:
         self.is_ready = True
         for request in self.outstanding.values():
-            self._send(request, again=bool(request.sent_at or request.num_reminders))
+            self._send(request, again=bool(request.sent_at or request.num_retries))
 
     def _received(self, header: MessageHeader) -> None:
         request = self.outstanding.get(header.request)

@@ -3,8 +3,8 @@
 The unit of everything below a key is the *shard*: a contiguous range of the value's flat elements on one server.
 Rounds, consistency, compression, queues, snapshots and transfers are per shard.
 
-a. Rank 0 alone places keys, in the order of its init() calls, with one `ShardPlacer`. So nobody has to agree with
-   anybody.
+a. Rank 0 alone places keys, in the order of its init() calls, with one `ShardPlacer`. So workers need not
+   agree on it.
 b. A key's *home* server (`home_server`) keeps its declaration: name, shape, dtype, and the shards, which it tells the
    other workers. A worker needs nothing but the key to find it.
 c. A key of fewer elements than the bound lies on one server: that with the least bytes so far (ties: the lowest).
@@ -25,7 +25,7 @@ from reigen.kv.protocol import ShardRange
 
 #: The largest shard, where the user does not say: servers on this host, on this host without processors to spare, and
 #: elsewhere.
-LOCAL_SLICE_BYTES, CROWDED_SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 12 << 20, 1 << 20
+LOCAL_SLICE_BYTES, OVERSUBSCRIBED_SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 12 << 20, 1 << 20
 #: Elements between two borders: whole words of 1-bit codes.
 ALIGNMENT_ELEMENTS = 32
 
@@ -51,7 +51,7 @@ def choose_slice_bytes(
     if not all(ipaddress.ip_address(host).is_loopback for host in server_hosts):
         return NETWORK_SLICE_BYTES, "servers can be reached from other hosts"
     reason = f"only this host can reach the servers: {num_processes} processes on {num_processors} processor(s)"
-    return CROWDED_SLICE_BYTES if num_processes > num_processors else LOCAL_SLICE_BYTES, reason
+    return OVERSUBSCRIBED_SLICE_BYTES if num_processes > num_processors else LOCAL_SLICE_BYTES, reason
 
 
 class ShardPlacer:

@@ -1,8 +1,8 @@
 """Worker of a distributed store: its requests to all servers, and waiting for them.
 
-A caller that waits drives the connections itself, so that a blocking call changes threads not once. While nobody waits
-and something is pending, a thread of the store drives them. It leaves at once when a caller comes, and comes back when
-there have been no calls for a moment.
+A caller that waits drives the connections itself, so that a blocking call changes threads not once. While no caller
+waits and something is pending, a thread of the store drives them. It leaves at once when a caller comes, and comes back
+when there have been no calls for a moment.
 
 Requests of a key leave in the order in which they were begun. A server answers a pull when the pushes before it are
 done, since it says how many there were. A push must not be done before an earlier pull is answered: it is held back
@@ -50,7 +50,7 @@ _FLUSH_BYTES = 1 << 18
 #: After so many, what has been answered meanwhile is taken in, too.
 _TURN_BYTES = 1 << 22
 #: While the user's calls are no further apart than this, they drive the connections.
-_NAP_SECONDS = 0.0005
+_YIELD_SECONDS = 0.0005
 #: How long a turn waits at most, and by how much more it may really take.
 _LONGEST_TURN_SECONDS, _MOST_LATE_SECONDS = 1.0, 0.2
 #: How long servers may take to hear that a worker goes.
@@ -73,7 +73,7 @@ class IOLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._counting = threading.Lock()
         self._num_waiting = 0
         self.num_releases = 0
@@ -102,22 +102,22 @@ class IOLock:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable after `ring`."""
-        return self._bell
+        return self._eventfd
 
     def ring(self) -> None:
         """Ask the holder to leave."""
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._eventfd, 1)
 
     def clear(self) -> None:
         """Take note of the bell."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._eventfd)
 
     def close(self) -> None:
         """Give up the descriptor. May be called twice."""
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        if self._eventfd >= 0:
+            os.close(self._eventfd)
+            self._eventfd = -1
 
 
 class CallDeadlines:
@@ -192,7 +192,7 @@ class KVWorker:
         self._failure: ReigenError | None = None
         #: this process was forked from the one that made the connections
         self._is_inherited = False
-        #: operations that have failed, about which nobody has been told yet
+        #: operations that have failed, and were not reported yet
         self._failed: deque[KVOperation] = deque()
         self._num_outstanding = 0
         self._num_unsent_bytes = self._num_announced_bytes = 0
@@ -205,7 +205,7 @@ class KVWorker:
         self._servers: list[ServerConnection] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
         self._awaited: set[int] = set()
-        #: somebody has promised to drive whenever something is pending
+        #: a caller has promised to drive whenever something is pending
         self._has_driver = False
         #: while something is to be driven by the thread
         self._signal = threading.Event()
@@ -351,17 +351,17 @@ class KVWorker:
         self.check()
         return not self._num_outstanding
 
-    def goodbye(self, patience_seconds: float | None = _GOODBYE_SECONDS) -> None:
+    def goodbye(self, timeout_seconds: float | None = _GOODBYE_SECONDS) -> None:
         """Tell all servers that this worker has nothing more to push.
 
-        They may take ``patience_seconds``, within the call's deadline; None: until that.
+        They may take ``timeout_seconds``, within the call's deadline; None: until that.
         """
         operation = KVOperation(self.wait_for, "saying goodbye to the servers")
         header = MessageHeader(MessageKind.GOODBYE)
         self.submit([ClientRequest(header, number, operation) for number in range(self.num_servers)])
-        if patience_seconds is not None:
-            patience_seconds = min(patience_seconds, max(0.0, self.deadlines.latest(operation) - time.monotonic()))
-        operation.wait(patience_seconds)
+        if timeout_seconds is not None:
+            timeout_seconds = min(timeout_seconds, max(0.0, self.deadlines.latest(operation) - time.monotonic()))
+        operation.wait(timeout_seconds)
 
     def close(self) -> None:
         """End all connections; pending requests fail. May be called twice."""
@@ -402,7 +402,7 @@ class KVWorker:
         self._release(request.header.kind, request.leave())
         self._num_outstanding -= 1
         operation = request.operation
-        operation.num_left -= 1  # last: whoever asks whether it is done may go on at once
+        operation.num_left -= 1  # last: a caller that asks whether it is done may go on at once
         if not operation.num_left:
             if operation.error is not None:
                 self._failed.append(operation)
@@ -430,10 +430,10 @@ class KVWorker:
 
     def _connect(self, store: int, staleness: int | None, start_until: float) -> None:
         config, member = self._config, self.member
-        machine, host = host_identity(config.host_id or "")
+        host_id, host = host_identity(config.host_id or "")
         hello = KVHello(member.number, member.incarnation, host, staleness=staleness)
         if config.kv_shared_memory:
-            hello = self.arena.announced(hello, machine)
+            hello = self.arena.announced(hello, host_id)
         for peer in member.servers(start_until):
             self._servers.append(ServerConnection(peer, member, config, hello, store, self))
         with self._driving:
@@ -447,7 +447,7 @@ class KVWorker:
             with self._driving:
                 is_woken = self._drive(what, is_done, until)
             if is_woken:
-                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
+                self._closing.wait(_YIELD_SECONDS)  # another thread waits for the lock
 
     def _leave_to_thread(self) -> None:
         """Have the store's thread drive pending requests."""
@@ -473,7 +473,7 @@ class KVWorker:
     def _drive(self, what: KVOperation | str, is_done: Callable[[], bool], until: float | None) -> bool:
         """Take turns until something is done, by ``until`` (None: the deadline of the job); with the lock.
 
-        Returns whether it is not, since somebody else wants to come in. Raises DeadlineError where it is late.
+        Returns whether it is not, since another thread waits for the lock. Raises DeadlineError where it is late.
         """
         self._signal.clear()
         if self._closing.is_set():
@@ -538,13 +538,13 @@ class KVWorker:
         if self._is_too_long(connection, now):
             raise PeerLostError(
                 f"{connection.name} is lost: no connection, or none that led to anything, for "
-                f"{self._patience(connection):g} s ({connection.last_error})"
+                f"{self._reconnect_seconds(connection):g} s ({connection.last_error})"
             )
 
     def _is_too_long(self, connection: ServerConnection, now: float) -> bool:
-        return connection.lost_since is not None and now - connection.lost_since > self._patience(connection)
+        return connection.lost_since is not None and now - connection.lost_since > self._reconnect_seconds(connection)
 
-    def _patience(self, connection: ServerConnection) -> float:
+    def _reconnect_seconds(self, connection: ServerConnection) -> float:
         """Return for how long there may be no connection."""
         is_awaited = connection.peer.number in self._awaited
         return self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
@@ -568,7 +568,7 @@ class KVWorker:
         while not self._closing.is_set():
             self._signal.wait()
             num_calls = self._driving.num_releases
-            if self._closing.wait(_NAP_SECONDS):
+            if self._closing.wait(_YIELD_SECONDS):
                 return
             if num_calls != self._driving.num_releases:
                 continue
@@ -633,20 +633,20 @@ class KVWorker:
         """Return the error of what did not happen in time; a final one has the operation's results go nowhere."""
         operation = what if isinstance(what, KVOperation) else None
         late = [request for request in self._pending() if operation in {None, request.operation}]
-        owing = {request.server for request in late}
-        names = [each.name for each in self._servers if not each.is_ready or each.peer.number in owing]
+        late_servers = {request.server for request in late}
+        names = [each.name for each in self._servers if not each.is_ready or each.peer.number in late_servers]
         if is_final:
             limit = "REIGEN_DEADLINE sets how long to wait"
         elif operation is None:
             limit = "REIGEN_START_TIMEOUT sets how long to wait"
         else:
             limit = "the caller's timeout is over"
-        words = what if operation is None else operation.what
-        error = DeadlineError(f"{words}: no answer from {', '.join(names) or 'servers'} in time ({limit})")
+        text = what if operation is None else operation.what
+        error = DeadlineError(f"{text}: no answer from {', '.join(names) or 'servers'} in time ({limit})")
         if is_final and operation is not None:
             for request in late:
                 request.forget()
             operation.fail(error)
-            operation.is_reported = True  # by this error, which whoever waits gets
+            operation.is_reported = True  # by this error, which the waiting caller gets
         self._leave_to_thread()
         return error

@@ -31,13 +31,13 @@ G. *Loss.* What a lost worker has pushed counts. Its requests end without an ans
    abort: whatever waits fails, and whatever comes later, naming the worker and the round;
    continue: it is not expected any more, and synchronous rounds that lack it are scaled by (contributors + lost) /
    contributors;
-   wait: it is expected, so others wait, until their deadlines, for whoever returns in its place.
+   wait: it is expected, so others wait, until their deadlines, for the process that returns in its place.
    A lost worker's pushes and pulls fail until it is found or returns: it may be alive, and wrong about that.
    Losing a worker that has left changes nothing, nor does finding it.
 H. *Returning.* The worker is told which of its rounds are over (`RoundRecovered`) and is expected from the next one on.
-   What its predecessor has pushed beyond is pushed again (E): nobody else could, if this server were to die now. If the
-   others have gone on without it, it must neither repeat rounds that are over nor hold the others up until it has
-   caught up: its rounds up to the least `done` of the expected ones (of all, the largest, if none is) then count as
+   What its predecessor has pushed beyond is pushed again (E): no other process could, if this server were to die now.
+   If the others have gone on without it, it must neither repeat rounds that are over nor hold the others up until it
+   has caught up: its rounds up to the least `done` of the expected ones (of all, the largest, if none is) then count as
    over. A key's shards may tell different rounds; the worker goes on after the least, and (A) takes care of the rest.
 I. *Restart of the server, or of a connection.* `state` goes into a snapshot together with the value. In an engine made
    `from_state` all workers are away, until each itself has said how far it was (`WorkerResumed`), or returned, or left.
@@ -177,7 +177,7 @@ class FailRequest(msgspec.Struct, frozen=True):
     Attributes:
         reason: in words, without the names of the key and of hosts.
         workers: who is at fault.
-        late: a deadline is over. Otherwise somebody was lost or, with no ``workers``, the request makes no sense.
+        late: a deadline is over. Otherwise a worker was lost or, with no ``workers``, the request makes no sense.
     """
 
     token: RequestToken
@@ -291,7 +291,7 @@ class ConsistencyEngine:
         #: contributions that are not applied, by worker and round; all rounds are above ``done``
         self._held: list[dict[int, RequestToken]] = [{} for _ in range(num_workers)]
         #: contributions that are not applied, and whose senders do not wait for an answer any more
-        self._orphans: set[RequestToken] = set()
+        self._dropped: set[RequestToken] = set()
         #: by worker, the last round of which its contribution was withdrawn, since it has pushed last (K)
         self._withdrawn: dict[int, int] = {}
         #: pulls that wait, in the order of their coming
@@ -355,7 +355,7 @@ class ConsistencyEngine:
             case WorkerLeft(worker):
                 return self._leave(worker)
             case WorkerDisconnected(worker):
-                return self._silence(worker)
+                return self._stop_answering(worker)
             case WorkerLost(worker, policy):
                 return self._lose(worker, policy)
             case WorkerReappeared(worker):
@@ -398,7 +398,7 @@ class ConsistencyEngine:
             return [FailRequest(token, reason)]
         instructions: ConsistencyInstructions = []
         if round in held:
-            self._orphans.discard(held[round])
+            self._dropped.discard(held[round])
             instructions.append(DropRequest(held[round]))
         held[round] = token
         return instructions + self._settle(worker)
@@ -429,16 +429,16 @@ class ConsistencyEngine:
         self._remembered.discard(worker)
         return self._settle(worker)
 
-    def _silence(self, worker: int) -> ConsistencyInstructions:
+    def _stop_answering(self, worker: int) -> ConsistencyInstructions:
         """Answer a worker's requests no more; its contributions stay."""
-        self._orphans.update(self._held[worker].values())
+        self._dropped.update(self._held[worker].values())
         gone = [pull for pull in self._pulls if pull.worker == worker]
         self._pulls = [pull for pull in self._pulls if pull.worker != worker]
         return [DropRequest(pull.token) for pull in gone]
 
     def _lose(self, worker: int, policy: LossPolicy) -> ConsistencyInstructions:
         """Step G."""
-        instructions = self._silence(worker)
+        instructions = self._stop_answering(worker)
         self._remembered.discard(worker)
         self._withdrawn.pop(worker, None)
         if self._presence[worker] is WorkerPresence.LEFT:
@@ -458,12 +458,12 @@ class ConsistencyEngine:
         self._failure = (reason, (worker,))
         tokens = [token for held in self._held for token in held.values()] + [pull.token for pull in self._pulls]
         instructions: ConsistencyInstructions = [
-            DropRequest(token) if token in self._orphans else FailRequest(token, reason, (worker,)) for token in tokens
+            DropRequest(token) if token in self._dropped else FailRequest(token, reason, (worker,)) for token in tokens
         ]
         for held in self._held:
             held.clear()
         self._pulls.clear()
-        self._orphans.clear()
+        self._dropped.clear()
         return instructions
 
     def _find(self, worker: int) -> ConsistencyInstructions:
@@ -519,8 +519,8 @@ class ConsistencyEngine:
                 if self._held[wait.worker].get(wait.round) == token:
                     del self._held[wait.worker][wait.round]
                     self._withdrawn[wait.worker] = max(wait.round, self._withdrawn.get(wait.worker, 0))
-                if token in self._orphans:
-                    self._orphans.discard(token)
+                if token in self._dropped:
+                    self._dropped.discard(token)
                     return [DropRequest(token)]
                 return [FailRequest(token, wait.reason, wait.workers, late=True)]
         return []
@@ -573,8 +573,8 @@ class ConsistencyEngine:
     ) -> AcknowledgePush | RepeatAcknowledgement | DropRequest:
         """Return how a contribution ends: its worker hears of it if it is still the one that sent it."""
         token = self._held[worker].pop(round)
-        if token in self._orphans:
-            self._orphans.discard(token)
+        if token in self._dropped:
+            self._dropped.discard(token)
             return DropRequest(token)
         return RepeatAcknowledgement(worker, round, token) if repeated else AcknowledgePush(worker, round, token)
 
@@ -616,8 +616,8 @@ class ConsistencyEngine:
         if not self._away.isdisjoint(self._expected()):
             return self._named(self._away.intersection(self._expected()), _RESTARTED)
         missing = [worker for worker in self._expected() if round not in self._held[worker]]
-        if never_came := [worker for worker in missing if self._withdrawn.get(worker, 0) < round]:
-            return self._named(never_came, f"round {round} waits for")
+        if not_pushed := [worker for worker in missing if self._withdrawn.get(worker, 0) < round]:
+            return self._named(not_pushed, f"round {round} waits for")
         workers, reason = self._named(missing, f"round {round} waits for")
         return workers, f"{reason}, whose pushes were withdrawn at their deadlines"
 
@@ -649,7 +649,7 @@ class ConsistencyEngine:
         held = [token for each in self._held for token in each.values()]
         tokens = held + [pull.token for pull in self._pulls]
         assert len(set(tokens)) == len(tokens), "no token twice"
-        assert self._orphans <= set(held)
+        assert self._dropped <= set(held)
         assert not (self._failure and tokens), "nothing waits after a failure"
         for worker, each in enumerate(self._held):
             assert all(self._done[worker] < round <= self._done[worker] + MAX_ROUNDS_AHEAD for round in each)

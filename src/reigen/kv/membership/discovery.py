@@ -3,7 +3,7 @@
 Without a secret in the environment, all processes of a job are on one host. The scheduler makes a secret and hands it,
 with its address, through a Unix socket with an abstract name to processes that could read its memory as well
 (`cluster.bootstrap.local`). The name follows from DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, so several jobs of a host
-meet apart. A scheduler that is started again must find the secret of its job, or nobody could talk to it: one of the
+meet apart. A scheduler that is started again must find the secret of its job, or no node could talk to it: one of the
 workers and servers, whichever comes first to a second abstract name, keeps it there.
 """
 
@@ -43,12 +43,12 @@ class SchedulerLocator:
 
     def __init__(self, settings: ProcessConfig) -> None:
         self._settings = settings
-        self._keeper: LocalBootstrapServer | None = None
+        self._secret_server: LocalBootstrapServer | None = None
         if settings.secret is None and not is_local_address(settings.scheduler[0]):
             raise ConfigError(_explain_missing_secret(settings))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Describe the scheduler's place, for errors."""
         return f"the scheduler at {join_address(*self._settings.scheduler)} (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"
 
@@ -62,22 +62,24 @@ class SchedulerLocator:
         if settings.secret is None:
             return fetch_endpoints(_socket_name(settings, "scheduler"))
         host, port = settings.scheduler
-        hosts = _resolve(host) or [host]  # whoever connects to the name is told that it means nothing
-        if is_local_address(host):  # its name may mean a loopback address here, and another one to everybody else
+        hosts = _resolve(host) or [host]  # a connection to the name fails with an error that it means nothing
+        if is_local_address(host):  # its name may mean a loopback address here, and another one to all others
             with suppress(ConfigError):
                 hosts.append(scheduler_host(settings))
         return [ServiceEndpoint(join_address(one, port), settings.secret) for one in dict.fromkeys(hosts)]
 
     def keep(self, secret: bytes) -> None:
         """Keep the job's secret for a scheduler that is started again, unless another does, or it is not needed."""
-        if self._settings.secret is None and self._keeper is None:
+        if self._settings.secret is None and self._secret_server is None:
             with suppress(OSError):
-                self._keeper = LocalBootstrapServer(_socket_name(self._settings, "keeper"), ServiceEndpoint("", secret))
+                self._secret_server = LocalBootstrapServer(
+                    _socket_name(self._settings, "keeper"), ServiceEndpoint("", secret)
+                )
 
     def close(self) -> None:
         """Keep nothing any more. May be called twice."""
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._secret_server is not None:
+            self._secret_server.close()
 
 
 def choose_listen_host(settings: ProcessConfig) -> tuple[str, str]:

@@ -1,9 +1,9 @@
 """Role of this process in a job with parameter servers, from the environment, with the reason.
 
-The variables are MXNet's, whoever sets them: `reigen run -s`, `reigen launch`, MXNet's launchers or a person. DMLC_ROLE
-is ``worker``, ``server`` or ``scheduler``; DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT say where the scheduler is,
-DMLC_NUM_WORKER and DMLC_NUM_SERVER how many there are, DMLC_TASK_ID which one this is, DMLC_NODE_HOST, DMLC_INTERFACE
-where it is to be found, DMLC_NUM_ATTEMPT how often it has been started before.
+The variables are MXNet's, regardless of what sets them: `reigen run -s`, `reigen launch`, MXNet's launchers or a
+person. DMLC_ROLE is ``worker``, ``server`` or ``scheduler``; DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT say where the
+scheduler is, DMLC_NUM_WORKER and DMLC_NUM_SERVER how many there are, DMLC_TASK_ID which one this is, DMLC_NODE_HOST,
+DMLC_INTERFACE where it is to be found, DMLC_NUM_ATTEMPT how often it has been started before.
 
 The job's secret is made from REIGEN_SECRET or REIGEN_SECRET_FILE. Where neither is set, the scheduler makes one and
 hands it to processes of its user on its host, in its container (`kv.membership.discovery`).
@@ -35,7 +35,7 @@ class ProcessConfig:
     """Configuration of a process in a job with parameter servers.
 
     Attributes:
-        number: which one, None where nobody said: then in the order of arrival.
+        number: which one, None where it is not set: then in the order of arrival.
         num_workers, num_servers: how many the job has.
         scheduler: host (name or address) and port.
         secret: the job's 32 bytes; None: the scheduler hands one over on its host. Not shown in ``repr``.
@@ -43,7 +43,7 @@ class ProcessConfig:
         reason: how all that was found out.
         config: the knobs.
         job: its number, the same for every scheduler that it has; 0: the first one chooses it. It follows from the
-            secret where Reigen's launchers made that; one that somebody has set may be that of several jobs.
+            secret where Reigen's launchers made that; one that a user has set may be that of several jobs.
         is_restart: the launcher has started this process before (DMLC_NUM_ATTEMPT).
         port_is_held: a launcher of Reigen's holds the scheduler's port against other users.
     """
@@ -100,9 +100,11 @@ def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole
     num_servers = _parse_count(environ, "DMLC_NUM_SERVER", problems)
     number, origin = _task_number(environ, role, num_workers, num_servers)
     which = _parse_number(number, origin, num_servers if role == "server" else num_workers, problems)
-    beat, patience = config.kv_heartbeat_seconds, config.kv_heartbeat_timeout_seconds
-    if 0 < patience <= beat:
-        problems.append(f"PS_HEARTBEAT_TIMEOUT is {patience:g}: it must be longer than PS_HEARTBEAT_INTERVAL, {beat:g}")
+    interval, timeout = config.kv_heartbeat_seconds, config.kv_heartbeat_timeout_seconds
+    if 0 < timeout <= interval:
+        problems.append(
+            f"PS_HEARTBEAT_TIMEOUT is {timeout:g}: it must be longer than PS_HEARTBEAT_INTERVAL, {interval:g}"
+        )
     if problems:
         raise ConfigError("the variables that say what a process is are not in order:\n  " + "\n  ".join(problems))
     given = JobCredentials.of(environ).secret

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 SCHEDULER_IDENTITY = Identity(ProcessRole.RANK, 0, "kv scheduler")
 
-#: How long nodes that were told of the job's end may take to hang up.
+#: How long nodes that were sent the job's end may take to hang up.
 _LINGER_SECONDS = 2.0
 #: How long a scheduler that may follow another one lets those come first who know the job.
 _KNOWN_FIRST_SECONDS = 15.0
@@ -57,23 +57,23 @@ class Scheduler(ControlService):
         config = settings.config
         self._settings, self._left_fd = settings, left_fd
         secret, follows = discovery.scheduler_secret(settings)
-        patience, why = recovery_wait_seconds(settings, follows=follows)
-        if patience:
-            _log.info("processes that know the job may come first, for up to %g s: %s", patience, why)
-        job, known_first_until = settings.job or 1 + secrets.randbits(62), time.monotonic() + patience
-        beats = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
+        wait_seconds, why = recovery_wait_seconds(settings, follows=follows)
+        if wait_seconds:
+            _log.info("processes that know the job may come first, for up to %g s: %s", wait_seconds, why)
+        job, known_first_until = settings.job or 1 + secrets.randbits(62), time.monotonic() + wait_seconds
+        heartbeat_timeout = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
         spec = parameter_server_job(
             settings.num_workers,
             settings.num_servers,
             policy=LossPolicy(config.kv_on_worker_loss),
             servers_return=config.kv_snapshot_dir is not None,
-            heartbeat_timeout_seconds=beats or math.inf,
+            heartbeat_timeout_seconds=heartbeat_timeout or math.inf,
             return_seconds=config.start_timeout_seconds,
             start_seconds=config.start_timeout_seconds,
             deadline_seconds=config.deadline_seconds,
         )
         self._table = MembershipTable(spec, job, known_first_until)
-        #: whether somebody has come; and when to look who has not
+        #: whether a node has come; and when to look which have not
         self._has_begun = False
         self._alarm: float | None = time.monotonic() + config.deadline_seconds
         address = discovery.scheduler_host(settings), settings.scheduler[1]
@@ -171,8 +171,8 @@ def _explain_port(settings: ProcessConfig, address: str, error: OSError) -> str:
 def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool) -> tuple[float, str]:
     """Return how long unknown processes wait for those that know the job (`cluster.membership.table`, step H), and why.
 
-    Where a job could not survive the loss of its scheduler and another process, nobody waits. ``follows``: one of the
-    job's processes has kept its secret for this scheduler.
+    Where a job could not survive the loss of its scheduler and another process, no process waits. ``follows``: one of
+    the job's processes has kept its secret for this scheduler.
     """
     config = settings.config
     # half of what a node waits for its place at most

@@ -41,9 +41,9 @@ SavedJobFinder = Callable[[bytes], tuple[messages.SavedJob, ...]]
 _AGAIN_SECONDS = 0.1
 #: One attempt to reach the scheduler may take that long.
 _TRY_SECONDS = 1.0
-#: Whoever answers in the scheduler's place and cannot prove to be it may be about to go, for that long; and a scheduler
-#: that hangs up, because more connect than it can listen to at once, may do so for that long.
-_DOUBT_SECONDS, _BUSY_SECONDS = 1.0, 5.0
+#: A process that answers in the scheduler's place and cannot prove to be it may be about to end, for that long; a
+#: scheduler that hangs up, because more connect than it can listen to at once, may do so for that long.
+_REPLACED_SECONDS, _BUSY_SECONDS = 1.0, 5.0
 #: How long the scheduler may take to answer a question, and to take a last word.
 _ANSWER_SECONDS, _LAST_WORDS_SECONDS = 10.0, 2.0
 #: How long after a deadline it may take to say what has become of that.
@@ -62,25 +62,25 @@ class EventFeed:
     def __init__(self, lock: AbstractContextManager[object]) -> None:
         self._lock = lock
         self._events: list[messages.MembershipEvent] = []
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def put(self, events: Sequence[messages.MembershipEvent]) -> None:
         """Add events; the caller holds the lock."""
         if events:
             self._events += events
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._eventfd, 1)
 
     def take(self) -> list[messages.MembershipEvent]:
         """Return the events since the last call. Does not wait."""
         with self._lock:
             with contextlib.suppress(OSError):  # nothing was written, or it is closed
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._eventfd)
             events, self._events = self._events, []
             return events
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are events; -1 after `close`."""
-        return self._bell
+        return self._eventfd
 
     def close(self) -> None:
         """Hear of nothing any more. May be called twice."""
@@ -88,9 +88,9 @@ class EventFeed:
             self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        if self._eventfd >= 0:
+            os.close(self._eventfd)
+            self._eventfd = -1
 
 
 class SchedulerClient:
@@ -117,7 +117,7 @@ class SchedulerClient:
         incarnation: of this process, never 0.
         secret: the job's 32 bytes.
         tls: encrypts all connections; None: nothing is encrypted.
-        host: what people call this machine.
+        host: the name of this host.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class SchedulerClient:
             if missing is None:  # it may have ended the job in the meantime, and says why
                 self._raise_failure()
         if missing is None:
-            raise DeadlineError(f"{self._locator.words} does not say where the servers are, nor who is missing")
+            raise DeadlineError(f"{self._locator.description} does not say where the servers are, nor who is missing")
         raise DeadlineError(
             f"{messages.format_members(workers=missing.workers, servers=missing.servers) or 'nobody'} of "
             f"{self.num_workers} worker(s) and {self.num_servers} server(s) did not start within "
@@ -205,7 +205,7 @@ class SchedulerClient:
     def barrier(self, name: str, deadline: float) -> None:
         """Wait until every worker that is still in the job has entered the barrier of this name as often as this one.
 
-        It ends alike for all: where one of them does not want to wait any more, nobody passes.
+        It ends alike for all: where one of them does not want to wait any more, none passes.
 
         Raises:
             DeadlineError: not all came by this worker's deadline, or another's; ``ranks`` are those. Or the scheduler
@@ -225,7 +225,8 @@ class SchedulerClient:
                 view.forget(entry)
         if outcome is None:
             raise DeadlineError(
-                f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
+                f"barrier {name!r}: {self._locator.description} does not answer; whether others have passed it "
+                "is not known"
             )
         if outcome.is_broken:
             who = messages.format_members(workers=outcome.missing) or "somebody"
@@ -250,8 +251,8 @@ class SchedulerClient:
         """
         with self._changed:
             view = self._view
-            patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
-            answer = self._ask_status(timeout, patience)
+            grace_seconds = min(_ANSWER_SECONDS, self._config.deadline_seconds)
+            answer = self._ask_status(timeout, grace_seconds)
             return len(view.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
@@ -300,12 +301,12 @@ class SchedulerClient:
         if failure is not None or self._is_closing:
             raise PeerLostError(str(failure or f"this process, {self._view.name}, has left the job"))
 
-    def _ask_status(self, seconds: float, patience_seconds: float) -> messages.StatusReply | None:
+    def _ask_status(self, seconds: float, timeout_seconds: float) -> messages.StatusReply | None:
         """Return the scheduler's answer, if it comes within that time."""
         answers = self._view.status
         answers.pop(seconds, None)
         self._post(messages.StatusQuery(seconds))
-        self._await(lambda: seconds in answers, time.monotonic() + patience_seconds)
+        self._await(lambda: seconds in answers, time.monotonic() + timeout_seconds)
         return answers.pop(seconds, None)
 
     def _is_over_at(self, entry: BarrierEntry, deadline: float) -> bool:
@@ -326,7 +327,7 @@ class SchedulerClient:
 
     def _too_late(self, problem: str) -> DeadlineError:
         return DeadlineError(
-            f"{self._locator.words} did not answer within {self._config.start_timeout_seconds:g} s "
+            f"{self._locator.description} did not answer within {self._config.start_timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT); was it started, and is the job not over already?"
             f"{f' ({problem})' if problem else ''}"
         )
@@ -346,7 +347,7 @@ class SchedulerClient:
                 return
             num_heard = self._num_heard
             try:
-                self._talk(connection)
+                self._exchange_messages(connection)
             except (OSError, AuthenticationError, WireError) as error:
                 if not self._is_over:
                     _log.warning("the connection to the scheduler has ended (%s); connecting again", error)
@@ -371,19 +372,19 @@ class SchedulerClient:
 
     def _connect(self, until: float) -> Connection:
         """Reach the scheduler, wherever it is now."""
-        problem, doubted = "", math.inf
+        problem, refused_since = "", math.inf
         while not self._is_over:
-            if self._view.is_assigned:  # whoever kept the secret may have died with the scheduler
+            if self._view.is_assigned:  # the process that kept the secret may have died with the scheduler
                 self._locator.keep(self.secret)
             try:
                 found = self._reach_one()
             except (AuthenticationError, WireError, PeerLostError, OSError) as error:
                 problem, now = str(error), time.monotonic()
-                doubted = min(doubted, now)
-                patience = _BUSY_SECONDS if isinstance(error.__context__, ConnectionError) else _DOUBT_SECONDS
+                refused_since = min(refused_since, now)
+                grace_seconds = _BUSY_SECONDS if isinstance(error.__context__, ConnectionError) else _REPLACED_SECONDS
                 is_refused = isinstance(error, AuthenticationError) and not self._view.is_assigned
-                if is_refused and now >= doubted + patience:
-                    raise AuthenticationError(f"{self._locator.words} cannot be believed: {error}") from error
+                if is_refused and now >= refused_since + grace_seconds:
+                    raise AuthenticationError(f"{self._locator.description} cannot be believed: {error}") from error
             else:
                 if not isinstance(found, str):
                     return found
@@ -394,7 +395,7 @@ class SchedulerClient:
         if not self._view.is_assigned:
             raise self._too_late(problem)
         raise PeerLostError(
-            f"{self._locator.words} has gone, and was not started again within "
+            f"{self._locator.description} has gone, and was not started again within "
             f"{self._config.peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): {problem}"
         )
 
@@ -416,19 +417,19 @@ class SchedulerClient:
             return connection
         return problem
 
-    def _talk(self, connection: Connection) -> None:
+    def _exchange_messages(self, connection: Connection) -> None:
         """Register, then send and receive until the connection ends or this process has left."""
         connection.keep_alive(self._config.peer_timeout_seconds)
         saved = () if self._view.is_assigned else self._find_saved(self.secret)
         with self._changed:
             self._outbox.clear()
             connection.post(messages.MEMBER_CODEC.encode(self._view.registration(saved)))
-        beat, self._is_placed = self._config.kv_heartbeat_seconds, False
-        due = time.monotonic() if beat else math.inf
+        heartbeat_seconds, self._is_placed = self._config.kv_heartbeat_seconds, False
+        due = time.monotonic() if heartbeat_seconds else math.inf
         while not self._is_over:
             if self._is_placed and time.monotonic() >= due:
                 connection.post(messages.MEMBER_CODEC.encode(messages.MemberHeartbeat()))
-                due = time.monotonic() + beat
+                due = time.monotonic() + heartbeat_seconds
             flush = None if self._send_outbox(connection) else partial(_flush, connection)
             self._loop.watch(connection, partial(self._read, connection), flush)
             until = min(self._gone_at, due if self._is_placed else math.inf)

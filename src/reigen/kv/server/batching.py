@@ -51,12 +51,12 @@ class _BatchRound:
 
     Attributes:
         numbers: of the round, for each key.
-        came: with their elements, in the order in which they came.
+        contributions: with their elements, in the order in which they came.
         pushes: of those that push, by worker.
     """
 
     numbers: list[int]
-    came: list[tuple[WorkerRequest, NDArray[np.uint8]]] = field(default_factory=list)
+    contributions: list[tuple[WorkerRequest, NDArray[np.uint8]]] = field(default_factory=list)
     pushes: dict[int, PushData] = field(default_factory=dict)
 
 
@@ -109,7 +109,7 @@ class KeyBatch:
         for shard in self.shards:
             shard.waiting = None
         for one in rounds:
-            for request, elements in one.came:
+            for request, elements in one.contributions:
                 yield from self.parts_of(request, one.numbers, elements)
 
     def parts_of(
@@ -195,7 +195,7 @@ class BatchHandler:
         one = batch.round_of(numbers) or batch.begin(numbers)
         if one is None or worker in one.pushes:
             return False
-        one.came.append((request, elements))
+        one.contributions.append((request, elements))
         one.pushes[worker] = PushData(elements.view(batch.dtype.storage))
         while batch.rounds and len(batch.rounds[0].pushes) == store.context.num_workers:
             self._complete(batch, batch.rounds[0])
@@ -223,7 +223,7 @@ class BatchHandler:
             for shard, target, number in zip(batch.shards, targets, one.numbers, strict=True):
                 shard.settle(target, memory)
                 shard.applied = shard.applied.over((number,) * len(parts))
-            for request, _ in one.came:
+            for request, _ in one.contributions:
                 request.release_body(store.context.buffers)
                 if request.header.kind == _PUSH:
                     request.connection.answer(request)
@@ -240,7 +240,7 @@ class BatchHandler:
         one = batch.round_of(numbers)
         if one is not None:
             request.release_body(self._store.context.buffers)
-            one.came.append((request, _NOTHING))
+            one.contributions.append((request, _NOTHING))
             return True
         worker = request.connection.worker
         for shard, number in zip(batch.shards, numbers, strict=True):

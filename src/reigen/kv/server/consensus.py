@@ -38,55 +38,55 @@ class ConsensusStore(Protocol):
 
 @dataclass
 class WorkerConsensus:
-    """Word of all workers on one thing, gathered until all have spoken, and their requests, which wait for it.
+    """Proposals of all workers for one value, gathered until all have come, and their requests, which wait for it.
 
     Attributes:
-        what: is decided, for errors.
-        describe: a worker's word, for errors.
-        words: of the workers that have spoken since the last decision; they may do so again.
+        what: the decided value, for errors.
+        describe: a worker's proposal, for errors.
+        proposals: of the workers since the last decision; a worker may replace its own.
         waiting: the requests, by worker.
-        withdrawn: workers that had spoken when somebody's deadline was over, and have not spoken again.
+        withdrawn: workers that had proposed when a worker's deadline was over, and have not proposed again.
     """
 
     what: str
     describe: Callable[[Any], str] = str
-    words: dict[int, Hashable] = field(default_factory=dict)
+    proposals: dict[int, Hashable] = field(default_factory=dict)
     waiting: dict[int, WorkerRequest] = field(default_factory=dict)
     withdrawn: set[int] = field(default_factory=set)
 
     def missing(self, expected: Collection[int]) -> tuple[int, ...]:
-        """Return those of ``expected`` that have not spoken, ascending."""
-        return tuple(sorted(set(expected) - set(self.words)))
+        """Return those of ``expected`` that have not proposed, ascending."""
+        return tuple(sorted(set(expected) - set(self.proposals)))
 
     def decide(self, expected: Collection[int]) -> tuple[Any, CollectiveError | None]:
-        """Return the word that all have said, or the error that all get, or neither while a worker is missing.
+        """Return the value that all have proposed, or the error that all get, or neither while a worker is missing.
 
-        After either all words are forgotten; after an error the workers can try again.
+        After either all proposals are dropped; after an error the workers can try again.
         """
-        if not self.words or self.missing(expected):
+        if not self.proposals or self.missing(expected):
             return None, None
-        words, self.words = self.words, {}
-        votes = Counter(words[worker] for worker in sorted(words))
+        proposals, self.proposals = self.proposals, {}
+        votes = Counter(proposals[worker] for worker in sorted(proposals))
         if len(votes) == 1:
             return next(iter(votes)), None
         usual, _ = votes.most_common(1)[0]  # of the lowest worker, where there is no majority
-        odd = [worker for worker, word in words.items() if word != usual]
-        details = {worker: self.describe(word) for worker, word in words.items()}
+        odd = [worker for worker, proposal in proposals.items() if proposal != usual]
+        details = {worker: self.describe(proposal) for worker, proposal in proposals.items()}
         return None, MismatchError(f"the workers do not agree on {self.what}", ranks=odd, details=details)
 
-    def take(self, request: WorkerRequest, word: Any) -> None:
-        """Take a worker's word, and have its request wait."""
+    def take(self, request: WorkerRequest, proposal: Any) -> None:
+        """Take a worker's proposal, and have its request wait."""
         worker = request.connection.worker
-        self.words[worker] = word
+        self.proposals[worker] = proposal
         self.withdrawn.discard(worker)
         self.waiting[worker] = request
 
     def settle(self, expected: Collection[int]) -> Any:
-        """Return the word that all have said, if they have; answer all with an error if they disagree."""
-        word, error = self.decide(expected)
+        """Return the value that all have proposed, if they have; answer all with an error if they disagree."""
+        proposal, error = self.decide(expected)
         if error is not None:
             self.fail(RemoteError.of(error))
-        return word
+        return proposal
 
     def pop_waiting(self) -> Collection[WorkerRequest]:
         """Return the requests that wait; they are the caller's to answer."""
@@ -94,8 +94,8 @@ class WorkerConsensus:
         return waiting.values()
 
     def fail(self, problem: RemoteError) -> None:
-        """Answer all that wait with an error; they may say it again."""
-        self.words.clear()
+        """Answer all that wait with an error; they may propose it again."""
+        self.proposals.clear()
         for request in self.pop_waiting():
             request.connection.refuse(request, problem)
 

@@ -25,7 +25,7 @@ from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.values import DENSE, ROW_SPARSE, key_id
 from reigen.types import DTYPES
 
-#: More than any machine has memory for, and few enough to be counted in 64 bits as bytes.
+#: More than any host has memory for, and few enough to be counted in 64 bits as bytes.
 _MOST_ELEMENTS = 1 << 40
 
 
@@ -36,7 +36,7 @@ class _KeyRecord:
     Attributes:
         consensus: of all workers, on what the key is.
         places: the shards, as rank 0 said.
-        agreed: their word, once all have said it.
+        agreed: their proposal, once all have made the same.
         is_initialised: rank 0 has sent all shards.
     """
 
@@ -184,10 +184,10 @@ def _check_declaration(declare: DeclareKey) -> None:
     is_known = spec.dtype in DTYPES and spec.stype in {DENSE, ROW_SPARSE}
     if not is_known or min(spec.shape, default=0) < 0 or spec.generation < 0 or num_elements > _MOST_ELEMENTS:
         raise WireError(f"a key like no other: {spec}")
-    grain = max(1, math.prod(spec.shape[1:])) if spec.stype == ROW_SPARSE else 1
+    row_elements = max(1, math.prod(spec.shape[1:])) if spec.stype == ROW_SPARSE else 1
     if len({place.index for place in places}) < len(places):
         raise WireError(f"shards of the key {spec.name!r} that are the same")
     for place in places:
         is_shard = 0 <= place.begin <= place.end <= num_elements and 0 <= place.index < 1 << 32
-        if not is_shard or place.begin % grain or place.end % grain:
+        if not is_shard or place.begin % row_elements or place.end % row_elements:
             raise WireError(f"a shard that is no part of the key {spec}: {place}")

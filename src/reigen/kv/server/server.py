@@ -126,8 +126,8 @@ class KVServer:
         snapshots = None
         if config.kv_snapshot_dir is not None:
             snapshots = SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number)
-        self.machine = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
-        self._arena = ShmArena(f"reigen-kv-server-{member.number}") if self.machine else None
+        self.host_id = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
+        self._arena = ShmArena(f"reigen-kv-server-{member.number}") if self.host_id else None
         saves, num_cores = snapshots is not None, len(os.sched_getaffinity(0))
         num_threads, why = choose_num_threads(config.kv_threads, num_cores, saves=saves)
         _log.info("threads that compute: %d (%s)", num_threads, why)
@@ -154,7 +154,7 @@ class KVServer:
         self._busy: set[_ClientConnection] = set()
         self._tick_seconds = min(_TICK_SECONDS, config.deadline_seconds / 4)
         self._next_tick = time.monotonic() + self._tick_seconds
-        #: the last tick came late, and nobody's deadline was looked at
+        #: the last tick came late, and deadlines were not looked at
         self._is_behind = False
         self._next_snapshot = self._snapshot_time()
         self._exit_code: int | None = None
@@ -217,10 +217,10 @@ class KVServer:
                     details={hello.number: f"a staleness of {staleness}; the first worker said {store.staleness}"},
                 )
             unread = self._unread.get((hello.number, hello.incarnation))
-            if unread or not self.machine:
+            if unread or not self.host_id:
                 peer, reason = None, unread or "it is turned off"
             else:
-                peer, reason = PeerShmArena.open(hello, self.machine)
+                peer, reason = PeerShmArena.open(hello, self.host_id)
         except ReigenError as error:
             problem = RemoteError.of(error)
             client.notify(header.store, ServerNotice("problem", hello.number, hello.host, problem.reason, problem))
@@ -253,9 +253,9 @@ class KVServer:
         for client in list(self._busy):
             self._receive(client)
         for client in list(self._waiting):
-            self._pace(client)
+            self._throttle(client)
         for store in self._stores.values():
-            store.save()  # before anybody is told
+            store.save()  # before it is announced
         for client in list(self._connections):
             if client.connection is not None and client.connection.must_flush:
                 client.connection.must_flush = False
@@ -325,9 +325,9 @@ class KVServer:
         if self._limits_senders and client.connection is not None:
             client.bound(self._inflow)
             if client.connection.num_held_bytes > MAX_LEAD_BYTES:
-                self._pace(client)
+                self._throttle(client)
 
-    def _pace(self, client: _ClientConnection) -> None:
+    def _throttle(self, client: _ClientConnection) -> None:
         """Have a client wait for others, or go on, as `reigen.kv.server.flow_control` says."""
         connection, waits = client.connection, client in self._waiting
         assert connection is not None
@@ -388,9 +388,9 @@ class KVServer:
         """Log why a connection is over, by itself or because of what came, and drop it."""
         host = "" if client.connection is None else f" on host {client.connection.hello.host}"
         header = client.line.receiving
-        amid = "" if header is None else f", in the middle of a {MessageKind(header.kind).name} of key id {header.key}"
+        where = "" if header is None else f", in the middle of a {MessageKind(header.kind).name} of key id {header.key}"
         level = logging.INFO if isinstance(error, ConnectionError) else logging.WARNING
-        _log.log(level, "the connection of worker %d%s has ended%s: %s", client.worker, host, amid, str(error))
+        _log.log(level, "the connection of worker %d%s has ended%s: %s", client.worker, host, where, str(error))
         self._drop(client)
 
     def _drop(self, client: _ClientConnection) -> None:
@@ -457,7 +457,7 @@ class KVServer:
         is_empty = not store.shards and store.number not in self._restored
         member = self._member
         hello = KVHello(member.number, member.incarnation, member.host, is_empty=is_empty, staleness=staleness)
-        return self._arena.announced(hello, self.machine) if shares and self._arena is not None else hello
+        return self._arena.announced(hello, self.host_id) if shares and self._arena is not None else hello
 
     def _restore(self, snapshots: SnapshotDirectory) -> None:
         """Take the place of the process that this server was before, if there was one."""

@@ -439,8 +439,8 @@ class ServerStore:
 
     def fail_all(self, shard: Shard, error: BaseException) -> None:
         """Break off, since a shard could not be updated: nothing of this store can be trusted any more."""
-        how = "".join(traceback.format_exception(error))
-        _log.error("key %r could not be updated: %s", shard.spec.name, how)
+        traceback_text = "".join(traceback.format_exception(error))
+        _log.error("key %r could not be updated: %s", shard.spec.name, traceback_text)
         reason = f"server could not update the value: {type(error).__name__}: {error}"
         problem = error if isinstance(error, ReigenError) else CollectiveError(reason)
         self.break_off(RemoteError.of(problem, shard.spec.name))
@@ -608,7 +608,7 @@ def _answer_pull(store: ServerStore, shard: Shard, what: AnswerPull) -> None:
         memory.retire(rows)
     elif encoder is not None and shard.is_sum:
         codes = shard.encoded(encoder)
-        if shard.is_dirty and store.context.saves_always:  # with what these codes lack, before anybody has them
+        if shard.is_dirty and store.context.saves_always:  # with what these codes lack, before any worker has them
             shard.must_save = True
             shard.queue.appendleft(what)
             return

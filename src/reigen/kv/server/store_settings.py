@@ -3,13 +3,13 @@
 ======================== ================================ =============================================================
 command                  arguments                        who, and when it is answered
 ======================== ================================ =============================================================
-set_optimizer            spec: `Optimizer.to_spec`        all workers alike; when all have said it
-set_gradient_compression params: of `from_params`; or {}  all workers alike; when all have said it
+set_optimizer            spec: `Optimizer.to_spec`        all workers alike; when all have sent it
+set_gradient_compression params: of `from_params`; or {}  all workers alike; when all have sent it
 set_learning_rate        learning_rate: a number          any worker; at once
 get_optimizer                                             any worker; at once: the spec, or None
 ======================== ================================ =============================================================
 
-The first two are for stores that nobody has pushed to. Said again as they were, in the same order, they always work:
+The first two are for stores that were not pushed to. Said again as they were, in the same order, they always work:
 a worker that takes the place of a lost one runs the same script.
 """
 
@@ -44,9 +44,9 @@ class StoreSettings:
     def __init__(self, store: ConsensusStore, num_workers: int) -> None:
         self._store = store
         self._num_workers = num_workers
-        #: What each was set to, in order; and how many of them a connection has said, or seen said by others.
+        #: What each was set to, in order; and how many of them a connection has sent, or seen sent by others.
         self._agreed: dict[str, list[bytes]] = {name: [] for name in _CONSENSUS_COMMANDS}
-        self._num_said: WeakKeyDictionary[WorkerConnection, dict[str, int]] = WeakKeyDictionary()
+        self._num_confirmed: WeakKeyDictionary[WorkerConnection, dict[str, int]] = WeakKeyDictionary()
         self._consensus = {name: WorkerConsensus(what, _describe) for name, what in _CONSENSUS_COMMANDS.items()}
         self.optimizer: Optimizer | None = None
         self.codec: Codec | None = None
@@ -92,14 +92,14 @@ class StoreSettings:
     def state(self) -> dict[str, Any]:
         """Return the settings for a snapshot."""
         spec = None if self.optimizer is None else self.optimizer.to_spec()
-        return {"words": {name: list(words) for name, words in self._agreed.items()}, "optimizer": spec}
+        return {"words": {name: list(proposals) for name, proposals in self._agreed.items()}, "optimizer": spec}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over the settings of `state`; raises ConfigError or ArgumentError if they make no sense."""
-        for name, words in state["words"].items():
-            self._agreed[str(name)] = [bytes(word) for word in words]
-            if words:
-                self._apply(name, msgspec.msgpack.decode(words[-1]))
+        for name, proposals in state["words"].items():
+            self._agreed[str(name)] = [bytes(proposal) for proposal in proposals]
+            if proposals:
+                self._apply(name, msgspec.msgpack.decode(proposals[-1]))
         if state["optimizer"] is not None:
             self.optimizer = from_spec(state["optimizer"])
 
@@ -109,11 +109,11 @@ class StoreSettings:
         elif argument:
             from_params(argument)
         # the same bytes for equal arguments, whatever the order in which they were written
-        word, agreed = msgspec.msgpack.encode(dict(sorted(argument.items()))), self._agreed[name]
-        said = self._num_said.setdefault(request.connection, {})
-        position = said.get(name, 0)
-        if word in agreed[position:] or word in agreed[-1:]:
-            said[name] = agreed.index(word, position) + 1 if word in agreed[position:] else position
+        proposal, agreed = msgspec.msgpack.encode(dict(sorted(argument.items()))), self._agreed[name]
+        confirmed = self._num_confirmed.setdefault(request.connection, {})
+        position = confirmed.get(name, 0)
+        if proposal in agreed[position:] or proposal in agreed[-1:]:
+            confirmed[name] = agreed.index(proposal, position) + 1 if proposal in agreed[position:] else position
             _answer_command(request, None)
             return
         if self._store.has_pushes():
@@ -122,25 +122,25 @@ class StoreSettings:
             raise MismatchError(
                 f"{_CONSENSUS_COMMANDS[name]} was set otherwise before the first push",
                 ranks=[request.connection.worker],
-                details={request.connection.worker: f"{_describe(word)}; before it was {_describe(agreed[-1])}"},
+                details={request.connection.worker: f"{_describe(proposal)}; before it was {_describe(agreed[-1])}"},
             )
-        self._consensus[name].take(request, word)
+        self._consensus[name].take(request, proposal)
         self._decide(name)
 
     def _decide(self, name: str) -> None:
         consensus = self._consensus[name]
-        word = consensus.settle(self._store.expected())
-        if word is None:
+        proposal = consensus.settle(self._store.expected())
+        if proposal is None:
             return
         try:
-            self._apply(name, msgspec.msgpack.decode(word))
+            self._apply(name, msgspec.msgpack.decode(proposal))
         except ReigenError as error:
             consensus.fail(RemoteError.of(error))
             return
-        self._agreed[name].append(word)
+        self._agreed[name].append(proposal)
         self._store.must_save = True
         for request in consensus.pop_waiting():
-            self._num_said[request.connection][name] = len(self._agreed[name])
+            self._num_confirmed[request.connection][name] = len(self._agreed[name])
             _answer_command(request, None)
 
     def _apply(self, name: str, argument: dict[str, Any]) -> None:
@@ -160,8 +160,8 @@ class StoreSettings:
         self._store.must_save = True
 
 
-def _describe(word: bytes) -> str:
-    argument = msgspec.msgpack.decode(word)
+def _describe(proposal: bytes) -> str:
+    argument = msgspec.msgpack.decode(proposal)
     if not argument:
         return "none"
     facts = {name: value for name, value in argument.items() if value not in (None, [], {}) and name != "name"}

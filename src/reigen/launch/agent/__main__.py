@@ -55,19 +55,19 @@ def main() -> int:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # output must not end up between the messages
-    return run_under_watchdog(lambda lifeline: Agent(lifeline, (reading, writing)).run(), _complain)
+    return run_under_watchdog(lambda watchdog_pipe: Agent(watchdog_pipe, (reading, writing)).run(), _complain)
 
 
 class Agent:
     """Supervising process of the agent; a ``ProcessListener`` of its processes.
 
     Args:
-        lifeline: see ``launch.supervision.watchdog``.
+        watchdog_pipe: see ``launch.supervision.watchdog``.
         descriptors: to read from the launcher, and to write to it.
     """
 
-    def __init__(self, lifeline: int, descriptors: tuple[int, int]) -> None:
-        self._loop = LauncherLoop(lifeline, self._on_signal, self._on_orphaned)
+    def __init__(self, watchdog_pipe: int, descriptors: tuple[int, int]) -> None:
+        self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self._pipes = MessagePipes(
             self._loop, descriptors, (REPLY_CODEC, REQUEST_CODEC), self._on_request, self._on_end
         )
@@ -196,7 +196,7 @@ class Agent:
     def _on_signal(self, signum: int) -> None:
         self._end(f"ended by {signal_name(signum)}", 128 + signum)
 
-    def _on_orphaned(self) -> None:
+    def _on_watchdog_lost(self) -> None:
         self._end("the process that watches over the agent has gone")
 
     # ---------------------------------------------------------------- events of the processes

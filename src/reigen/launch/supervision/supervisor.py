@@ -69,17 +69,17 @@ def run_job(
 
 
 def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
-    for remnant in launcher.close():
-        listener.complain(remnant)
+    for message in launcher.close():
+        listener.complain(message)
 
 
-def _run_supervised(launcher: Launcher, environ: Mapping[str, str], lifeline: int, listener: JobListener) -> int:
+def _run_supervised(launcher: Launcher, environ: Mapping[str, str], watchdog_pipe: int, listener: JobListener) -> int:
     options = launcher.options
     kept = {name: text for name, text in environ.items() if name not in {TERMINAL_VARIABLE, PREFIXED_VARIABLE}}
     environ = kept | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
     with ExitStack() as stack:
         stack.callback(_close_launcher, launcher, listener)
-        supervisor = stack.enter_context(Supervisor(options, lifeline, listener, environ))
+        supervisor = stack.enter_context(Supervisor(options, watchdog_pipe, listener, environ))
         plan = supervisor.allocate(launcher)
         if plan.processes is not None:
             supervisor.start_all(plan.processes)
@@ -141,7 +141,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, options: LaunchOptions, lifeline: int, listener: JobListener, environ: Mapping[str, str]
+        self, options: LaunchOptions, watchdog_pipe: int, listener: JobListener, environ: Mapping[str, str]
     ) -> None:
         self._options, self._listener, self._environ = options, listener, environ
         self._plan = JobPlan(())
@@ -150,7 +150,7 @@ class Supervisor:
         self._numbers: dict[str, tuple[int, ...]] = {}
         self._names = name_ps_processes(options.num_ranks, options.servers)
         self._job = job_state.JobState(options.num_ranks, {})
-        self.loop = LauncherLoop(lifeline, self._on_signal, self._on_orphaned)
+        self.loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self.agents: dict[str, AgentClient] = {}
         self.is_starting = True
         #: Hosts that were lost, and why.
@@ -169,7 +169,7 @@ class Supervisor:
         self._grace_ends: float | None = None
         self._finish: job_state.FinishJob | None = None
         #: Do not wait until all output is written.
-        self._is_hurried = False
+        self._is_forced = False
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
@@ -233,20 +233,20 @@ class Supervisor:
 
     def exclude_child(self, pid: int) -> None:
         """Exclude a child of this process from the job's."""
-        self._local.spared.add(pid)
+        self._local.excluded.add(pid)
 
     def run(self) -> int:
         """Keep the job until it ends; returns the exit code."""
         while self._finish is None:
             self.turn()
         self._local.drain()
-        self._dismiss()
+        self._finish_agents()
         self._display.finish()
-        words = b"" if self._listener.finished is not None else self._describe_end(self._finish)
+        message = b"" if self._listener.finished is not None else self._describe_end(self._finish)
         self._display.say_repeats()
-        self._display.say(words)
-        patience = None if self._finish.signum is None else self._options.grace_seconds
-        self._display.write_all(patience, lambda: self._is_hurried)
+        self._display.say(message)
+        timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
+        self._display.write_all(timeout_seconds, lambda: self._is_forced)
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
         return self._finish.exit_code
@@ -317,12 +317,12 @@ class Supervisor:
     def _of(self, group: HostProcesses, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if self.agents.get(self._hosts[rank], self._local) is group)
 
-    def _dismiss(self) -> None:
+    def _finish_agents(self) -> None:
         """Have the agents end, and wait for that: where ssh has ended, nothing is left there."""
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for agent in self.agents.values():
             agent.finish_agent()
-        while not self._is_hurried and any(each.phase is not AgentPhase.GONE for each in self.agents.values()):
+        while not self._is_forced and any(each.phase is not AgentPhase.GONE for each in self.agents.values()):
             if (remaining := deadline - time.monotonic()) <= 0:
                 return
             self.turn(remaining)
@@ -389,8 +389,8 @@ class Supervisor:
         where = f" (host {self._hosts[number]})" if self.agents else ""
         return self._names.get(number, f"rank {number}") + where
 
-    def _on_orphaned(self) -> None:
-        self._is_hurried = True
+    def _on_watchdog_lost(self) -> None:
+        self._is_forced = True
         if self.is_starting:
             raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
         self._handle(job_state.WatchdogLost())
@@ -398,5 +398,5 @@ class Supervisor:
     def _on_signal(self, signum: int) -> None:
         if self.is_starting:
             raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
-        self._is_hurried = self._finish is not None
+        self._is_forced = self._finish is not None
         self._handle(job_state.SignalReceived(signum, time.monotonic()))

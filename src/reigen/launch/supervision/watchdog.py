@@ -5,7 +5,7 @@ in a session of its own, so that a terminal's signals reach it one way only. The
 signals that it is sent, waits, and exits with the supervisor's exit code. Both take in orphans (subreaper), so a
 process below them stays below them. Then:
 
-a. The watchdog is killed: its end of the *lifeline*, a pipe, closes; the supervisor kills everything below it.
+a. The watchdog is killed: its end of a pipe to the supervisor closes; the supervisor kills everything below it.
 b. The supervisor is killed: the kernel kills the ranks (parent-death signal), the watchdog everything else below it.
 c. Both are killed at once: the kernel kills the ranks. Only in this case do processes survive that ranks have started.
 """
@@ -36,7 +36,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     To be called before any thread is started, as the last thing that a process does: it gets no stop signal after it.
 
     Args:
-        work: gets the lifeline: a descriptor from which it reads the numbers of the signals that the watchdog was sent,
+        work: gets the pipe: a descriptor from which it reads the numbers of the signals that the watchdog was sent,
             one byte each, and the end of file when the watchdog has gone. Returns the exit code.
         complain: prints a line for the user.
 
@@ -47,7 +47,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
         OSError: the kernel refused a process.
     """
     become_subreaper()
-    lifeline, sender = os.pipe()
+    watchdog_pipe, sender = os.pipe()
     os.set_blocking(sender, False)
     handled = [signum for signum in STOP_SIGNALS if _is_handled(signum)]
     for signum in handled:
@@ -57,13 +57,13 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     sys.stderr.flush()
     supervisor = os.fork()
     if supervisor == 0:
-        _supervise(work, complain, lifeline, sender)
+        _supervise(work, complain, watchdog_pipe, sender)
     _, status = os.waitpid(supervisor, 0)
     # The exit code stands. Another signal must not change it while the interpreter ends.
     signal.set_wakeup_fd(-1)
     for signum in handled:
         signal.signal(signum, signal.SIG_IGN)
-    os.close(lifeline)
+    os.close(watchdog_pipe)
     os.close(sender)
     num_killed = kill_all_below(_LAST_SECONDS)
     code = os.waitstatus_to_exitcode(status)
@@ -73,7 +73,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     return 128 - code
 
 
-def _supervise(work: Callable[[int], int], complain: Callable[[str], None], lifeline: int, sender: int) -> None:
+def _supervise(work: Callable[[int], int], complain: Callable[[str], None], watchdog_pipe: int, sender: int) -> None:
     """Run the supervisor. Never returns: the frames above on the stack belong to the watchdog."""
     code = _INTERNAL_ERROR_EXIT_CODE
     try:
@@ -81,7 +81,7 @@ def _supervise(work: Callable[[int], int], complain: Callable[[str], None], life
         become_subreaper()
         signal.set_wakeup_fd(-1)
         os.close(sender)
-        code = work(lifeline)
+        code = work(watchdog_pipe)
     except ReigenError as error:
         complain(str(error))
         code = error.exit_code if isinstance(error, LaunchError) else 1

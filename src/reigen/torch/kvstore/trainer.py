@@ -390,10 +390,10 @@ class Trainer:
         """Every gradient becomes the sum over all workers, multiplied with ``factor`` before."""
         sums = []
         for index, gradient in self._gradients.gradients(ignore_stale):
-            mine = self._gradients.of(index, gradient, factor, overflow)
-            self._entries[index].parameter.grad = mine
-            if mine is not None:
-                sums.append((index, mine))
+            own = self._gradients.of(index, gradient, factor, overflow)
+            self._entries[index].parameter.grad = own
+            if own is not None:
+                sums.append((index, own))
         if self._sync is not None:
             self._sync.sum(sums)
 

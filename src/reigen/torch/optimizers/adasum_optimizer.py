@@ -92,7 +92,7 @@ class DeltaReducer(OptimizerReducer):
         if self._is_first_step():
             whole = self._context.config.check_replicas > 0
             data = [bytes_to_compare(parameter, whole=whole) for parameter in self._parameters]
-            check_first_step(self._team, data, self._parameter_names())
+            check_first_step(self._reduce_group, data, self._parameter_names())
         self.take_gradients()
         return [p.detach().clone(memory_format=torch.preserve_format) for p in self._parameters]
 
@@ -125,7 +125,7 @@ class DeltaReducer(OptimizerReducer):
             delta.add_(start)
         if self._is_check_due():
             data = [tensor_bytes(parameter) for parameter in self._parameters]
-            check_replicas(self._team, data, self._parameter_names())
+            check_replicas(self._reduce_group, data, self._parameter_names())
 
     def share_overflow(self) -> None:
         """Collective: where a rank has a gradient with infinity or NaN, every rank gets one.
@@ -138,7 +138,7 @@ class DeltaReducer(OptimizerReducer):
         gradients = [p.grad.detach() for p in self._parameters if p.grad is not None]
         values = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
         overflows = not all(bool(value.isfinite().all()) for value in values)
-        if not self._team.where(overflows, "overflow"):
+        if not self._reduce_group.where(overflows, "overflow"):
             return
         self._reset()  # without step(): zero_grad() is what follows
         if not overflows:
@@ -157,7 +157,7 @@ class DeltaReducer(OptimizerReducer):
 
     def _begin_job(self) -> None:
         super()._begin_job()
-        self._team = ReduceGroup(self._context, global_process_set, ReductionSpec(ReduceOp.ADASUM, 1.0, 1.0))
+        self._reduce_group = ReduceGroup(self._context, global_process_set, ReductionSpec(ReduceOp.ADASUM, 1.0, 1.0))
 
     def _reset(self) -> None:
         for tracker in self._trackers:
@@ -171,7 +171,7 @@ class DeltaReducer(OptimizerReducer):
     def _adasum(self, deltas: Sequence[torch.Tensor]) -> None:
         """In place, over all ranks."""
         sent = [self._compression.compress(delta)[0] for delta in deltas]
-        grouped_allreduce_(sent, name=self._team.name, op=ReduceOp.ADASUM)
+        grouped_allreduce_(sent, name=self._reduce_group.name, op=ReduceOp.ADASUM)
         for delta, tensor in zip(deltas, sent, strict=True):
             if tensor is not delta:
                 delta.copy_(tensor)

@@ -117,7 +117,7 @@ class GradientSynchronizer(OptimizerReducer):
             watched = [parameter for reducer in self.reducers for parameter in reducer.parameters]
             whole = self._context.config.check_replicas > 0
             data = [bytes_to_compare(parameter, whole=whole) for parameter in watched]
-            check_first_step(self.reducers[0].team, data, [name for name, _ in self.named(watched)])
+            check_first_step(self.reducers[0].reduce_group, data, [name for name, _ in self.named(watched)])
 
     def confirm(self) -> None:
         """The user, too, has called for the gradients that backward() has reduced."""
@@ -137,9 +137,9 @@ class GradientSynchronizer(OptimizerReducer):
         Raises:
             ArgumentError: it is none of these parameters.
         """
-        is_mine = unsent is not None and unsent["rank"] == self._context.rank
+        is_own = unsent is not None and unsent["rank"] == self._context.rank
         residuals: dict[torch.Tensor, torch.Tensor] = {}
-        for place, left in unsent["residuals"].items() if unsent is not None and is_mine else ():
+        for place, left in unsent["residuals"].items() if unsent is not None and is_own else ():
             if not 0 <= place < len(parameters) or parameters[place].shape != left.shape:
                 raise ArgumentError(
                     f"the state dict has a residual of shape {tuple(left.shape)} for parameter {place}, and there is "
@@ -158,7 +158,7 @@ class GradientSynchronizer(OptimizerReducer):
         name, gradient = self.names[parameter], parameter.grad
         if gradient is None:
             raise ArgumentError(f"{name} has no gradient to reduce")
-        op, prescale, postscale = self._options.how
+        op, prescale, postscale = self._options.reduction
         handle: Handle[torch.Tensor] = allreduce_async_(
             gradient.detach(),
             name=f"allreduce.{name}",
@@ -173,8 +173,8 @@ class GradientSynchronizer(OptimizerReducer):
         """Collective: the mean of every rank's ``loss``."""
         if not self.reducers:
             return loss
-        team = self.reducers[0].team
-        return allreduce_async(loss, name=f"{team.name}.loss", process_set=team.process_set).wait()
+        reduce_group = self.reducers[0].reduce_group
+        return allreduce_async(loss, name=f"{reduce_group.name}.loss", process_set=reduce_group.process_set).wait()
 
     def updated(self, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer has changed its parameters; every so many times (REIGEN_CHECK_REPLICAS) they are compared.
@@ -184,7 +184,7 @@ class GradientSynchronizer(OptimizerReducer):
         """
         if self._is_check_due() and self.reducers:
             names = [name for name, _ in self.named(parameters)]
-            check_replicas(self.reducers[0].team, [tensor_bytes(p) for p in parameters], names)
+            check_replicas(self.reducers[0].reduce_group, [tensor_bytes(p) for p in parameters], names)
 
     def discard(self) -> None:
         """The gradients are about to be cleared; raises StepOrderError if complete ones are on their way."""

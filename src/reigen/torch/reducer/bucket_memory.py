@@ -1,7 +1,7 @@
 """The memory in which gradients lie while they are reduced: the host's, or that of the GPU on which the model is.
 
-On the GPU nothing has to be registered, and nobody waits: a bucket is submitted behind what has been enqueued to fill
-it, and whoever needs the gradients lets his stream wait for the reduction.
+On the GPU nothing has to be registered, and no thread waits: a bucket is submitted behind what has been enqueued to
+fill it, and a reader of the gradients lets its stream wait for the reduction.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class BucketMemory:
         """Return whether a place in it could be the parameter's gradient, being on the same device."""
         return parameter.device.type == "cpu"
 
-    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+    def register(self, reduce_group: ReduceGroup, plan: BucketPlan) -> None:
         """Lay the buckets out, for all passes to come. Collective."""
-        self._region = team.allocate(plan.nbytes)
+        self._region = reduce_group.allocate(plan.nbytes)
         self._lay_out(plan, self._region.array)
         self.is_registered = True
 
@@ -63,28 +63,28 @@ class BucketMemory:
     def filled(self) -> None:
         """The calling thread has filled a place, or enqueued work that does."""
 
-    def reduce(self, team: ReduceGroup, bucket: int, part: str, *, blocking: bool) -> Handle | None:
+    def reduce(self, reduce_group: ReduceGroup, bucket: int, part: str, *, blocking: bool) -> Handle | None:
         """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
         if not self._plan.buckets[bucket].nbytes:
             return None
-        return self._submit(team, bucket, DTYPES[self._plan.buckets[bucket].dtype], part, blocking=blocking)
+        return self._submit(reduce_group, bucket, DTYPES[self._plan.buckets[bucket].dtype], part, blocking=blocking)
 
-    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
+    def finish(self, reduce_group: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """Wait for what `reduce` has submitted, by bucket: the calling thread needs it. Returns what failed."""
         return wait_for_all(handles)[1]
 
-    def release(self, team: ReduceGroup) -> None:
+    def release(self, reduce_group: ReduceGroup) -> None:
         """Give registered memory back."""
         region, self._region, self.is_registered = self._region, None, False
         if region is not None:
-            team.free(region)
+            reduce_group.free(region)
 
     def _lay_out(self, plan: BucketPlan, memory: Array) -> None:
         self._plan = plan
         self._places.lay_out(plan, memory)
 
-    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
-        return team.reduce(self._places.arrays[bucket], dtype, part, self._region, blocking=blocking)
+    def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+        return reduce_group.reduce(self._places.arrays[bucket], dtype, part, self._region, blocking=blocking)
 
 
 class ShardedBucketMemory(BucketMemory):
@@ -110,11 +110,11 @@ class ShardedBucketMemory(BucketMemory):
         assert self._region is not None
         return self._region
 
-    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        super().register(team, plan)
+    def register(self, reduce_group: ReduceGroup, plan: BucketPlan) -> None:
+        super().register(reduce_group, plan)
         self.shares = assign_shards(plan, len(self.region.owned), SHARD_ALIGNMENT_BYTES, self.division)
 
-    def gather(self, team: ReduceGroup) -> None:
+    def gather(self, reduce_group: ReduceGroup) -> None:
         """Gather the other owners' sums into this rank's buckets; collective, with no reduction on its way."""
         for bucket, counts in zip(self._plan.buckets, self.shares.counts, strict=True):
             itemsize = DTYPES[bucket.dtype].itemsize
@@ -122,11 +122,11 @@ class ShardedBucketMemory(BucketMemory):
             for owner, (begin, end) in enumerate(itertools.pairwise(bounds)):
                 if owner != self.region.owner:
                     self.region.array[begin:end] = self.region.owned[owner][begin:end]
-        team.barrier("gathered")  # until now the others read what is here
+        reduce_group.barrier("gathered")  # until now the others read what is here
 
-    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+    def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
         array, counts = self._places.arrays[bucket], self.shares.counts[bucket]
-        return team.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
+        return reduce_group.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
 
 
 class DeviceBucketMemory(BucketMemory):
@@ -142,7 +142,7 @@ class DeviceBucketMemory(BucketMemory):
     def holds(self, parameter: torch.Tensor) -> bool:
         return True
 
-    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+    def register(self, reduce_group: ReduceGroup, plan: BucketPlan) -> None:
         self.allocate_for_pass(plan)
         self.is_registered = True
 
@@ -156,7 +156,7 @@ class DeviceBucketMemory(BucketMemory):
         stream = self._device.current()
         self._producers[stream.handle] = stream
 
-    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
+    def finish(self, reduce_group: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         outcomes, failures = wait_for_all(handles)
         if outcomes:
             self._producers.clear()
@@ -166,14 +166,14 @@ class DeviceBucketMemory(BucketMemory):
             self._device.current().wait(outcome.array.ready)
         return failures
 
-    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+    def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
         """Submit it behind all streams that have filled places so far."""
         current = self._device.current()
         for handle, stream in self._producers.items():
             if handle != current.handle:
                 current.wait(stream.record())
         array, _ = self._lender.lend(self._places.buckets[bucket])
-        return team.reduce(array, dtype, part, blocking=blocking)
+        return reduce_group.reduce(array, dtype, part, blocking=blocking)
 
 
 class CompressedBucketMemory(BucketMemory):
@@ -192,10 +192,10 @@ class CompressedBucketMemory(BucketMemory):
         #: by parameter, what is to be sent with its next gradient: until the buckets are laid out
         self._left: dict[int, torch.Tensor] = {}
 
-    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+    def register(self, reduce_group: ReduceGroup, plan: BucketPlan) -> None:
         self.allocate_for_pass(plan)
         dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
-        self._coded = CompressedBuckets(self._codec, team, self._places.arrays, dtypes)
+        self._coded = CompressedBuckets(self._codec, reduce_group, self._places.arrays, dtypes)
         self.is_registered = True
         self.restore(self._left)
 
@@ -227,7 +227,7 @@ class CompressedBucketMemory(BucketMemory):
                 begin, length = (place.offset - bucket.offset) // itemsize, place.nbytes // itemsize
                 yield place.parameter, self._places.shaped(residual[begin : begin + length], place.parameter)
 
-    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
+    def finish(self, reduce_group: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """Wait for submitted buckets; return the errors. Buckets refused for a joined rank travel uncompressed."""
         outcomes, failures = wait_for_all(handles)
         if self._coded is None:
@@ -238,16 +238,16 @@ class CompressedBucketMemory(BucketMemory):
         for bucket in [bucket for bucket, failure in failures.items() if isinstance(failure, JoinedError)]:
             self._coded.take_back(bucket)
             dtype = DTYPES[self._plan.buckets[bucket].dtype]
-            again[bucket] = team.reduce(self._places.arrays[bucket], dtype, f"uncoded.{bucket}")
+            again[bucket] = reduce_group.reduce(self._places.arrays[bucket], dtype, f"uncoded.{bucket}")
             del failures[bucket]
         return failures | wait_for_all(again)[1]
 
-    def release(self, team: ReduceGroup) -> None:
+    def release(self, reduce_group: ReduceGroup) -> None:
         self._coded, self.is_registered = None, False
 
-    def _submit(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
+    def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
         if self._coded is None:
-            return super()._submit(team, bucket, dtype, part, blocking=blocking)
+            return super()._submit(reduce_group, bucket, dtype, part, blocking=blocking)
         return self._coded.submit(bucket, part, blocking=blocking)
 
 
@@ -265,7 +265,7 @@ def wait_for_all(handles: dict[int, Handle]) -> tuple[dict[int, CollectiveResult
 
 
 def choose_bucket_memory(
-    team: ReduceGroup,
+    reduce_group: ReduceGroup,
     places: BucketViews,
     parameters: Sequence[torch.Tensor],
     wire: Sequence[DType],
@@ -280,10 +280,10 @@ def choose_bucket_memory(
     """
     if isinstance(compression, CodecCompression):
         return CompressedBucketMemory(places, compression.codec)
-    lender, backend = TorchAdapter.lender, team.context.device
+    lender, backend = TorchAdapter.lender, reduce_group.context.device
     if lender is not None and backend is not None:
         devices = {lender.device(parameter) for parameter in parameters}
         device = devices.pop() if len(devices) == 1 else None
-        if device is not None and all(backend.takes(device, dtype, team.how) for dtype in set(wire)):
+        if device is not None and all(backend.takes(device, dtype, reduce_group.reduction) for dtype in set(wire)):
             return DeviceBucketMemory(places, device, lender)
     return BucketMemory(places)

@@ -70,16 +70,16 @@ class ReduceOptions:
     """Options of a reduction; the same on every rank.
 
     Attributes:
-        how: the operator and its factors.
+        reduction: the operator and its factors.
         compression: in which element type gradients travel, or as which codes.
         sparse_as_dense: sparse gradients are made dense instead of being gathered.
         groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
         process_set: the ranks that reduce together.
         owned: what is reduced stays with the owners of the slices, which have to update so much together: see
-            `reigen.api.gradients.sharding`. None: everybody gets it.
+            `reigen.api.gradients.sharding`. None: every rank gets it.
     """
 
-    how: ReductionSpec
+    reduction: ReductionSpec
     compression: CastCompression | CodecCompression
     sparse_as_dense: bool
     groups: int | Mapping[torch.Tensor, int] | None
@@ -117,7 +117,7 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in parameters]
         self.tracker = GradientTracker(len(parameters), backward_passes_per_step)
-        self.team = ReduceGroup(context, options.process_set, options.how)
+        self.reduce_group = ReduceGroup(context, options.process_set, options.reduction)
         self.names = [name for name, _ in parameters]
         self._options = options
         self._places = BucketViews(self.parameters)
@@ -147,7 +147,7 @@ class Reducer:
         """
         if not self.tracker.num_arrived:
             self._follow_changes()
-        if self.team.size == 1:
+        if self.reduce_group.size == 1:
             return
         if self.tracker.plan is None:
             self._settle()
@@ -155,7 +155,7 @@ class Reducer:
         for index in left.missing:
             self._collect(index, self.parameters[index])
         self._submit(left.submit)
-        self._sparse.start(self.team, self.parameters)
+        self._sparse.start(self.reduce_group, self.parameters)
 
     def wait(self) -> None:
         """Wait for everything that was submitted; then every ``p.grad`` is the reduced gradient, and a new pass begins.
@@ -164,7 +164,7 @@ class Reducer:
             CollectiveError: the first failure; all handles have been waited for.
         """
         handles, self._handles = self._handles, {}
-        failures = self._memory.finish(self.team, handles)
+        failures = self._memory.finish(self.reduce_group, handles)
         bucket, failure = next(iter(failures.items()), (-1, None))
         if failure is not None:
             assert self.tracker.plan is not None
@@ -179,7 +179,7 @@ class Reducer:
         if not self._memory.is_registered:
             self.tracker.abandon()
             self._places.forget(copy=False)
-        self._sparse.wait(self.team, self.parameters, self.names)
+        self._sparse.wait(self.reduce_group, self.parameters, self.names)
         try:
             if failure is not None:
                 raise failure
@@ -188,7 +188,7 @@ class Reducer:
 
     def gather(self) -> None:
         """Collective: every ``p.grad`` becomes the whole reduced gradient, where so far each owner had its part."""
-        self.owned_memory.gather(self.team)
+        self.owned_memory.gather(self.reduce_group)
         self._deliver_all()
 
     @property
@@ -245,13 +245,13 @@ class Reducer:
         """
         current = contexts.current()
         is_converted = not self._options.owned and self._kinds != _tensor_kinds(self.parameters)
-        if current is self.team.context and not is_converted:
+        if current is self.reduce_group.context and not is_converted:
             return
         self._forget_memory()
         self._handles.clear()
         self.tracker = GradientTracker(len(self.parameters), self.tracker.backward_passes_per_step)
-        if current is not self.team.context:
-            self.team = ReduceGroup(current, self._options.process_set, self._options.how)
+        if current is not self.reduce_group.context:
+            self.reduce_group = ReduceGroup(current, self._options.process_set, self._options.reduction)
         self._choose_memory()
 
     def _choose_memory(self) -> None:
@@ -261,7 +261,9 @@ class Reducer:
             self._memory: BucketMemory = ShardedBucketMemory(self._places, self._options.owned)
         else:
             compression = self._options.compression
-            self._memory = choose_bucket_memory(self.team, self._places, self.parameters, self._wire, compression)
+            self._memory = choose_bucket_memory(
+                self.reduce_group, self._places, self.parameters, self._wire, compression
+            )
         #: whether p.grad may be the place in the bucket itself: same element type, same device
         self._direct = [
             wire is dtype_of(p.dtype) and self._memory.holds(p)
@@ -270,7 +272,7 @@ class Reducer:
 
     def _forget_memory(self) -> None:
         self._places.forget(copy=True)
-        self._memory.release(self.team)
+        self._memory.release(self.reduce_group)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -347,7 +349,7 @@ class Reducer:
     def _reduce(self, bucket: int, *, blocking: bool) -> None:
         part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
         try:
-            handle = self._memory.reduce(self.team, bucket, part, blocking=blocking)
+            handle = self._memory.reduce(self.reduce_group, bucket, part, blocking=blocking)
         except CollectiveError as error:  # the job was broken before
             _hint_at_uneven_data(error)
             raise
@@ -372,14 +374,14 @@ class Reducer:
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
         try:
-            arrivals, sparse_dims = agree_on_plan(self.team, self._proposal())
+            arrivals, sparse_dims = agree_on_plan(self.reduce_group, self._proposal())
         except JoinedError as error:
             if self._options.owned:
                 raise
-            self._improvise(error)
+            self._plan_one_pass(error)
             return
-        overlaps = self.team.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
-        self._overlaps = bool(self.team.where(overlaps, "overlaps"))
+        overlaps = self.reduce_group.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
+        self._overlaps = bool(self.reduce_group.where(overlaps, "overlaps"))
         order = arrival_order(arrivals, len(self.parameters))
         dense = [index for index in order if not sparse_dims[index]]
         if self._returns_sparse:
@@ -393,13 +395,13 @@ class Reducer:
         else:
             members = _group_members(self.parameters, groups or {})
         plan = self._plan(dense, members)
-        self._memory.register(self.team, plan)
+        self._memory.register(self.reduce_group, plan)
         self.tracker.adopt(plan)
 
-    def _improvise(self, refusal: JoinedError) -> None:
+    def _plan_one_pass(self, refusal: JoinedError) -> None:
         """Plan for this pass alone, without agreement: in the order of definition, in ordinary memory."""
         dims = np.array([self._sparse_dims(p) for p in self.parameters], np.uint8)
-        self.team.combine(dims, ReduceOp.MAX, "sparse")
+        self.reduce_group.combine(dims, ReduceOp.MAX, "sparse")
         if self._returns_sparse:
             self._returned_dims.update({index: dim for index, dim in enumerate(dims.tolist()) if dim})
         elif dims.any():
@@ -411,12 +413,12 @@ class Reducer:
 
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        return plan_buckets(specs, order, choose_bucket_bytes(self.team.context, self._overlaps), groups)
+        return plan_buckets(specs, order, choose_bucket_bytes(self.reduce_group.context, self._overlaps), groups)
 
     def _proposal(self) -> PlanProposal:
-        how, groups = self._options.how, self._options.groups
+        reduction, groups = self._options.reduction, self._options.groups
         number = f", {groups} groups" if isinstance(groups, int) else ""
-        scaled = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}"
+        scaled = f"op={reduction.op.name}, scaled by {reduction.prescale} and {reduction.postscale}{number}"
         lines = [f"{scaled}, on {self._memory.kind}, {describe(self._options.compression)}"]
         for name, parameter, wire in zip(self.names, self.parameters, self._wire, strict=True):
             layout = f"shape {tuple(parameter.shape)}, strides {strides_of(parameter)}"
@@ -434,7 +436,7 @@ class Reducer:
 
     def _sparse_gradients(self, sparse_dims: Sequence[int]) -> SparseGradients:
         dims = {index: dim for index, dim in enumerate(sparse_dims) if dim}
-        op = self._options.how.op
+        op = self._options.reduction.op
         if dims and self._options.owned:
             name = self.names[min(dims)]
             raise ArgumentError(

@@ -43,7 +43,7 @@ _UNSUPPORTED = {
 }
 
 
-def choose_division(optimizer: torch.optim.Optimizer, *, vouched: bool, alignment_bytes: int) -> ShardGranularity:
+def choose_division(optimizer: torch.optim.Optimizer, *, asserted: bool, alignment_bytes: int) -> ShardGranularity:
     """Into what its parameters may be divided so that the bits stay the same.
 
     Its class steps on small parameters with the options of each of its groups, all together and divided, and all
@@ -52,13 +52,13 @@ def choose_division(optimizer: torch.optim.Optimizer, *, vouched: bool, alignmen
 
     Args:
         optimizer: a plain one.
-        vouched: the user says that the class is element-wise. It need not be torch's own then, and it may depend on how
+        asserted: the user says that the class is element-wise. It need not be torch's own then, and may depend on how
             torch divides a parameter among threads, which changes bits without being wrong. What is seen to be wrong
             is refused all the same.
         alignment_bytes: cuts lie at multiples of so many bytes from the beginning of a parameter.
 
     Raises:
-        ArgumentError: it looks at whole tensors, needs a closure, is of an unknown class and nobody vouches for it, or
+        ArgumentError: it looks at whole tensors, needs a closure, is of an unknown class and not asserted to be, or
             did not do the same on parts as on the whole. Says which.
     """
     name = type(optimizer).__name__
@@ -74,7 +74,7 @@ def choose_division(optimizer: torch.optim.Optimizer, *, vouched: bool, alignmen
         return ShardGranularity.PARAMETERS
     if inspect.signature(type(optimizer).step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
         raise _indivisible_error(name, "its step() needs a closure")
-    if not vouched and not type(optimizer).__module__.startswith("torch.optim."):
+    if not asserted and not type(optimizer).__module__.startswith("torch.optim."):
         raise _indivisible_error(
             name,
             "its class is not one of torch's own; if it updates every element from that element's own gradient and "
@@ -85,7 +85,7 @@ def choose_division(optimizer: torch.optim.Optimizer, *, vouched: bool, alignmen
         if reason := trial.differs(_SHAPES, _NUM_STEPS, alignment_bytes):
             raise _indivisible_error(name, reason)
         threads = torch.get_num_threads()
-        if vouched or threads == 1:
+        if asserted or threads == 1:
             continue
         thread_bytes = _FUSED_THREAD_BYTES if group.get("fused") else dtype.itemsize
         if reason := trial.differs(_THREADED_SHAPES, _NUM_THREADED_STEPS, thread_bytes):
@@ -145,8 +145,8 @@ class _DivisionTrial:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
         try:
-            lots = [cut] if unit is not None else [[one] for one in cut]
-            optimizers = [self._on(lot, options, resumes=unit is not None) for lot in (whole, *lots)]
+            parts = [cut] if unit is not None else [[one] for one in cut]
+            optimizers = [self._on(part, options, resumes=unit is not None) for part in (whole, *parts)]
             for step in range(1, num_steps + 1):
                 gradients = [self._values(shape, generator) for shape in shapes]
                 _set_gradients(whole, gradients)

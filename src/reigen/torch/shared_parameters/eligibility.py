@@ -24,12 +24,12 @@ def choose_parameter_sharing(
     compression: CastCompression | CodecCompression,
     process_set: ProcessSet,
     *,
-    vouched: bool,
+    asserted: bool,
 ) -> ShardGranularity | None:
     """Choose whether to share, and the pieces, as ``share_parameters`` asks, where there are several ranks.
 
-    With "auto" the lowest of these ranks logs what was chosen, and why. ``vouched``: the optimizer treats every element
-    by itself, whatever its class.
+    With "auto" the lowest of these ranks logs what was chosen, and why. ``asserted``: the user says that the
+    optimizer treats every element by itself, whatever its class.
 
     Raises:
         ArgumentError: it is wanted and cannot be, with the reason; also in a job of one rank. Or it is neither.
@@ -42,7 +42,7 @@ def choose_parameter_sharing(
     members = sorted(process_set.ranks or range(current.size))
     division: ShardGranularity | None = None
     try:
-        division = _division(optimizer, compression, vouched=vouched)
+        division = _division(optimizer, compression, asserted=asserted)
         reason = f"each rank of a host updates its part of them, divided by {division.value}"
     except ArgumentError as error:
         if wanted is True:
@@ -61,7 +61,7 @@ def choose_parameter_sharing(
 
 
 def _division(
-    optimizer: torch.optim.Optimizer, compression: CastCompression | CodecCompression, *, vouched: bool
+    optimizer: torch.optim.Optimizer, compression: CastCompression | CodecCompression, *, asserted: bool
 ) -> ShardGranularity:
     if isinstance(compression, CodecCompression):
         raise ArgumentError("gradients that travel as codes cannot be reduced to their owners; use another compression")
@@ -70,4 +70,4 @@ def _division(
             if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
                 where = f"{parameter.layout} on {parameter.device}"
                 raise ArgumentError(f"parameters must be dense tensors on the host, one is {where}")
-    return choose_division(optimizer, vouched=vouched, alignment_bytes=SHARD_ALIGNMENT_BYTES)
+    return choose_division(optimizer, asserted=asserted, alignment_bytes=SHARD_ALIGNMENT_BYTES)

@@ -28,11 +28,11 @@ def reserve_blocks(sizes: Iterable[int]) -> list[NDArray[np.uint8]]:
 
     What has no page to itself is left out.
     """
-    rooms = [np.empty(nbytes, np.uint8) for nbytes in sizes if nbytes >= 2 * mmap.PAGESIZE]
+    blocks = [np.empty(nbytes, np.uint8) for nbytes in sizes if nbytes >= 2 * mmap.PAGESIZE]
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for room in rooms:
-        begin = -(-room.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (room.ctypes.data + room.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    for block in blocks:
+        begin = -(-block.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (block.ctypes.data + block.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         advise(begin, end - begin, mmap.MADV_DONTNEED)  # in vain where memory is locked
-    return rooms
+    return blocks

@@ -94,10 +94,10 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     @torch.optim.Optimizer.profile_hook_step
     def _hooked_step(self) -> None:
         synchronizer = self._reducer
-        came_early = synchronizer.finished is not FinishedBy.NONE
+        is_synchronized = synchronizer.finished is not FinishedBy.NONE
         self._reduce_for_step(wanted=True, stacklevel=5)
         try:
-            self._update(came_early or self._skips, from_parameters=self._is_gathered or self._skips)
+            self._update(is_synchronized or self._skips, from_parameters=self._is_gathered or self._skips)
         finally:
             synchronizer.stepped()
             self._forget_gradients()
@@ -163,7 +163,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         known = {id(shared.reducer): shared for shared in self._shared}
         for reducer in self._reducer.reducers:
             shared = known.get(id(reducer))
-            if reducer.team.size == 1 or (shared is not None and shared.team is reducer.team):
+            if reducer.reduce_group.size == 1 or (shared is not None and shared.reduce_group is reducer.reduce_group):
                 continue
             if shared is not None:  # of a job that is over: the optimizer's state is taken from there
                 self._shared.remove(shared)
@@ -189,7 +189,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         groups = self.__dict__["param_groups"]
         return {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
 
-    def _update(self, came_early: bool, *, from_parameters: bool) -> None:
+    def _update(self, is_synchronized: bool, *, from_parameters: bool) -> None:
         if not self._shared:  # nothing has a gradient, or there is one rank by now
             inner_step(unwrap_optimizer(self))
             return
@@ -197,13 +197,13 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         changed: list[int] = []
         try:
             inner = self._prepared(from_parameters=from_parameters)
-            if came_early:
+            if is_synchronized:
                 changed = self._ranks_that_changed(from_parameters=from_parameters)
             if not changed:
                 self._update_pieces(inner)
         except BaseException as error:
             if not isinstance(error, ReplicaError):  # which all ranks get
-                self._shared[0].team.context.give_up(error)
+                self._shared[0].reduce_group.context.give_up(error)
             self._tell_progress(error, updates)
             raise
         if changed:
@@ -216,7 +216,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         states = self.__dict__["state"]
         for shared in self._shared:
             shared.give_state(states)
-            shared.remember(shared.team.context.config.check_replicas)
+            shared.remember(shared.reduce_group.context.config.check_replicas)
             torch.autograd.graph.increment_version(shared.parameters)
             if not from_parameters:
                 for parameter in shared.parameters:
@@ -224,7 +224,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
 
     def _update_pieces(self, inner: torch.optim.Optimizer) -> None:
         """Update this rank's pieces, and wait until all ranks have updated theirs."""
-        every = self._shared[0].team.context.config.check_replicas
+        every = self._shared[0].reduce_group.context.config.check_replicas
         self._shared[0].check_options(inner.param_groups, every)
         for shared in self._shared:
             shared.check_unmodified(every)
@@ -232,10 +232,12 @@ class SharedParametersOptimizer(AllreduceOptimizer):
             inner_step(inner)
             for shared in self._shared:
                 shared.end(inner)
-        team = self._shared[0].team
-        team.barrier("updated")
+        reduce_group = self._shared[0].reduce_group
+        reduce_group.barrier("updated")
         if not may_begin:  # the others had come to the barrier before they gave up
-            raise CollectiveError(f"{team.name}.updated: other ranks gave up the job while this one stood still")
+            raise CollectiveError(
+                f"{reduce_group.name}.updated: other ranks gave up the job while this one stood still"
+            )
 
     def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
         """The optimizer of this rank's pieces, with options, state and gradients for this step."""
@@ -304,7 +306,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _ranks_that_changed(self, *, from_parameters: bool) -> list[int]:
         """Collective: return the ranks whose gradients changed since the reduction; no rank reads weights then."""
         now = [gradient_version(p) for shared in self._shared for p in shared.parameters]
-        return self._shared[0].team.where(not from_parameters and now != self._seen, "before update")
+        return self._shared[0].reduce_group.where(not from_parameters and now != self._seen, "before update")
 
     def _tell_progress(self, error: BaseException, updates: Sequence[int]) -> None:
         for shared, update in zip(self._shared, updates, strict=True):

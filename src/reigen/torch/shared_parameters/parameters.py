@@ -1,7 +1,7 @@
 """Parameters and optimizer state that exist once a host: those of one `Reducer`.
 
 `reigen.api.gradients.sharding` tells what a step is, `SharedLayout` what lies where. Every owner writes its own pieces,
-and says how far it has come; everybody reads.
+and says how far it has come; all ranks read.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class SharedParameters:
     """
 
     def __init__(self, reducer: Reducer, layouts: StateLayouts, *, joins: bool) -> None:
-        self.reducer, self.team = reducer, reducer.team
+        self.reducer, self.reduce_group = reducer, reducer.reduce_group
         self.parameters = reducer.parameters
-        trouble = _explain_overlap(self.parameters, reducer.names)
-        if troubled := self.team.where(bool(trouble), "apart"):
+        problem = _explain_overlap(self.parameters, reducer.names)
+        if problem_ranks := self.reduce_group.where(bool(problem), "apart"):
             raise ArgumentError(
-                trouble or f"the parameters of rank(s) {troubled} cannot be shared; it is said there why"
+                problem or f"the parameters of rank(s) {problem_ranks} cannot be shared; it is said there why"
             )
-        check_replicas(self.team, [tensor_bytes(p) for p in self.parameters], reducer.names)
+        check_replicas(self.reduce_group, [tensor_bytes(p) for p in self.parameters], reducer.names)
         memory = reducer.owned_memory
         self._owner = memory.region.owner
         self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
         # What a user has taken from ``state_dict()`` may live longer than the optimizer.
-        self._memory = self.team.memory_of(self.team.allocate(self._layout.nbytes, shared=True))
+        self._memory = self.reduce_group.memory_of(self.reduce_group.allocate(self._layout.nbytes, shared=True))
         self._progress = self._layout.progress(self._memory)
         self._given_up = self._layout.given_up(self._memory)
         self._marks = self._layout.marks(self._memory)
@@ -102,14 +102,14 @@ class SharedParameters:
             own.weight.data.copy_(
                 piece_elements(to_shared_order(parameter, parameter.data), own.piece).view_as(own.weight)
             )
-        self.team.barrier("shared")
+        self.reduce_group.barrier("shared")
         for parameter, weight in zip(self.parameters, weights, strict=True):
             parameter.data = weight
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         #: what the user's optimizer was given as the state of each parameter; it may have been replaced since
         self._given: list[tuple[StateTensors, list[torch.Tensor | None]] | None] = [None] * len(self.parameters)
         #: where they and their first gradients lay before: reserved from the first update on
-        self._vacated: list[NDArray[np.uint8]] | None = None
+        self._reserved_blocks: list[NDArray[np.uint8]] | None = None
         reducer.before_pass = self.check
 
     def check(self) -> None:
@@ -123,7 +123,7 @@ class SharedParameters:
             "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
             "to happen before the first step; to change values, write into the parameter (p.copy_())"
         )
-        self.team.context.give_up(error)  # the others may have moved nothing
+        self.reduce_group.context.give_up(error)  # the others may have moved nothing
         raise error
 
     def take_state(self, states: OptimizerStates, inner: torch.optim.Optimizer) -> None:
@@ -213,12 +213,12 @@ class SharedParameters:
     def norm_of_all(self, norm: torch.Tensor, norm_type: float) -> float:
         """Collective: return the p-norm of all gradients, from that of this rank's slices. The same on all ranks.
 
-        The owners of another host have the same numbers, so each owner's is the largest that anybody has for it.
+        The owners of another host have the same numbers, so each owner's is the largest that any rank has for it.
         """
         norms = np.zeros(len(self._progress), np.float64)
         if self._owner is not None:
             norms[self._owner] = norm.double().item()
-        self.team.combine(norms, ReduceOp.MAX, "norm")
+        self.reduce_group.combine(norms, ReduceOp.MAX, "norm")
         return float(torch.linalg.vector_norm(torch.from_numpy(norms), norm_type))
 
     def check_unmodified(self, every: int) -> None:
@@ -226,7 +226,9 @@ class SharedParameters:
         if not every or self._remembered is None:
             return
         names = [self.reducer.names[own.piece.parameter] for own in self.own]
-        changed = [name for name, old, new in zip(names, self._remembered, self._prints(), strict=True) if old != new]
+        changed = [
+            name for name, old, new in zip(names, self._remembered, self._fingerprints(), strict=True) if old != new
+        ]
         self._remembered = None
         if changed:
             _log.warning(
@@ -242,21 +244,23 @@ class SharedParameters:
     def remember(self, every: int) -> None:
         """Take a fingerprint of this rank's part of the weights, every so many updates."""
         if every and self.num_updates % every == 0:
-            self._remembered = self._prints()
+            self._remembered = self._fingerprints()
 
     def check_options(self, groups: Sequence[Mapping[str, Any]], every: int) -> None:
         """Collective: every so many updates, before one, compare the options with which each rank updates its part.
 
         Raises:
-            ReplicaError: they differ; nobody has begun.
+            ReplicaError: they differ; no rank has begun.
         """
         if every and (self.num_updates + 1) % every == 0:
             names = [f"the options of parameter group {number}" for number in range(len(groups))]
             check_replicas(
-                self.team, [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
+                self.reduce_group,
+                [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups],
+                names,
             )
 
-    def _prints(self) -> list[int]:
+    def _fingerprints(self) -> list[int]:
         return [fingerprint(tensor_bytes(own.weight)) for own in self.own]
 
     def give_state(self, states: OptimizerStates) -> None:
@@ -268,22 +272,22 @@ class SharedParameters:
                 whole = states[self.parameters[index]] = self._layout.state(self._memory, index)
                 self._given[index] = whole, list(whole.values())
                 has_moved = True
-        if has_moved or self._vacated is None:
+        if has_moved or self._reserved_blocks is None:
             heap.trim_heap()
-        if self._vacated is None:
+        if self._reserved_blocks is None:
             left = [parameter.nbytes for parameter in self.parameters]  # by weights, and by the first gradients
-            self._vacated = heap.reserve_blocks(left * 2)
+            self._reserved_blocks = heap.reserve_blocks(left * 2)
 
     def progress(self, update: int) -> UpdateProgress:
         """Return the owners' progress in an update; waits a moment for those that may still come to its end.
 
-        If the job is over, nobody begins one after that: who was stopped, and goes on, does not make untrue what is
-        said now.
+        If the job is over, no rank begins one after that: one that was stopped, and goes on, does not make untrue what
+        is said now.
         """
         until = time.monotonic() + _SETTLE_SECONDS
         while self._progress[:, 1].min() < update and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-        if not self.team.context.is_operational:
+        if not self.reduce_group.context.is_operational:
             self._given_up[0] = 1
             time.sleep(_LOOK_SECONDS)
         return UpdateProgress(update, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
@@ -291,7 +295,7 @@ class SharedParameters:
     def release(self) -> None:
         """Give every parameter memory of its own again."""
         self.reducer.before_pass = None
-        self._vacated = None
+        self._reserved_blocks = None
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.numel() and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
