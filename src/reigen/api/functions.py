@@ -19,8 +19,6 @@ from reigen.api.collectives import Collectives, Form, resolve_reduction
 from reigen.api.operations import COLLECTIVES, Collective, Parameter, as_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 
-_INDENT = 4 * " "
-
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -112,9 +110,7 @@ class FunctionSpec:
             parts.append(collective.notes)
         described = [f"    {parameter.name}: {parameter.doc}" for parameter in self.parameters]
         parts.append("\n".join(["Args:", *described]))
-        parts.append(
-            "Returns:\n" + textwrap.fill(self._returned, 116, initial_indent=_INDENT, subsequent_indent=_INDENT)
-        )
+        parts.append("Returns:\n" + textwrap.indent(textwrap.fill(self._returned, 112), 4 * " "))
         parts.append(
             "Raises:\n    ArgumentError, UnsupportedTypeError: an argument is wrong here; nothing was sent.\n"
             "    CollectiveError: see `reigen.errors` for its kinds."
@@ -126,7 +122,8 @@ class FunctionSpec:
         """Sentence of the docstring about the result."""
         result = self.collective.returns
         if self.form.in_place:
-            result = f"``{self.value.name}``{' as a list' * self.grouped}, overwritten with a result of the same shape and dtype"
+            tensor = "``tensors`` as a list" if self.grouped else "``tensor``"
+            result = f"{tensor}, overwritten with a result of the same shape and dtype"
         elif self.grouped:
             result = f"a list with, for each of ``tensors``, {result}"
         if self.form.is_async:

@@ -326,8 +326,8 @@ ALLTOALL = Collective(
     _alltoall_gradient,
     parse=as_splits,
     returns_splits=True,
-    returns="a tensor of shape ``(rows received, *shape[1:])`` and the same dtype, in rank order; if ``splits`` were given, a "
-    "pair of it and the rows received from each rank (int32, shape ``(ranks,)``)",
+    returns="a tensor of shape ``(rows received, *shape[1:])`` and the same dtype, in rank order; if ``splits`` were "
+    "given, a pair of it and the rows received from each rank (int32, shape ``(ranks,)``)",
 )
 REDUCESCATTER = Collective(
     "reducescatter",

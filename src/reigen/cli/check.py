@@ -154,7 +154,7 @@ def _direct_reads() -> str:
     program += "sys.exit(not can_read_process_memory(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])))"
     arguments = [str(os.getpid()), str(ctypes.addressof(secret)), secret.raw.hex()]
     child = subprocess.run([sys.executable, "-c", program, *arguments], stderr=subprocess.DEVNULL, check=False)
-    purpose = "large ordinary arrays in one copy: process_vm_readv"
+    purpose = "large ordinary arrays of more than two ranks: process_vm_readv"
     return f"available ({purpose})" if child.returncode == 0 else f"refused, staging takes its place ({purpose})"
 
 

@@ -312,29 +312,33 @@ class ShmBackend:
             self._ended("MEMCPY_OUT_FUSION_BUFFER")
 
     def _reduce_pair(self, source: BufferList, target: BufferList, reducer: BlockReducer, deadline: float) -> None:
-        """Reduce between two ranks: each adds everything."""
+        """Reduce between two ranks: each adds everything.
+
+        It takes its own contribution from its slot, as the other does: both get the same bits, whatever becomes of the
+        source meanwhile.
+        """
         storage = reducer.reduction.dtype.storage
         chunk = PAIR_CHUNK_BYTES // storage.itemsize
-        filled, other = self._filled, 1 - self.rank
+        filled = self._filled
 
-        def fill(begin: int) -> tuple[int, Array]:
+        def fill(begin: int) -> tuple[int, list[Array]]:
             end = min(source.size, begin + chunk)
-            slots = self._slots[filled.count % _NUM_SLOTS]
-            source.read(begin, end, typed_view(slots[self.rank], storage, end - begin))
+            views = [typed_view(slot, storage, end - begin) for slot in self._slots[filled.count % _NUM_SLOTS]]
+            source.read(begin, end, views[self.rank])
             self._ended("MEMCPY_IN_FUSION_BUFFER")
-            return filled.post(), typed_view(slots[other], storage, end - begin)
+            return filled.post(), views
 
         following = fill(0)
         for begin in range(0, source.size, chunk):
-            (step, received), end = following, begin + chunk
+            step, views = following
+            end = begin + views[0].size
             if end < source.size:
                 following = fill(end)
             filled.wait(step, deadline)
             self._ended("WAIT_FOR_OTHER_RANKS")
-            end = begin + received.size
-            for (place, own), (_, result) in zip(source.pieces(begin, end), target.pieces(begin, end), strict=True):
-                remote = received[place - begin :][: own.size]
-                reducer.reduce((own, remote) if self.rank == 0 else (remote, own), result)
+            for place, result in target.pieces(begin, end):
+                here = slice(place - begin, place - begin + result.size)
+                reducer.reduce([view[here] for view in views], result)
             self._ended("SHM_ALLREDUCE")
 
     def _reduce_slice(
