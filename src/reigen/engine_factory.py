@@ -233,6 +233,8 @@ def _create_network(
         return MpiNetwork(
             mpi_comm_world(os.environ), launched, layout.rank, rendezvous, failure=detector.exit_error, looks=looks
         )
+    if choice.network != "tcp":
+        raise AssertionError(f"nothing creates the network {choice.network!r}")
     return TcpNetwork(
         mesh,
         failure=detector.exit_error,

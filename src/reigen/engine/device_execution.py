@@ -104,11 +104,14 @@ def _execute_single(
     if operation.members:
         parts = zip(operation.members, response.members, task.members, strict=True)
         return CollectiveResult(members=tuple(_execute_single(device_group, *part) for part in parts))
-    if operation.kind is OperationKind.BROADCAST:
-        root = device_group.ranks.index(operation.root)
-        source, target = _as_device_array(task.source), _as_device_array(task.target)
-        return device_group.launch(source, target, task.output, lambda group: group.broadcast(source, target, root))
-    return _execute_by_rows(device_group, operation, response, task)
+    match operation.kind:
+        case OperationKind.BROADCAST:
+            root = device_group.ranks.index(operation.root)
+            source, target = _as_device_array(task.source), _as_device_array(task.target)
+            return device_group.launch(source, target, task.output, lambda group: group.broadcast(source, target, root))
+        case OperationKind.ALLGATHER | OperationKind.ALLTOALL | OperationKind.REDUCESCATTER:
+            return _execute_by_rows(device_group, operation, response, task)
+    raise AssertionError(f"there is no {operation.kind.name} on devices")
 
 
 def _execute_by_rows(

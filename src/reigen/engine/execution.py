@@ -106,7 +106,10 @@ def _execute_single(process_set_group: ProcessSetGroup, member: BatchItem, deadl
             return _execute_in_place(process_set_group, operation, task, deadline)
         case OperationKind.ALLGATHER | OperationKind.ALLTOALL | OperationKind.REDUCESCATTER:
             return _execute_by_rows(backend, operation, response, task, deadline)
-    # Of a barrier, an exchange and a join nothing is left to do: it was announced because every rank has come.
+        case OperationKind.BARRIER | OperationKind.EXCHANGE | OperationKind.JOIN:
+            pass  # it was announced because every rank has come: nothing is left to do
+        case _:
+            raise AssertionError(f"nothing executes {operation.kind.name}")
     return CollectiveResult(value=response.value, payloads=response.payloads)
 
 

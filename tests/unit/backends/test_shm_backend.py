@@ -132,3 +132,21 @@ def test_no_slot_is_filled_that_another_rank_reads(size: int, seed: int) -> None
     finally:
         pauses.close()
     assert pauses.count > 20
+
+
+@pytest.mark.parametrize("count", [20_000, 200_000])
+def test_two_ranks_agree_where_a_result_overwrites_another_source(count: int) -> None:
+    def act(rank: int, rendezvous: LocalRendezvous) -> tuple[Array, Array]:
+        peers, [part] = map_local_peers(rendezvous, rank, range(2), 0, 60.0, [shm_backend_bytes()])
+        backend = ShmBackend(peers, part, looks=0)
+        try:
+            one, other = contribution(rank, 0, count), contribution(rank, 1, count)
+            buffers = [ReduceBuffer(one, one), ReduceBuffer(one, other), ReduceBuffer(other, one)]
+            backend.allreduce(buffers, Reduction(DTYPES["int64"], ReduceOp.SUM, 2), soon())
+            return one, other
+        finally:
+            backend.close()
+            peers.close()
+
+    first, second = run_threads(act, 2)
+    np.testing.assert_array_equal(first, second)
