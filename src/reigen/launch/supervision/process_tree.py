@@ -75,31 +75,34 @@ def signal_all_below(signum: int, excluded: Collection[int] = ()) -> int:
     return len(still)
 
 
-def reap_orphans(known: set[int]) -> None:
-    """Reap ended children that are not in ``known``: orphans that were given to this process."""
+def reap_orphans(known: set[int]) -> bool:
+    """Reap ended children that are not in ``known``: orphans that were given to this process.
+
+    Returns:
+        whether there are children left.
+    """
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return
+            return False
         if ended is None or ended.si_pid in known:
-            return
+            return True
         os.waitpid(ended.si_pid, 0)
 
 
 def kill_all_below(limit_seconds: float) -> int:
-    """Kill every process below this one, and those that they start meanwhile; returns their number at first.
+    """Kill every process below this one, which adopts orphans, and those that they start meanwhile; return how many.
 
-    A process that is alive after ``limit_seconds`` is stuck in the kernel and will end when it comes back.
+    A look at /proc is no picture of one moment: whose parent ends during it may seem to be somebody else's. So this
+    ends when there is no child left. A process that is alive after ``limit_seconds`` is stuck in the kernel and will
+    end when it comes back.
     """
     deadline = time.monotonic() + limit_seconds
     num_found = signal_all_below(signal.SIGKILL)
-    remaining = num_found
-    while remaining and time.monotonic() < deadline:
-        reap_orphans(set())
+    while reap_orphans(set()) and time.monotonic() < deadline:
         select.select([], [], [], 0.005)
-        remaining = signal_all_below(signal.SIGKILL)
-    reap_orphans(set())
+        num_found = max(num_found, signal_all_below(signal.SIGKILL))
     return num_found
 
 
