@@ -1,8 +1,8 @@
-"""A tensor becomes the memory of an operation, and the memory a tensor again.
+"""Conversion of a framework's tensors to the memory that a collective works on, and of results to tensors.
 
-That is an array in host memory: the tensor's own, or a copy of it. Where the tensors of an operation lie in the memory
-of a device, the framework's package can lend it, and the context's backend for devices takes it, it is that memory
-itself.
+That memory is an array in host memory: the tensor's own, or a copy of it. Where the tensors of an operation lie in the
+memory of a device, the framework's package can lend it, and the context's backend for devices takes it, it is that
+memory itself.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 from reigen.api import build_info, job
-
-#: Frameworks of Horovod that have a front end here, by the name of Horovod's extension.
-_FRAMEWORKS = {"torch": "torch", "mxnet": "mxnet"}
+from reigen.api.frameworks import FRAMEWORKS
 
 
 class HorovodBasics:
@@ -66,8 +64,7 @@ def make_missing_getattr(module: str, what: str, names: Sequence[str]) -> Callab
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether there is a front end for a framework (``torch``, ``mxnet``), and the framework is installed."""
     del verbose
-    module = _FRAMEWORKS.get(ext_base_name)
-    return module is not None and find_spec(module) is not None
+    return ext_base_name in FRAMEWORKS and find_spec(ext_base_name) is not None
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
@@ -78,7 +75,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """
     del ext_env_var, pkg_path, args
     framework = ext_name.rpartition(".")[2]
-    if framework not in _FRAMEWORKS:
+    if framework not in FRAMEWORKS:
         raise ImportError(f"Extension {framework} has not been built: Reigen has no front end for it")
 
 

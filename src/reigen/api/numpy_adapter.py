@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from reigen.api.adapter import Array, TensorAdapter
+from reigen.api.frameworks import FRAMEWORKS
 from reigen.errors import ArgumentError, UnsupportedTypeError
 from reigen.types import DTYPES, DType
 
@@ -60,18 +61,16 @@ _NUMPY = NumpyAdapter()
 _DTYPE_BY_STORAGE: dict[np.dtype[Any], DType] = {
     dtype.storage: dtype for name, dtype in DTYPES.items() if dtype.storage.name == name
 }
-#: The frameworks with a package of their own, and what the adapter is called there.
-_ADAPTERS = {"torch": "TorchAdapter", "mxnet": "MXNetAdapter"}
 
 
 @functools.lru_cache(maxsize=64)
 def _find_framework(kind: Any) -> str | None:
     packages = {each.__module__.partition(".")[0] for each in kind.__mro__}
-    return next((name for name in _ADAPTERS if name in packages), None)
+    return next((name for name in FRAMEWORKS if name in packages), None)
 
 
 @functools.cache
 def _load_adapter(framework: str) -> TensorAdapter[Any]:
     # by name: its package lies above this one, and is there exactly if a caller has a tensor of the framework
-    adapter: TensorAdapter[Any] = getattr(import_module(f"reigen.{framework}.adapter"), _ADAPTERS[framework])()
+    adapter: TensorAdapter[Any] = getattr(import_module(f"reigen.{framework}.adapter"), FRAMEWORKS[framework])()
     return adapter

@@ -113,7 +113,7 @@ class DifferentiableCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """A row of the table.
+    """One collective: a row of the table, from which every framework's functions are made.
 
     Attributes:
         name: of the function of one tensor that waits and returns a new one.
@@ -123,7 +123,7 @@ class Collective:
         parameters: what it takes besides the tensor, in Horovod's order.
         build: makes its `Operation`: one of `reigen.engine.operation_builders`.
         gradient: of the gradients of the results makes those of the tensors; of floating-point ones alone.
-        reduces: its own argument is a `ReductionSpec`.
+        reduces: its own argument is a `ReductionSpec`; then it has ``prescale_factor`` and ``postscale_factor``, too.
         grouped: there are functions of several tensors.
         in_place: the result has the tensor's shape, and there are functions that write it into the tensor.
         parse: makes of what the user gave as its own argument what ``build`` takes.

@@ -41,7 +41,7 @@ class NullBackend(FlatBackend):
         """Return at once."""
 
     def undo(self, region: MemoryRegion) -> None:
-        """Do nothing: the memory goes with its last view."""
+        """Do nothing: the memory goes with its last view. `ShmBackend.undo`, on a host with one rank."""
 
     def split(self, ranks: Sequence[int], deadline: float) -> NullBackend:
         """Return another one: there is only one rank."""

@@ -14,12 +14,14 @@ from importlib import metadata
 from typing import NamedTuple
 
 from reigen._version import __version__
+from reigen.api.frameworks import FRAMEWORKS
 from reigen.cli.run_options import add_ssh_options, parse_ssh_options
 from reigen.cli.tables import print_table
 from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import resolve_hosts
 
-_FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "mxnet")
+#: Frameworks whose versions are shown although Reigen has no package for them.
+_OTHER_FRAMEWORKS = ("tensorflow", "keras", "jax")
 _GIB = 1 << 30
 
 
@@ -104,7 +106,8 @@ def build_report() -> str:
 
 def collect_results(environ: Mapping[str, str]) -> list[CheckResult]:
     """Collect the lines of the report, in order. Imports no framework."""
-    frameworks = (CheckResult("frameworks", name, _version(name) or "not installed") for name in _FRAMEWORKS)
+    names = dict.fromkeys((*FRAMEWORKS, *_OTHER_FRAMEWORKS))
+    frameworks = (CheckResult("frameworks", name, _version(name) or "not installed") for name in names)
     return [*_versions(), *_kernel(), *_host(), *frameworks, *_backends(environ)]
 
 
@@ -196,10 +199,11 @@ def _host() -> list[CheckResult]:
 
 def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
     from reigen.backends.selection import BACKENDS, choose_backends
+    from reigen.config import load_config
 
     found = [CheckResult("backends", "there are", ", ".join(BACKENDS))]
     try:
-        choice = choose_backends([2], environ.get("REIGEN_PLANE") or None)
+        choice = choose_backends([2], load_config(environ).backend)
     except ReigenError as error:
         return [*found, CheckResult("backends", "for -np 2", str(error), is_problem=True)]
     return [*found, CheckResult("backends", "for -np 2", f"{choice.name}: {choice.reason}"), _cuda_tensors(environ)]

@@ -43,7 +43,7 @@ NoteListener = Callable[[int, bytes], None]
 
 
 class ControlChannel:
-    """One rank's end. For the thread that drives the engine, except `post`.
+    """Endpoint of one rank for control messages of any length. For the thread that drives the engine, except `post`.
 
     Args:
         transport: carries the messages.

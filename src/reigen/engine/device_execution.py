@@ -1,4 +1,4 @@
-"""From an agreed batch to calls of the device backend: `reigen.engine.execution` for what lies in a device's memory."""
+"""Execution of agreed batches of operations on tensors in a device's memory, by calls of the backend for devices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Eager allreduces: blocking calls for small tensors that were agreed on before, in one exchange (step O).
+"""Eager allreduces: blocking calls for small tensors that were agreed on before, in one exchange.
 
-Only where this rank has nothing else outstanding, and the ranks share memory: see `reigen.net.shm_eager`.
+They are step O of the protocol in `reigen.engine.coordinator`, only where this rank has nothing else outstanding, and
+the ranks share memory: see `reigen.net.shm_eager`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _PreparedAllreduce(msgspec.Struct, frozen=True, eq=False):
 
 
 class EagerAllreduce:
-    """One rank's eager allreduces. For the thread that drives.
+    """Eager allreduces of one rank. For the thread that drives the engine.
 
     Args:
         rank: of how many.

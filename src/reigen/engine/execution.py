@@ -1,4 +1,4 @@
-"""From an agreed batch to calls of the backend."""
+"""Execution of agreed batches of operations by calls of the backend for host memory."""
 
 from __future__ import annotations
 

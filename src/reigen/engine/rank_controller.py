@@ -160,7 +160,7 @@ class RankController:
         return list(failed)
 
     def leave(self) -> None:
-        """Return the report that this rank leaves (step G). The caller fails pending submissions."""
+        """Queue the report that this rank leaves: step G of the protocol. The caller fails pending submissions."""
         self.outgoing.append(ShutdownRequest())
 
     def abandon_set(self, number: int) -> None:

@@ -1,8 +1,8 @@
-"""Before a rank leaves, or lets others down.
+"""Shutdown of a rank's engine: the wait for operations on devices, the grace for lost ranks, the error of a failure.
 
-Before a rank leaves that has used devices: an operation on devices is over for the engine when it is enqueued. A rank
-that left then would take away what its own device, or those of the others, still need: memory, and connections that
-carry the rest of its data. So it waits
+An operation on devices is over for the engine when it is enqueued. A rank that left then would take away what its own
+device, or those of the others, still need: memory, and connections that carry the rest of its data. So a rank that has
+used devices waits before it leaves
 
 a. until nothing is flying here. That ends with the deadline of what is flying at the latest, or with the job;
 b. until the others have come as far, if they leave as well: a barrier, which they have no reason to come to if they do
@@ -49,7 +49,7 @@ class Submitter(HandleWaiter, Protocol):
 
 
 def wait_for_devices(engine: Submitter, process_set_groups: Mapping[int, ProcessSetGroup]) -> None:
-    """Steps a and b, on the thread that closes the engine. Raises nothing.
+    """Wait until no device needs this rank any more: steps a and b above, on the closing thread. Raises nothing.
 
     Args:
         engine: works, and has a thread of its own.

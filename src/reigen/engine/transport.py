@@ -10,7 +10,9 @@ from reigen.net.doorbells import WaitingThread
 
 
 class ControlTransport(Protocol):
-    """One rank's end. Rank 0's `send` reaches every other rank, the others' reach rank 0; in order, never blocking.
+    """Endpoint of one rank for control messages between rank 0 and the others.
+
+    Rank 0's `send` reaches every other rank, the others' reach rank 0; in order, never blocking.
 
     `reigen.net.shm_ring.ShmTransport` is one, for ranks that share memory, `reigen.net.tcp_star.TcpStarTransport` the
     other.
@@ -107,7 +109,7 @@ class PeerMonitor(Protocol):
 
 
 class SingleRankTransport:
-    """Transport and watch of a job of one rank."""
+    """Control transport and peer monitor of a job of one rank."""
 
     backlog = 0
     descriptor = -1

@@ -1,4 +1,4 @@
-"""Do the ranks want the same thing? Pure functions over one operation per rank."""
+"""Validation of operations: of one rank's by itself, and of all ranks' under one name against each other. Pure."""
 
 from __future__ import annotations
 

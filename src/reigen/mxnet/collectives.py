@@ -1,4 +1,4 @@
-"""Collectives on NDArrays: where the result's shape is known beforehand, operations of MXNet's engine."""
+"""Collectives on NDArrays; those with a result of known shape are operations of MXNet's engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Submit = Callable[[Collectives[NDArray], str, bool], Handle[Any]]
 
 
 class MXNetCollectives(Collectives[NDArray]):
-    """Collectives with an argument ``priority``: of the operation in MXNet's engine, where those in place wait."""
+    """Collectives on NDArrays, with one more argument, the ``priority`` of the operation in MXNet's engine."""
 
     in_place_waits = False
 

@@ -54,11 +54,13 @@ def _header_bytes(num_ranks: int) -> int:
 
 
 class EagerSlots:
-    """One rank's end. For one thread at a time, but for `pending` and `is_unread`.
+    """Endpoint of one rank for eager messages in shared memory.
+
+    For one thread at a time, but for `pending` and `is_unread`.
 
     Args:
         memories: for every rank of the host, in order, its part (`eager_slots_bytes` long, zeroed at first).
-        rank: whose end this is; 0 is the hub.
+        rank: whose endpoint this is; 0 is the hub.
         doorbells: the hub's, or those of all others.
         rings: for everyone of these, how far his ring of messages is written, and how far it is read here.
 

@@ -68,11 +68,13 @@ def shm_transport_bytes(num_ranks: int) -> int:
 
 
 class ShmTransport:
-    """One rank's end of the control channel. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
+    """Endpoint of one rank for control messages through shared memory (`reigen.engine.transport.ControlTransport`).
+
+    For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
 
     Args:
         memories: for every rank of the host, in order, its mailbox part (`shm_transport_bytes` long, zeroed at first).
-        rank: whose end this is.
+        rank: whose endpoint this is.
         readers: the ranks that this rank's messages go to.
         writers: the ranks that it hears.
     """

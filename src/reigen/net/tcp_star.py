@@ -31,7 +31,9 @@ _ENGINE_WAKE_SECONDS = 0.001
 
 
 class TcpStarTransport:
-    """One rank's end. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
+    """Endpoint of one rank for control messages over TCP (`reigen.engine.transport.ControlTransport`).
+
+    For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
 
     Args:
         connections: by rank: on rank 0 to all others, on the others to rank 0. They are closed by `close`.

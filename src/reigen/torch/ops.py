@@ -32,7 +32,7 @@ from reigen.torch.compression import COMPRESSION_NAMES, Compression, Compressor
 
 
 class TorchCollectives(Collectives[torch.Tensor]):
-    """Reductions that give new tensors have an argument more, ``compression``."""
+    """Collectives on torch tensors; reductions that return new tensors take one more argument, ``compression``."""
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
         """Return the function that runs a collective."""

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
-from reigen.config import Config, load_config
+from reigen.config import VARIABLES, Config, load_config
 from reigen.launch.options import NetworkOptions
 
 ENVIRONS = [
@@ -15,6 +16,30 @@ ENVIRONS = [
     {"REIGEN_PEER_TIMEOUT": "7.5", "REIGEN_TLS": "on"},
     {"REIGEN_TLS": "0", "HOROVOD_START_TIMEOUT": "70", "HOROVOD_GLOO_TIMEOUT_SECONDS": "80"},
 ]
+
+
+#: Fields of NetworkOptions, and the knobs of the ranks that they are.
+KNOBS = {
+    "interfaces": "network_interfaces",
+    "peer_timeout_seconds": "peer_timeout_seconds",
+    "tls": "tls",
+    "start_timeout_seconds": "start_timeout_seconds",
+}
+
+
+def test_the_defaults_of_the_launcher_are_those_of_the_ranks():
+    assert {field.name for field in fields(NetworkOptions)} == set(KNOBS)
+    for name, knob in KNOBS.items():
+        assert getattr(NetworkOptions(), name) == getattr(Config(), knob)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [(name, each) for name, knob in KNOBS.items() for each in VARIABLES[knob]]
+)
+def test_the_launcher_knows_every_variable_of_its_knobs(name, variable):
+    environ = {variable: {"interfaces": "eth7", "tls": "1"}.get(name, "123")}
+    assert getattr(NetworkOptions.from_environ(environ), name) == getattr(load_config(environ), KNOBS[name])
+    assert getattr(load_config(environ), KNOBS[name]) != getattr(Config(), KNOBS[name])
 
 
 @pytest.mark.parametrize("environ", ENVIRONS)

@@ -1,4 +1,4 @@
-"""Agreement of the ranks, once, that lets gradients lie at the same place in all of them."""
+"""Agreement of the ranks on one plan of the gradient buckets, so that each gradient has the same place on all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reigen.errors import MismatchError
 
 @dataclass(frozen=True)
 class PlanProposal:
-    """Knowledge of one rank at the end of its first pass.
+    """Proposal of one rank for the plan of the gradient buckets, made at the end of its first backward pass.
 
     Attributes:
         description: one line per parameter, and the options that must be the same everywhere.

@@ -1,4 +1,4 @@
-"""Group of ranks that reduce the same gradients: an optimizer's way to the engine, for all frameworks."""
+"""Group of ranks that reduce the same gradients: the optimizers' interface to the engine, for all frameworks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose_reduction(op: int, predivide: float) -> ReductionSpec:
 
 
 class ReduceGroup:
-    """The ranks that reduce one list of gradients together, as one of them sees it, by ``reduction``.
+    """Ranks of a process set that reduce one optimizer's gradients together, seen from this rank.
 
     Attributes:
         name: the same on every rank, for the list of gradients; the names of all its operations begin with it.

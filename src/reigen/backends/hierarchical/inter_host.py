@@ -39,7 +39,7 @@ def reports_failures(operation: Callable[Concatenate[Any, _P], _R]) -> Callable[
 
 
 class InterHost:
-    """Operations between hosts of a `HierarchicalBackend`, which is one.
+    """Network steps of a `HierarchicalBackend`, its base class: operations in the cross groups, one rank of each host.
 
     ``rank`` is numbered as in ``cross``; ``chunk_bytes`` limits the scratch for operations that cannot be done in the
     caller's arrays.

@@ -41,7 +41,7 @@ class ReadRequest:
 
 
 class IntraHost:
-    """Ranks of this host. The ``ranks_missing`` and ``phase_ended`` of their backend are set elsewhere."""
+    """Operations among the ranks of this host, on their backend, whose listeners are the `HierarchicalBackend`'s."""
 
     def __init__(self, backend: ShmBackend | NullBackend) -> None:
         self.backend = backend

@@ -1,4 +1,4 @@
-"""Progress of MPI's operations, and of the other ranks.
+"""Wait for MPI operations, with deadlines and detection of ranks that are missing or have given up.
 
 MPI reports the end of an operation, or nothing. So ranks that wait for longer than a moment send each other small
 messages beside the data:

@@ -107,7 +107,7 @@ class CrossMemoryReader:
 
 
 class CrossMemoryAllreduce:
-    """One allreduce.
+    """One allreduce through cross-memory reads, a method for each of its steps.
 
     Args:
         reader: for the other ranks' memory.
@@ -132,14 +132,14 @@ class CrossMemoryAllreduce:
         self._slices = [rank_slice(source.size, rank, reader.size, itemsize) for rank in range(reader.size)]
 
     def reduce_own_slice(self, reducer: BlockReducer) -> None:
-        """Step 2."""
+        """Reduce the slice of this rank: step 2 above."""
         low, high = self._slices[self._reader.rank]
         block = BLOCK_BYTES // self._itemsize
         for begin in range(low, high, block):
             self._reduce_block(begin, min(high, begin + block), reducer)
 
     def collect(self) -> None:
-        """Step 4."""
+        """Read the other slices of the result: step 4 above."""
         own = self._targets[self._reader.rank]
         for rank, (begin, end) in enumerate(self._slices):
             if rank != self._reader.rank:

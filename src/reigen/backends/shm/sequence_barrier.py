@@ -35,7 +35,7 @@ def _no_progress() -> bool:
 
 
 class SequenceBarrier:
-    """One counter per rank.
+    """Barrier of the ranks of a host: one counter per rank, which that rank alone increments.
 
     Args:
         words: the counters in rank order, zero at first.

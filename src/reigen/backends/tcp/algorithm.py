@@ -1,4 +1,4 @@
-"""Algorithms of the TCP backend, and its cuts. Pure decisions, with their reasons.
+"""Algorithms of the TCP backend: which one reduces, and into which chunks data are cut. Pure functions.
 
 Costs of each algorithm for a rank, of n ranks and S bytes: bytes sent, and hops on an element's longest way.
 

@@ -77,7 +77,7 @@ class QueryRanks:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """All that is known when answers are in.
+    """Findings about stalled collectives, when the ranks asked have answered or had their time.
 
     Attributes:
         waits: what is stalled, oldest first.
@@ -333,7 +333,7 @@ class StallInspector:
 
 
 class CoordinatorAction(Enum):
-    """Decision about a coordinator that may not be there."""
+    """Instruction of `CoordinatorMonitor` about a rank 0 that may not answer."""
 
     ASK = auto()
     WARN = auto()
@@ -341,7 +341,7 @@ class CoordinatorAction(Enum):
 
 
 class CoordinatorMonitor:
-    """Rank 0 as rank 1 knows it (step E). The arguments are those of `StallInspector`."""
+    """State machine by which rank 1 finds a silent rank 0: step E above, with the arguments of `StallInspector`."""
 
     def __init__(self, check_seconds: float, shutdown_seconds: float) -> None:
         self._shutdown = shutdown_seconds or math.inf

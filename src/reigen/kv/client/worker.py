@@ -62,10 +62,11 @@ _TOLERANCE_SECONDS = 1.0
 
 
 class IOLock:
-    """Lock with a bell. Its holder waits for `fileno` to be readable, too, and leaves soon when it `is_wanted`.
+    """Lock of a worker's connections whose holder can be woken from ``poll`` by a thread that wants the lock.
 
-    The lock is not fair, and a thread that comes back at once may be faster than one that has rung: so those that wait
-    are counted, and the bell is only for a holder that sleeps.
+    The holder polls `fileno`, an eventfd, too, and releases the lock soon when it `is_wanted`. The lock is not fair: a
+    thread that comes back at once may be faster than one that has written to the eventfd. So the threads that wait are
+    counted, and the eventfd is only for a holder that sleeps.
 
     Attributes:
         num_releases: how often it was left.
@@ -109,7 +110,7 @@ class IOLock:
         os.eventfd_write(self._eventfd, 1)
 
     def clear(self) -> None:
-        """Take note of the bell."""
+        """Reset the eventfd."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._eventfd)
 

@@ -15,7 +15,7 @@ from reigen.optim import Optimizer
 
 
 class ConsensusStore(Protocol):
-    """Store of which workers decide something alike.
+    """Interface of the store whose settings the workers agree on.
 
     Attributes:
         must_save: what was decided belongs into the next snapshot.
@@ -38,7 +38,7 @@ class ConsensusStore(Protocol):
 
 @dataclass
 class WorkerConsensus:
-    """Proposals of all workers for one value, gathered until all have come, and their requests, which wait for it.
+    """Consensus on one value: the workers' proposals, gathered until all have come, and the requests that wait for it.
 
     Attributes:
         what: the decided value, for errors.

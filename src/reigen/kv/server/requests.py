@@ -93,7 +93,7 @@ class WorkerRequest:
 
 @dataclass(slots=True, eq=False)
 class PullHalf:
-    """Second half of a PUSHPULL: its own token, since the first is one, too."""
+    """Token of the pull in a PUSHPULL request; the request itself is the token of the push."""
 
     request: WorkerRequest
 

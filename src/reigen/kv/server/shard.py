@@ -66,7 +66,7 @@ class WaitingBatch(Protocol):
 
 
 class AnswerRequest(NamedTuple):
-    """Answer a request, when what comes before it is done, and saved where that has to be.
+    """Instruction: answer a request, when what comes before it is done, and saved where that has to be.
 
     GET_STATES is answered with the states that the optimizer keeps of the shard, all others by DONE.
     """
@@ -75,7 +75,7 @@ class AnswerRequest(NamedTuple):
 
 
 class RestoreStates(NamedTuple):
-    """Take over such states."""
+    """Instruction: replace the optimizer's states of the shard by those of a PUT_STATES request."""
 
     token: RequestToken
     body: NDArray[np.uint8]

@@ -1,4 +1,4 @@
-"""The memory in which gradients lie while they are reduced: the host's, or that of the GPU on which the model is.
+"""Memory of gradient buckets: the host's, or that of the GPU on which the model is.
 
 On the GPU nothing has to be registered, and no thread waits: a bucket is submitted behind what has been enqueued to
 fill it, and a reader of the gradients lets its stream wait for the reduction.
@@ -29,9 +29,10 @@ from reigen.types import DTYPES, DType
 
 
 class BucketMemory:
-    """The memory of one plan at a time: the host's, unless a subclass says otherwise.
+    """Host memory of the buckets of one `BucketPlan` at a time.
 
     It is registered with the job, so that it is reduced in place: it is the memory that all ranks of the host share.
+    Subclasses are for the memory of devices.
 
     Attributes:
         kind: ``cpu``, ``cuda``.

@@ -1,4 +1,4 @@
-"""Gradients as views of the buckets: a tensor over each one's place in their memory."""
+"""Views of gradients: for each parameter, a tensor over its place in the buckets' memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOME_BYTES = 1 << 15
 
 
 class BucketViews:
-    """The buckets of one plan at a time.
+    """Views of gradients in the buckets of one `BucketPlan` at a time.
 
     Args:
         parameters: whose gradients they hold.

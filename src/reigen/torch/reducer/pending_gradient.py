@@ -1,4 +1,4 @@
-"""The gradient that ``p.grad`` is while its values are on their way to the other ranks."""
+"""Tensor class of ``p.grad`` while the gradient is reduced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SCALINGS = frozenset((*_IN_PLACE, torch._foreach_mul_, torch._foreach_div_))
 
 
 class PendingGradient(torch.Tensor):
-    """A tensor that is not written to where it is scaled by one.
+    """Gradient under reduction, a tensor that ignores scaling by one: no write, no change of its version.
 
     ``torch.nn.utils.clip_grad_norm_`` multiplies also where nothing is to be clipped: that must neither count as a
     change, nor write back a value that was read before the reduction put the sum there.

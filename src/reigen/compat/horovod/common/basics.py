@@ -1,4 +1,4 @@
-"""The functions about the job, as methods of one object."""
+"""Names of ``horovod.common.basics``: queries of the job as methods of one object."""
 
 from reigen.api.horovod_basics import HorovodBasics
 

@@ -1,4 +1,4 @@
-"""Errors."""
+"""Names of ``horovod.common.exceptions``: its errors, which are Reigen's."""
 
 from reigen.errors import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 

@@ -1,4 +1,4 @@
-"""Process sets."""
+"""Names of ``horovod.common.process_sets``."""
 
 from reigen.api.process_sets import (
     ProcessSet,

@@ -1,4 +1,4 @@
-"""Small questions and helpers."""
+"""Names of ``horovod.common.util``: queries of the build, and helper functions."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Gradient compression."""
+"""Names of ``horovod.mxnet.compression``."""
 
 from reigen.mxnet.compression import Compression, Compressor
 

@@ -1,4 +1,4 @@
-"""Whole Python objects."""
+"""Names of ``horovod.mxnet.functions``: collectives on Python objects."""
 
 from reigen.mxnet import allgather_object, broadcast_object
 

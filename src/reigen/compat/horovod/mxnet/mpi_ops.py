@@ -1,4 +1,4 @@
-"""The collectives, and this process's place in the job."""
+"""Names of ``horovod.mxnet.mpi_ops``: the collectives, and queries of the job."""
 
 from reigen.api.horovod_basics import HorovodBasics
 from reigen.mxnet import *

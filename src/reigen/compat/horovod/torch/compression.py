@@ -1,4 +1,4 @@
-"""Gradient compression."""
+"""Names of ``horovod.torch.compression``."""
 
 from reigen.torch.compression import Compression, Compressor
 

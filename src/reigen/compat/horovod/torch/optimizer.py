@@ -1,4 +1,4 @@
-"""The optimizer that averages gradients."""
+"""Names of ``horovod.torch.optimizer``: the optimizer that averages gradients."""
 
 from reigen.torch import DistributedOptimizer
 

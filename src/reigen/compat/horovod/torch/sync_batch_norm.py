@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks."""
+"""Names of ``horovod.torch.sync_batch_norm``: batch normalisation over the batches of all ranks."""
 
 from reigen.torch import SyncBatchNorm
 
