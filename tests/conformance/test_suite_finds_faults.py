@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reigen.backends.base import Array, Backend, FlatBackend, MemoryRegion, ReduceBuffer
+from reigen.backends.base import Array, Backend, FailureCheck, FlatBackend, MemoryRegion, ReduceBuffer
 from reigen.backends.null import NullBackend
 from reigen.backends.shm.backend import ShmBackend, shm_backend_bytes
 from reigen.cluster.local_peers import map_local_peers
 from reigen.cluster.membership.rendezvous import Rendezvous
+from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reduction
-from reigen.testing import MakeBackend, RankError, backend_cases, backends, check_backend
+from reigen.testing import Hub, MakeBackend, MemoryNetwork, RankError, backend_cases, backends, check_backend
 from reigen.testing.backend_cases import BackendConformance
+from reigen.testing.memory_network import MemoryBackend
 from reigen.types import ReduceOp
 
 
@@ -39,6 +42,13 @@ def together(backend: type[ShmBackend]) -> MakeBackend:
             neighbours.close()
 
     return make
+
+
+def only(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = BackendConformance.cases
+    monkeypatch.setattr(
+        BackendConformance, "cases", lambda self: (each for each in everything(self) if each[0] == case)
+    )
 
 
 class WritesTooFar(NullBackend):
@@ -150,6 +160,37 @@ class ClosesAllGroups(ShmBackend):
             type(group).close(group)
 
 
+class TakesGroupsOfTheSameRanksForOne(MemoryBackend):
+    """Messages are known by their numbers, which begin anew in every group."""
+
+    def __init__(
+        self, network: MemoryNetwork, hub: Hub, ranks: tuple[int, ...], rank: int, failure: FailureCheck
+    ) -> None:
+        super().__init__(network, hub, ranks, rank, failure)
+        self._key = ranks
+        self._numbers: dict[tuple[int, int], int] = defaultdict(int)
+
+    def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
+        members, own = tuple(self._ranks[rank] for rank in ranks), self._ranks[self.rank]
+        return type(self)(self._network, self._hub, members, own, self._failure) if own in members else None
+
+    def _send(self, peer: int, data: bytes) -> None:
+        with self._hub.changed:
+            self._hub.queues[self._next(self.rank, peer)] = deque([data])
+            self._hub.changed.notify_all()
+
+    def _receive(self, peers: Sequence[int], deadline: float) -> list[bytes]:
+        keys = [self._next(peer, self.rank) for peer in peers]
+        with self._hub.changed:
+            if not self._hub.changed.wait_for(lambda: all(self._hub.queues[key] for key in keys), 2.0):
+                raise CollectiveError("nothing comes")
+            return [self._hub.queues[key].popleft() for key in keys]
+
+    def _next(self, sender: int, receiver: int) -> tuple[object, int, int]:
+        self._numbers[sender, receiver] += 1
+        return (self._key, self._numbers[sender, receiver]), self._ranks[sender], self._ranks[receiver]
+
+
 class NamesNobody(ShmBackend):
     def _report_missing(self, members: Sequence[int]) -> None:
         pass
@@ -232,11 +273,24 @@ def test_faults_between_ranks(backend: type[ShmBackend], complaint: str) -> None
     ],
 )
 def test_faults_of_groups(backend: type[ShmBackend], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = BackendConformance.cases
-    monkeypatch.setattr(BackendConformance, "cases", lambda self: (c for c in everything(self) if c[0] == "split"))
+    only("split", monkeypatch)
     monkeypatch.setattr(backend_cases, "CASE_TIMEOUT_SECONDS", 2.0)
     with pytest.raises(RankError, match=complaint):
         check_backend(together(backend), 3, trimmed=True)
+
+
+def test_groups_of_the_same_ranks_that_are_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+
+    @contextmanager
+    def make(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[Backend]:
+        network = MemoryNetwork(hub, rank)
+        yield TakesGroupsOfTheSameRanksForOne(network, hub, tuple(range(size)), rank, lambda _: None)
+
+    only("split", monkeypatch)
+    monkeypatch.setattr(backends, "_CHECKS_OF_WAITING", ())
+    with pytest.raises(RankError, match="case: split"):
+        check_backend(make, 4, trimmed=True)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ _ALIGNMENT = 64
 
 #: Called with the name of a collective's part when it is over. A part begins where the one before it ended, the first
 #: one where the collective was called; so one call at the end of each part is enough. The names are those of a
-#: timeline: MEMCPY_IN_FUSION_BUFFER, WAIT_FOR_OTHER_RANKS, SHM_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER.
+#: timeline: MEMCPY_IN_FUSION_BUFFER, WAIT_FOR_OTHER_RANKS, SHM_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER. A backend whose
+#: collectives have no parts does not call it.
 PhaseCallback = Callable[[str], None]
 
 #: Called with the ranks of the group that have not come, again and again, while a call waits for longer than a moment:
@@ -114,10 +115,10 @@ class Backend(Protocol):
     rank: int
     size: int
     capabilities: BackendCapabilities
-    #: listeners, if there are any
+    #: listeners, if there are any: the caller sets them between operations, and every operation calls them
     phase_ended: PhaseCallback | None
     ranks_missing: MissingRanksCallback | None
-    #: further work, if there is any
+    #: further work, if there is any: every operation that waits does it
     progress_hook: ProgressHook | None
 
     @abstractmethod
