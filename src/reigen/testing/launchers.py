@@ -59,7 +59,8 @@ def check_launcher(
     Args:
         make: its name, as `--launcher` takes it, or its factory: something at the top of a module.
         hosts: hosts and slots, as `-H` takes them; at least two slots.
-        leave_out: names of cases that do not hold for it, and why.
+        leave_out: names of cases that do not hold for it, and why; for a launcher without agents killed_agent,
+            agent_environment and missing_python.
         arguments: further options of `reigen run`.
         prefix: command before that of a job: a program that runs the rest elsewhere, in another namespace
             for example. Process ids are those of this process's namespace.
