@@ -299,10 +299,10 @@ class BackendConformance:
 
     def _split(self) -> None:
         """Check groups of some ranks: two of the same ranks in turn, others beside them, and all ranks in between."""
-        everybody = list(range(self._size))
-        lists = [everybody[::2], everybody[1::2]]
+        all_ranks = list(range(self._size))
+        lists = [all_ranks[::2], all_ranks[1::2]]
         if self._size < 4 or not self._trimmed:  # even ranks and odd ranks are groups of one where there are few
-            lists.append(everybody)
+            lists.append(all_ranks)
         groups = [(self._group(ranks), ranks[0]) for ranks in 2 * lists if ranks]
         own = [(group, first) for group, first in groups if group is not None]
         for index, (group, _) in enumerate(own):
@@ -319,7 +319,7 @@ class BackendConformance:
         for group, _ in own[len(own) // 2 :]:
             group._mixed(2)
             group._backend.close()
-        again = self._group(everybody[::2])
+        again = self._group(all_ranks[::2])
         if again is not None:
             again._mixed(3)
             again._backend.close()

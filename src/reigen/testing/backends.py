@@ -96,7 +96,7 @@ def _in_process(body: Callable[..., Any], make: MakeBackend, *args: object) -> o
 
 
 def _check_listeners(make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous) -> None:
-    """Check that ranks that wait for the last one are told who has not come, and run the progress hook."""
+    """Check that the listeners of ranks that wait for the last one are called, with the ranks that have not come."""
     last = size - 1
     with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
         if rank == last:
@@ -108,8 +108,8 @@ def _check_listeners(make: MakeBackend, rank: int, size: int, rendezvous: Rendez
             named = {each for ranks in missing for each in ranks}
             assert named <= set(range(size)) - {rank}, f"ranks_missing was called with {sorted(named)} on rank {rank}"
         if rank == 0:  # a rank may wait for another one that waits
-            told = [rendezvous.get(f"called with {last}/{other}", CASE_TIMEOUT_SECONDS) for other in range(last)]
-            assert any(told), f"ranks_missing was called on no rank with {last}, the one that had not come"
+            names_last = [rendezvous.get(f"called with {last}/{other}", CASE_TIMEOUT_SECONDS) for other in range(last)]
+            assert any(names_last), f"ranks_missing was called on no rank with {last}, the one that had not come"
 
 
 def _stay_away(rendezvous: Rendezvous, last: int) -> None:
