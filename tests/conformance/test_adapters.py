@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from reigen.api import operations
 from reigen.api.adapter import TensorAdapter
 from reigen.api.functions import Dialect, list_functions
 from reigen.api.numpy_adapter import NumpyAdapter
 from reigen.testing import RankError, RankPool, check_adapter
+from reigen.testing.adapters import _AdapterCases
 from reigen.torch.adapter import TorchAdapter
 from tests.conformance import toy
 
@@ -97,3 +100,15 @@ def test_the_suite_finds_faults(rank_pool: MakePool, broken: Callable[[], Tensor
 
 def test_the_suite_tells_what_an_adapter_has_no_tensors_of(rank_pool: MakePool) -> None:
     assert "float64" not in check_adapter(Narrow, rank_pool(1))
+
+
+def test_the_suite_names_a_collective_that_it_does_not_know(rank_pool: MakePool) -> None:
+    def check() -> None:
+        cases = _AdapterCases(NumpyAdapter())
+        new, arrays = dataclasses.replace(operations.REDUCESCATTER, name="scan"), [np.ones((3, 2))]
+        with pytest.raises(NotImplementedError, match="the result of scan"):
+            cases._truth(new, arrays)
+        with pytest.raises(NotImplementedError, match="the gradient of scan"):
+            cases._true_gradient(new, arrays)
+
+    rank_pool(1).run(check, init=True)

@@ -12,17 +12,19 @@ import pytest
 
 import reigen
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.base import BUILT_IN_LAUNCHERS, AgentStarter, Launcher, find_launcher
+from reigen.launch.base import BUILT_IN_LAUNCHERS, AgentStarter, HostProblem, Launcher, find_launcher
 from reigen.launch.local import FixedLauncher
 from reigen.launch.mpi.launcher import MpiLauncher
+from reigen.launch.supervision.spawn import spawn_client
 from reigen.testing import check_launcher
+from reigen.testing.launchers import _CASES
 from tests.conformance.plain_launcher import PlainLauncher
 from tests.multiprocess.launcher import launched, run
 from tests.network.conftest import make_hosts  # noqa: F401  a fixture
 
 PLAIN = f"{PlainLauncher.__module__}:{PlainLauncher.__qualname__}"
 SOURCE = Path(__file__).parents[2]
-NO_AGENT = {"killed_agent": "it has none"}
+NO_AGENT = dict.fromkeys(("killed_agent", "agent_environment", "missing_python"), "it has none")
 #: What `mpirun` does by itself, in its own way.
 OF_MPIRUN = NO_AGENT | {
     "placement": "mpirun places ranks, and tells them in variables of its own",
@@ -39,7 +41,7 @@ OF_MPIRUN = NO_AGENT | {
 @pytest.mark.slow
 def test_local():
     outcome = check_launcher("local", "localhost:3", leave_out=NO_AGENT)
-    assert {what for case, what in outcome.items() if case != "killed_agent"} == {"passed"}
+    assert {what for case, what in outcome.items() if case not in NO_AGENT} == {"passed"}
 
 
 @pytest.mark.slow
@@ -82,6 +84,47 @@ def test_the_suite_finds_a_launcher_that_places_ranks_wrongly():
             Misplacing, "a.invalid:1,b.invalid:1", leave_out=dict.fromkeys(("all_ranks",), "not now"), timeout=20
         )
     assert failed.value.__notes__ == [f"launcher {Misplacing.__module__}:Misplacing, case placement"]
+
+
+class Incomplete(PlainLauncher):
+    """Leaves out the last host."""
+
+    def allocate(self, wait):
+        plan = super().allocate(wait)
+        return replace(plan, assignments=plan.assignments[:-1])
+
+
+class Forgetful(PlainLauncher):
+    """Agents have the variables that a process here inherits, whatever their command says."""
+
+    def start_agent(self, host, agent):
+        return spawn_client(agent.argv)
+
+
+class Laconic(PlainLauncher):
+    def explain_exit(self, host, exit_code, said):
+        return HostProblem(host, "something")
+
+
+class Confused(PlainLauncher):
+    def explain_exit(self, host, exit_code, said):
+        return replace(super().explain_exit(host, exit_code, said), host="elsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "case", "complaint"),
+    [
+        (Incomplete, "all_ranks", r"not in the launcher's plan: 1 \(a.invalid\), 2 \(a.invalid\)"),
+        (Forgetful, "agent_environment", "an agent has PYTHONPATH=.*no-such-directory"),
+        (Laconic, "missing_python", "the message does not name /no-such-directory/python-"),
+        (Confused, "missing_python", "the message names no host"),
+    ],
+)
+def test_the_suite_finds_faults_of_launchers(launcher, case, complaint):
+    others = {each: "not now" for each in _CASES if each != case}
+    with pytest.raises(AssertionError, match=complaint):
+        check_launcher(launcher, "localhost:1,a.invalid:2", leave_out=others, timeout=10)
 
 
 def test_cases_that_there_are_not():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reigen.backends.base import Array, Backend, MemoryRegion, ReduceBuffer
+from reigen.backends.base import Array, Backend, FailureCheck, FlatBackend, MemoryRegion, ReduceBuffer
 from reigen.backends.null import NullBackend
 from reigen.backends.shm.backend import ShmBackend, shm_backend_bytes
 from reigen.cluster.local_peers import map_local_peers
 from reigen.cluster.membership.rendezvous import Rendezvous
+from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reduction
-from reigen.testing import MakeBackend, RankError, check_backend
+from reigen.testing import Hub, MakeBackend, MemoryNetwork, RankError, backend_cases, backends, check_backend
+from reigen.testing.backend_cases import BackendConformance
+from reigen.testing.memory_network import MemoryBackend
 from reigen.types import ReduceOp
 
 
@@ -37,6 +42,13 @@ def together(backend: type[ShmBackend]) -> MakeBackend:
             neighbours.close()
 
     return make
+
+
+def only(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = BackendConformance.cases
+    monkeypatch.setattr(
+        BackendConformance, "cases", lambda self: (each for each in everything(self) if each[0] == case)
+    )
 
 
 class WritesTooFar(NullBackend):
@@ -110,6 +122,116 @@ class GivesOwnersTheWrongParts(ShmBackend):
         super().reduce_to_owners(buffer, counts[::-1], reduction, deadline)
 
 
+class SplitsNothing(ShmBackend):
+    def split(self, ranks: Sequence[int], deadline: float) -> ShmBackend | NullBackend | None:
+        raise NotImplementedError
+
+
+class SplitsOffAll(ShmBackend):
+    def split(self, ranks: Sequence[int], deadline: float) -> ShmBackend | NullBackend | None:
+        return self if self.rank in ranks else None
+
+
+class SplitsOffOthersToo(ShmBackend):
+    def split(self, ranks: Sequence[int], deadline: float) -> ShmBackend | NullBackend | None:
+        return super().split(ranks, deadline) or NullBackend()
+
+
+class GivesGroupsTheSameMemory(ShmBackend):
+    def split(self, ranks: Sequence[int], deadline: float) -> ShmBackend | NullBackend | None:
+        part = super().split(ranks, deadline)
+        if isinstance(part, ShmBackend):
+            part._give_back()
+        return part
+
+
+class ClosesAllGroups(ShmBackend):
+    groups: tuple[ShmBackend | NullBackend, ...] = ()
+
+    def split(self, ranks: Sequence[int], deadline: float) -> ShmBackend | NullBackend | None:
+        part = super().split(ranks, deadline)
+        if part is not None:
+            self.groups += (part,)
+            part.close = self._close_groups  # type: ignore[method-assign]
+        return part
+
+    def _close_groups(self) -> None:
+        for group in self.groups:
+            type(group).close(group)
+
+
+class TakesGroupsOfTheSameRanksForOne(MemoryBackend):
+    """Messages are known by their numbers, which begin anew in every group."""
+
+    def __init__(
+        self, network: MemoryNetwork, hub: Hub, ranks: tuple[int, ...], rank: int, failure: FailureCheck
+    ) -> None:
+        super().__init__(network, hub, ranks, rank, failure)
+        self._key = ranks
+        self._numbers: dict[tuple[int, int], int] = defaultdict(int)
+
+    def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
+        members, own = tuple(self._ranks[rank] for rank in ranks), self._ranks[self.rank]
+        return type(self)(self._network, self._hub, members, own, self._failure) if own in members else None
+
+    def _send(self, peer: int, data: bytes) -> None:
+        with self._hub.changed:
+            self._hub.queues[self._next(self.rank, peer)] = deque([data])
+            self._hub.changed.notify_all()
+
+    def _receive(self, peers: Sequence[int], deadline: float) -> list[bytes]:
+        keys = [self._next(peer, self.rank) for peer in peers]
+        with self._hub.changed:
+            if not self._hub.changed.wait_for(lambda: all(self._hub.queues[key] for key in keys), 2.0):
+                raise CollectiveError("nothing comes")
+            return [self._hub.queues[key].popleft() for key in keys]
+
+    def _next(self, sender: int, receiver: int) -> tuple[object, int, int]:
+        self._numbers[sender, receiver] += 1
+        return (self._key, self._numbers[sender, receiver]), self._ranks[sender], self._ranks[receiver]
+
+
+class NamesNobody(ShmBackend):
+    def _report_missing(self, members: Sequence[int]) -> None:
+        pass
+
+
+class NamesItself(ShmBackend):
+    def _report_missing(self, members: Sequence[int]) -> None:
+        super()._report_missing([*members, self.rank])
+
+
+class NamesTheWrongRank(ShmBackend):
+    def _report_missing(self, members: Sequence[int]) -> None:
+        super()._report_missing([int(self.rank == 0)])
+
+
+class DoesNoWork(ShmBackend):
+    def _idle(self) -> bool:
+        return False
+
+
+class WorksOnce(ShmBackend):
+    def _idle(self) -> bool:
+        busy = super()._idle()
+        self.progress_hook = None
+        return busy
+
+
+class WorksWithoutNeed(ShmBackend):
+    def _idle(self) -> bool:
+        if self.progress_hook is not None:
+            self.progress_hook.work()
+        return True
+
+
+class NamesRanksOnAnotherThread(ShmBackend):
+    def _report_missing(self, members: Sequence[int]) -> None:
+        thread = threading.Thread(target=super()._report_missing, args=(members,))
+        thread.start()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("backend", "complaint"),
     [
@@ -138,3 +260,63 @@ def test_faults_of_one_rank(backend: type[NullBackend], complaint: str) -> None:
 def test_faults_between_ranks(backend: type[ShmBackend], complaint: str) -> None:
     with pytest.raises(RankError, match=complaint):
         check_backend(together(backend), 3, trimmed=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "complaint"),
+    [
+        (SplitsNothing, "case: split"),
+        (SplitsOffAll, r"split\(\[0, 2\]\): rank 2 is rank 2 of 3"),
+        (SplitsOffOthersToo, r"split\(\[0, 2\]\) gives rank 1 a backend"),
+        (GivesGroupsTheSameMemory, "case: split"),
+        (ClosesAllGroups, "case: split"),
+    ],
+)
+def test_faults_of_groups(backend: type[ShmBackend], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("split", monkeypatch)
+    monkeypatch.setattr(backend_cases, "CASE_TIMEOUT_SECONDS", 2.0)
+    with pytest.raises(RankError, match=complaint):
+        check_backend(together(backend), 3, trimmed=True)
+
+
+def test_groups_of_the_same_ranks_that_are_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+
+    @contextmanager
+    def make(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[Backend]:
+        network = MemoryNetwork(hub, rank)
+        yield TakesGroupsOfTheSameRanksForOne(network, hub, tuple(range(size)), rank, lambda _: None)
+
+    only("split", monkeypatch)
+    monkeypatch.setattr(backends, "_CHECKS_OF_WAITING", ())
+    with pytest.raises(RankError, match="case: split"):
+        check_backend(make, 4, trimmed=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "complaint"),
+    [
+        (NamesNobody, "ranks_missing was called 0 times"),
+        (NamesItself, r"ranks_missing was called with .0, 2. on rank 0"),
+        (NamesTheWrongRank, "ranks_missing was called on no rank with 2"),
+        (DoesNoWork, "work was done 0 times"),
+        (WorksOnce, "work was done 1 times"),
+        (WorksWithoutNeed, "BlockingIOError"),
+        (NamesRanksOnAnotherThread, "on another thread"),
+    ],
+)
+def test_faults_while_waiting(backend: type[ShmBackend], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_LISTENING_SECONDS", 1.0)
+    monkeypatch.setattr(backend_cases, "CASE_TIMEOUT_SECONDS", 3.0)
+    with pytest.raises(RankError, match=complaint):
+        check_backend(together(backend), 3, trimmed=True)
+
+
+def test_a_backend_that_lacks_a_method_cannot_be_made() -> None:
+    class Incomplete(NullBackend):
+        barrier = FlatBackend.barrier
+
+    with pytest.raises(TypeError, match="barrier"):
+        Incomplete()
+    with pytest.raises(TypeError, match=r"abort, allgather, .*, split"):
+        FlatBackend()  # type: ignore[abstract]

@@ -118,6 +118,7 @@ class ThroughDevice:
         target[:] = self.device.take(into, ended)
 
     def barrier(self, deadline: float) -> None:
+        self.host.ranks_missing, self.host.progress_hook = self.ranks_missing, self.progress_hook
         self.host.barrier(deadline)
 
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:

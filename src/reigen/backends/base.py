@@ -16,6 +16,7 @@ After such an error the backend is broken for every rank of the group: only ``cl
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,7 +34,8 @@ _ALIGNMENT = 64
 
 #: Called with the name of a collective's part when it is over. A part begins where the one before it ended, the first
 #: one where the collective was called; so one call at the end of each part is enough. The names are those of a
-#: timeline: MEMCPY_IN_FUSION_BUFFER, WAIT_FOR_OTHER_RANKS, SHM_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER.
+#: timeline: MEMCPY_IN_FUSION_BUFFER, WAIT_FOR_OTHER_RANKS, SHM_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER. A backend whose
+#: collectives have no parts does not call it.
 PhaseCallback = Callable[[str], None]
 
 #: Called with the ranks of the group that have not come, again and again, while a call waits for longer than a moment:
@@ -107,18 +109,19 @@ class BackendCapabilities:
 
 
 class Backend(Protocol):
-    """Operations of a group of ``size`` ranks, seen from ``rank``."""
+    """Operations of a group of ``size`` ranks, seen from ``rank``. A class that inherits it must have all methods."""
 
     name: str
     rank: int
     size: int
     capabilities: BackendCapabilities
-    #: listeners, if there are any
+    #: listeners, if there are any: the caller sets them between operations, and every operation calls them
     phase_ended: PhaseCallback | None
     ranks_missing: MissingRanksCallback | None
-    #: further work, if there is any
+    #: further work, if there is any: every operation that waits does it
     progress_hook: ProgressHook | None
 
+    @abstractmethod
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
         """Reduce each buffer over all ranks; every rank gets the result. All or no buffers are registered memory.
 
@@ -126,6 +129,7 @@ class Backend(Protocol):
         for that. (The engine calls when every rank has submitted.)
         """
 
+    @abstractmethod
     def reduce_to_owners(
         self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
     ) -> None:
@@ -140,26 +144,33 @@ class Backend(Protocol):
             deadline: as everywhere.
         """
 
+    @abstractmethod
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
         """Reduce ``source`` (sum(counts) elements); rank r gets the r-th part, of ``counts[r]`` elements."""
 
+    @abstractmethod
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
         """Concatenate the ranks' sources (``counts[r]`` elements each) in rank order into every target."""
 
+    @abstractmethod
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         """Copy the root's source into every target, the root's own too. ``source`` is None except on the root."""
 
+    @abstractmethod
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
         """``counts[i][j]`` elements go from rank i to rank j; targets hold them in the order of senders."""
 
+    @abstractmethod
     def barrier(self, deadline: float) -> None:
         """Return when every rank has called it."""
 
+    @abstractmethod
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
         """Allocate registered memory, at the same offset on all ranks. SharedMemoryError, on all, breaks nothing."""
 
+    @abstractmethod
     def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
         """Allocate memory that exists once on every host: one rank's writing is visible to the others there.
 
@@ -167,9 +178,11 @@ class Backend(Protocol):
         ranks share a host, it is memory of its own. Errors as for `allocate`.
         """
 
+    @abstractmethod
     def free(self, offset: int) -> None:
         """Give a region back for later allocations. Views of it must not be used any more."""
 
+    @abstractmethod
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
         """Return a backend for some of the ranks, ascending, renumbered from 0; None on a rank that is not one of them.
 
@@ -180,9 +193,11 @@ class Backend(Protocol):
             SharedMemoryError: on every rank, when one has not enough; this backend stays usable.
         """
 
+    @abstractmethod
     def abort(self, error: CollectiveError) -> None:
         """Report to the other ranks that this one cannot go on, so that they stop waiting."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release descriptors. Existing views of registered memory stay valid."""
 

@@ -16,7 +16,7 @@ from reigen import context
 from reigen.api.adapter import TensorAdapter
 from reigen.api.collectives import Collectives
 from reigen.api.functions import Dialect, FunctionSpec, list_functions, make_functions
-from reigen.api.operations import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, Collective, Sum
+from reigen.api.operations import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER, Collective, Sum
 from reigen.engine.handle import Handle
 from reigen.errors import ReigenError, UnsupportedTypeError
 from reigen.testing.pool import RankPool
@@ -190,7 +190,11 @@ class _AdapterCases:
         if collective is ALLTOALL:
             return np.concatenate([each[own] for each in all_arrays])
         total: Array = np.sum(all_arrays, axis=0, dtype=all_arrays[0].dtype)
-        return total if collective is ALLREDUCE else total[own]
+        if collective is ALLREDUCE:
+            return total
+        if collective is REDUCESCATTER:
+            return total[own]
+        raise NotImplementedError(f"the suite does not know the result of {collective.name}")
 
     def _true_gradient(self, collective: Collective, weights: Sequence[Array]) -> Array:
         """Return the gradient by Horovod's rules: those of allgather and broadcast average."""
@@ -204,7 +208,9 @@ class _AdapterCases:
             return total / self._size if self._rank == self._size - 1 else np.zeros_like(total)
         if collective is ALLTOALL:
             return np.concatenate([each[self._rank * _ROWS : (self._rank + 1) * _ROWS] for each in weights])
-        return np.concatenate(weights) * self._size
+        if collective is REDUCESCATTER:
+            return np.concatenate(weights) * self._size
+        raise NotImplementedError(f"the suite does not know the gradient of {collective.name}")
 
     def _same(self, tensor: Any, truth: Array, what: str) -> None:
         array, _ = self._adapter.array(tensor)

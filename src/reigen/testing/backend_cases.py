@@ -94,6 +94,7 @@ class BackendConformance:
             yield "registered memory", self._registered
         yield "reduction to owners", self._to_owners
         yield "shared memory", self._shared
+        yield "split", self._split
         if self._size & (self._size - 1) == 0:
             for name in (name for name in _EPSILON if name in names):
                 yield f"adasum {name}", partial(self._adasum, dtype_named(name))
@@ -296,6 +297,54 @@ class BackendConformance:
             self._backend.barrier(case_deadline())
             self._backend.free(region.offset)
 
+    def _split(self) -> None:
+        """Check groups of some ranks: two of the same ranks in turn, others beside them, and all ranks in between."""
+        all_ranks = list(range(self._size))
+        lists = [all_ranks[::2], all_ranks[1::2]]
+        if self._size < 4 or not self._trimmed:  # even ranks and odd ranks are groups of one where there are few
+            lists.append(all_ranks)
+        groups = [(self._group(ranks), ranks[0]) for ranks in 2 * lists if ranks]
+        own = [(group, first) for group, first in groups if group is not None]
+        for index, (group, _) in enumerate(own):
+            if group._rank > 0:  # the roots are ahead, so that data of several groups is on its way at once
+                time.sleep(0.01)
+            group._spread(DTYPES["float32"], 33 + index, 0)
+        for turn in range(2):
+            for group, first in own:
+                for _ in range(1 + first):  # the odd ranks do more than the even ones, who may be ahead
+                    group._mixed(turn)
+            self._reduce(DTYPES["float32"], ReduceOp.SUM, [1031])
+        for group, _ in own[: len(own) // 2]:
+            group._backend.close()
+        for group, _ in own[len(own) // 2 :]:
+            group._mixed(2)
+            group._backend.close()
+        again = self._group(all_ranks[::2])
+        if again is not None:
+            again._mixed(3)
+            again._backend.close()
+        self._reduce(DTYPES["float32"], ReduceOp.SUM, [1031])
+
+    def _group(self, ranks: Sequence[int]) -> BackendConformance | None:
+        """Return the cases of a backend of some ranks; None on a rank that is not one of them."""
+        backend = self._backend.split(ranks, case_deadline())
+        if self._rank not in ranks:
+            assert backend is None, f"split({ranks}) gives rank {self._rank} a backend"
+            return None
+        assert backend is not None, f"split({ranks}) gives rank {self._rank} no backend"
+        numbering = f"split({ranks}): rank {self._rank} is rank {backend.rank} of {backend.size}"
+        assert (backend.rank, backend.size) == (list(ranks).index(self._rank), len(ranks)), numbering
+        return BackendConformance(backend, True, self._cache)
+
+    def _mixed(self, seed: int) -> None:
+        dtype = DTYPES["float32"]
+        self._reduce(dtype, ReduceOp.SUM, [5, 1031 + seed])
+        self._scatter(dtype, ReduceOp.AVERAGE, 40 + seed)
+        self._gather(dtype, [7 * (rank % 4) + seed for rank in range(self._size)])
+        self._exchange(dtype, 5 + seed)
+        self._spread(dtype, 33 + seed, seed % self._size)
+        self._backend.barrier(case_deadline())
+
     def _adasum(self, dtype: DType) -> None:
         """Check Adasum, made of other operations, with one and several tensors; in float64 but for the result."""
         counts = (1, 7, 1031, _LARGE_BYTES // 2 // dtype.itemsize)
@@ -344,12 +393,12 @@ class BackendConformance:
 
     def _reduced(self, inputs: list[Array], dtype: DType, op: ReduceOp, seed: int, factors: dict[str, float]) -> Array:
         """Return the truth about inputs made from ``seed``."""
-        key = ("truth", dtype.name, op, inputs[0].size, seed, tuple(factors.items()))
+        key = ("truth", dtype.name, op, len(inputs), inputs[0].size, seed, tuple(factors.items()))
         return self._cache.of(key, lambda: [expected_reduction(inputs, dtype, op, **factors)])[0]
 
     def _adasummed(self, inputs: list[Array], dtype: DType) -> Array:
         """Return the truth about inputs whose seed is their size."""
-        key = ("adasummed", dtype.name, inputs[0].size)
+        key = ("adasummed", dtype.name, len(inputs), inputs[0].size)
         return self._cache.of(key, lambda: [expected_adasum([to_float64(array, dtype) for array in inputs])])[0]
 
     def _same(self, result: Array, truth: Array, dtype: DType) -> None:

@@ -8,12 +8,13 @@ sums in rank order; and all ranks' results are compared with each other by hash 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import Any
 
-from reigen.backends.base import Backend
+from reigen.backends.base import Backend, ProgressHook
 from reigen.cluster.environ import detect_job
 from reigen.cluster.membership.rendezvous import PrefixRendezvous, Rendezvous, RendezvousClient
 from reigen.errors import CollectiveError, DeadlineError
@@ -23,12 +24,17 @@ from reigen.testing.threads import run_threads
 
 #: Makes one rank's backend: ``make(rank, size, rendezvous)``. On leaving, all its resources have been released.
 MakeBackend = Callable[[int, int, Rendezvous], AbstractContextManager[Backend]]
+#: Seconds that ranks have to be called while they wait, ten times a second.
+_LISTENING_SECONDS = 10.0
 
 
 def check_backend(
     make: MakeBackend, size: int, *, pool: RankPool | None = None, trimmed: bool = False, timeout: float = 120.0
 ) -> None:
     """Run the suite with ``size`` ranks.
+
+    Not covered, so for the backend's own tests: ``phase_ended`` (which parts an operation has, if any, is the backend's
+    affair), exceptions of listeners, ranks that die, memory that is not enough, and speed.
 
     Args:
         make: makes a rank's backend. With a pool, a module-level function.
@@ -42,8 +48,8 @@ def check_backend(
         AssertionError: ranks got different results.
     """
     if size > 1:
-        _run(_check_missing_rank, make, size, pool, timeout)
-        _run(_check_abort, make, size, pool, timeout)
+        for body in _CHECKS_OF_WAITING:
+            _run(body, make, size, pool, timeout)
     digests = _run(_check_cases, make, size, pool, timeout, trimmed, CaseCache())
     for rank, digest in enumerate(digests):
         different = [name for name, value in digest.items() if value != digests[0][name]]
@@ -65,7 +71,7 @@ def check_rank(
         CollectiveError: it failed on another rank.
     """
     if size > 1:
-        for body in (_check_missing_rank, _check_abort):
+        for body in _CHECKS_OF_WAITING:
             body(make, rank, size, PrefixRendezvous(rendezvous, body.__name__))
     return _check_cases(make, rank, size, rendezvous, trimmed, CaseCache())
 
@@ -86,7 +92,72 @@ def _in_process(body: Callable[..., Any], make: MakeBackend, *args: object) -> o
         return body(make, job.rank, job.size, client, *args)
 
 
-# ---------------------------------------------------------------------------------------------- failures
+# ---------------------------------------------------------------------------------------------- waiting
+
+
+def _check_listeners(make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous) -> None:
+    """Check that the listeners of ranks that wait for the last one are called, with the ranks that have not come."""
+    last = size - 1
+    with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
+        if rank == last:
+            _stay_away(rendezvous, last)
+            backend.barrier(case_deadline())
+        else:
+            missing = _missing_ranks(backend, rendezvous)
+            assert all(missing), f"ranks_missing was called with no ranks: {missing}"
+            named = {each for ranks in missing for each in ranks}
+            assert named <= set(range(size)) - {rank}, f"ranks_missing was called with {sorted(named)} on rank {rank}"
+        if rank == 0:  # a rank may wait for another one that waits
+            names_last = [rendezvous.get(f"called with {last}/{other}", CASE_TIMEOUT_SECONDS) for other in range(last)]
+            assert any(names_last), f"ranks_missing was called on no rank with {last}, the one that had not come"
+
+
+def _stay_away(rendezvous: Rendezvous, last: int) -> None:
+    """Return when all other ranks have been called as they should, or time is up."""
+    until = time.monotonic() + _LISTENING_SECONDS
+    with suppress(TimeoutError):  # those that have not been called complain themselves
+        for other in range(last):
+            rendezvous.get(f"called/{other}", max(0.0, until - time.monotonic()))
+
+
+def _missing_ranks(backend: Backend, rendezvous: Rendezvous) -> list[list[int]]:
+    """Wait in a barrier until the last rank comes; return all that `Backend.ranks_missing` was called with."""
+    missing: list[list[int]] = []
+    work: list[bytes] = []
+    threads: set[int] = set()
+    reading, writing = os.pipe()
+
+    def called() -> None:
+        threads.add(threading.get_ident())
+        if len(missing) >= 2 and len(work) >= 2:
+            rendezvous.put(f"called/{backend.rank}", b"")
+
+    def ranks_missing(ranks: Sequence[int]) -> None:
+        missing.append(list(ranks))
+        if len(missing) == 2:
+            os.write(writing, b"2")
+        called()
+
+    def progress() -> None:
+        work.append(os.read(reading, 1))
+        called()
+
+    try:
+        os.set_blocking(reading, False)  # work() of a descriptor that is not readable fails
+        os.write(writing, b"1")
+        backend.ranks_missing, backend.progress_hook = ranks_missing, ProgressHook(reading, progress)
+        backend.barrier(case_deadline())
+    finally:
+        backend.ranks_missing = backend.progress_hook = None
+        os.close(reading)
+        os.close(writing)
+        last = backend.size - 1
+        rendezvous.put(f"called with {last}/{backend.rank}", b"yes" if any(last in ranks for ranks in missing) else b"")
+        rendezvous.put(f"called/{backend.rank}", b"")  # whatever has happened
+    assert len(missing) >= 2, f"ranks_missing was called {len(missing)} times while a rank did not come"
+    assert work == [b"1", b"2"], f"the progress hook's work was done {len(work)} times, not whenever there was some"
+    assert threads == {threading.get_ident()}, "ranks_missing or the progress hook was called on another thread"
+    return missing
 
 
 def _check_missing_rank(make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous) -> None:
@@ -134,6 +205,10 @@ def _synchronized_ranks(rendezvous: Rendezvous, rank: int, size: int) -> Iterato
         rendezvous.put(f"done/{rank}", b"")
     for other in range(size):
         rendezvous.get(f"done/{other}", CASE_TIMEOUT_SECONDS)
+
+
+#: Each with a backend of its own: it may be broken then.
+_CHECKS_OF_WAITING = (_check_missing_rank, _check_listeners, _check_abort)
 
 
 # ---------------------------------------------------------------------------------------------- operations

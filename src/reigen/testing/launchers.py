@@ -52,10 +52,15 @@ def check_launcher(
 ) -> dict[str, str]:
     """Run the suite on a launcher.
 
+    Not covered, so for the launcher's own tests: ``remote_shell`` (`--sync-dst-dir`), waiting in ``allocate`` and what
+    ``close`` gives back after it, ``JobPlan.addresses``, PS processes, and what ``explain_exit`` says of other failures
+    than a missing Python.
+
     Args:
         make: its name, as `--launcher` takes it, or its factory: something at the top of a module.
         hosts: hosts and slots, as `-H` takes them; at least two slots.
-        leave_out: names of cases that do not hold for it, and why.
+        leave_out: names of cases that do not hold for it, and why; for a launcher without agents killed_agent,
+            agent_environment and missing_python.
         arguments: further options of `reigen run`.
         prefix: command before that of a job: a program that runs the rest elsewhere, in another namespace
             for example. Process ids are those of this process's namespace.
@@ -137,7 +142,7 @@ class _LauncherCheck:
             more: environment variables.
         """
         mark = uuid.uuid4().hex
-        path = os.pathsep.join([*filter(None, sys.path), f"/no-such-directory/{mark}"])
+        path = os.pathsep.join([*filter(None, sys.path), f"no-such-directory/{mark}"])
         environ = {**clean_environment(), "REIGEN_RANK": "77", **self.environ, **more, _MARK: mark, "PYTHONPATH": path}
         command = [*self.prefix, sys.executable, "-m", "reigen", "run", "-np", str(self.size), "-H", self.hosts]
         command += ["--launcher", self.name, *self.arguments, *options]
@@ -161,7 +166,7 @@ class _Job:
     def __init__(
         self, process: subprocess.Popen[bytes], files: tuple[int, int], mark: str, check: _LauncherCheck
     ) -> None:
-        self._process, self._files, self._mark, self._check = process, files, mark, check
+        self._process, self._files, self.mark, self._check = process, files, mark, check
         self._deadline = time.monotonic() + check.timeout
 
     def processes(self) -> dict[int, str]:
@@ -170,7 +175,7 @@ class _Job:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):  # it has ended meanwhile, or belongs to another user
-                    has_mark = self._mark.encode() in (entry / "environ").read_bytes()
+                    has_mark = self.mark.encode() in (entry / "environ").read_bytes()
                     if has_mark and (command := (entry / "cmdline").read_bytes()):  # a zombie has none
                         found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
         return found
@@ -203,6 +208,13 @@ class _Job:
         [supervisor] = [pid for pid in pids if parents[pid] in pids]
         return parents[supervisor], supervisor
 
+    def agents(self) -> list[int]:
+        """Return the process ids of its agents, in ascending order; there is at least one."""
+        command = f"{sys.executable} -P -m {_AGENT}"
+        found = sorted(pid for pid, each in self.processes().items() if each.startswith(command))
+        assert found, f"no agent among {self.processes()}"
+        return found
+
     def finish(self) -> _Ended:
         """Wait for its end, and until nothing of it is left."""
         self.wait_until(lambda: self._process.poll() is not None, "the job ends")
@@ -218,7 +230,16 @@ class _Job:
 
 def _all_ranks(check: _LauncherCheck) -> None:
     """Every rank runs once; variables of an outer job do not reach it."""
-    ended = check.run("say('rank', rank)", "--no-prefix").expect(0)
+    with check.start("say('rank', rank)", "--no-prefix") as job:
+        try:
+            ended = job.finish().expect(0)
+        except AssertionError as error:
+            ran = job.read().decode().splitlines()
+            hosts = (host.name for host in parse_hosts(check.hosts) for _ in range(host.slots))
+            if lost := [f"{rank} ({host})" for rank, host in enumerate(hosts) if f"rank {rank}" not in ran]:
+                complaint = f"ranks that have not run, perhaps not in the launcher's plan: {', '.join(lost)}"
+                raise AssertionError(f"{complaint}\n{error}") from error
+            raise
     assert sorted(ended.lines) == sorted(f"rank {rank}" for rank in range(check.size)), ended
 
 
@@ -356,12 +377,34 @@ def _killed_agent(check: _LauncherCheck) -> None:
     """Killed agent: its host is lost and named, and the others end."""
     with check.start(_WAIT) as job:
         job.wait_until_ready()
-        agent = f"{sys.executable} -P -m {_AGENT}"
-        agents = sorted(pid for pid, command in job.processes().items() if command.startswith(agent))
-        assert agents, f"no agent among {job.processes()}"
-        os.kill(agents[-1], signal.SIGKILL)
+        os.kill(job.agents()[-1], signal.SIGKILL)
         ended = job.finish().expect(255)
         assert re.search(r"reigen run: host \S+ was lost, with ranks? ", ended.stderr), ended
+
+
+def _agent_environment(check: _LauncherCheck) -> None:
+    """Agents have the variables of their `AgentCommand`, not only those that a client process here inherits."""
+    with check.start(_WAIT) as job:
+        job.wait_until_ready()
+        for pid in job.agents():
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            path = next((each for each in variables if each.startswith("PYTHONPATH=")), "no PYTHONPATH")
+            # relative in this job's environment, absolute in the command
+            assert re.search(rf"[=:]/[^:]*/no-such-directory/{job.mark}", path), f"an agent has {path}"
+        os.kill(job.launcher()[0], signal.SIGTERM)
+        job.finish()
+
+
+def _missing_python(check: _LauncherCheck) -> None:
+    """A Python that other hosts do not have is named, with a host, and nothing runs."""
+    python = f"/no-such-directory/python-{secrets.token_hex(4)}"
+    ended = check.run("say('ran')", "--remote-python", python)
+    assert ended.exit_code != 0, ended
+    assert b"ran" not in ended.stdout, ended
+    assert python in ended.stderr, f"the message does not name {python}, which is missing: {ended.stderr}"
+    if "cannot take part" in ended.stderr:  # the launcher was asked to explain that
+        named = [host.name for host in parse_hosts(check.hosts) if f"\n  {host.name} " in ended.stderr]
+        assert named, f"the message names no host: {ended.stderr}"
 
 
 def _secret(check: _LauncherCheck) -> None:
@@ -429,7 +472,8 @@ _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
             _stubborn_rank,
             _orphans,
         ),
-        *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _secret, _missing_program),
+        *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _agent_environment, _missing_python),
+        *(_secret, _missing_program),
         *(_two_jobs, _collective),
     )
 }
