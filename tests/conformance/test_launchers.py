@@ -115,7 +115,7 @@ class Confused(PlainLauncher):
 @pytest.mark.parametrize(
     ("launcher", "case", "complaint"),
     [
-        (Incomplete, "all_ranks", r"not in the launcher's plan: 1 \(a.invalid\), 2 \(a.invalid\)"),
+        (Incomplete, "all_ranks", r"the launcher's plan has rank\(s\) 0; the job has 0 to 2"),
         (Forgetful, "agent_environment", "an agent has PYTHONPATH=.*no-such-directory"),
         (Laconic, "missing_python", "the message does not name /no-such-directory/python-"),
         (Confused, "missing_python", "the message names no host"),

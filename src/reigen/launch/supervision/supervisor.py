@@ -17,7 +17,7 @@ from typing import Self
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.rendezvous import split_address
-from reigen.errors import LaunchError
+from reigen.errors import LaunchError, format_ranks
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.remote_start import RemoteStart
@@ -192,10 +192,13 @@ class Supervisor:
         """Have the launcher place the processes; returns its plan.
 
         Raises:
-            LaunchError: it cannot have what the job needs, or the user has stopped it.
+            LaunchError: it cannot have what the job needs, the user has stopped it, or its plan is not of this job.
         """
         plan = self._plan = launcher.allocate(self.turn)
         self._hosts = {number: each.host for each in plan.assignments for number in each.numbers}
+        placed, wanted = sorted(rank for each in plan.assignments for rank in each.ranks), self._options.num_ranks
+        if placed != list(range(wanted)):
+            raise LaunchError(f"the launcher's plan has rank(s) {format_ranks(placed)}; the job has 0 to {wanted - 1}")
         self._numbers = {each.host: each.numbers for each in plan.assignments}
         # what an engine has started, it ends: none of that can be started again
         environ = self._environ if plan.processes is None else {}
