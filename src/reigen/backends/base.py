@@ -16,6 +16,7 @@ After such an error the backend is broken for every rank of the group: only ``cl
 
 from __future__ import annotations
 
+import select
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ class ProgressHook:
 
     descriptor: int
     work: Callable[[], None]
+
+    def work_if_readable(self) -> None:
+        """Call ``work`` if the descriptor is readable now."""
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        if poll.poll(0):
+            self.work()
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,19 +203,14 @@ def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
 
     found = [CheckResult("backends", "there are", ", ".join(BACKENDS))]
     try:
-        choice = choose_backends([2], load_config(environ).backend)
+        config = load_config(environ)
+        choice = choose_backends([2], config.backend)
     except ReigenError as error:
         return [*found, CheckResult("backends", "for -np 2", str(error), is_problem=True)]
-    return [*found, CheckResult("backends", "for -np 2", f"{choice.name}: {choice.reason}"), _cuda_tensors(environ)]
+    return [*found, CheckResult("backends", "for -np 2", f"{choice.name}: {choice.reason}"), _cuda_tensors(config.nccl)]
 
 
-def _cuda_tensors(environ: Mapping[str, str]) -> CheckResult:
-    from reigen.config import load_config
-
-    try:
-        use_nccl = load_config(environ).nccl
-    except ReigenError as error:
-        return CheckResult("backends", "CUDA", str(error), is_problem=True)
+def _cuda_tensors(use_nccl: bool) -> CheckResult:
     library, reason = "", "REIGEN_NCCL=0"
     if use_nccl:
         try:

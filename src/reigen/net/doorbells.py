@@ -33,15 +33,13 @@ class Doorbells:
         readers: the ranks that it rings.
 
     Attributes:
-        own: this rank's doorbell.
-        waiter: the thread that sleeps on it.
         waiters: the threads that sleep on each reader's.
     """
 
     def __init__(self, rank: int, words: Sequence[tuple[FutexWord, FutexWord]], readers: Sequence[int]) -> None:
         self._publish, self._fence = memory_fences()
         self._rank, self._num_ranks = rank, len(words)
-        self.own, self.waiter = words[rank]
+        self._own = words[rank][0]
         self._readers = [(words[r][0], words[r][1].cell) for r in readers]
         self.waiters = [waiter for _, waiter in self._readers]
         #: numbers of this rank's rings; next() is atomic, since any of its threads may ring
@@ -68,8 +66,8 @@ class Doorbells:
 
     def ring_own(self, thread: WaitingThread) -> None:
         """Ring this rank's own, and wake a thread that sleeps as ``thread``. Any thread may call this."""
-        self.own.cell[0] = self._next_value()
-        self.own.wake(thread)
+        self._own.cell[0] = self._next_value()
+        self._own.wake(thread)
 
     def _next_value(self) -> int:
         """A value that no doorbell ever had."""

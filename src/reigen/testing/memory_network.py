@@ -8,7 +8,6 @@ and the minimum for the other operations; only the root of a broadcast sends n-1
 from __future__ import annotations
 
 import itertools
-import select
 import threading
 import time
 from collections import defaultdict, deque
@@ -167,10 +166,7 @@ class MemoryBackend(FlatBackend):
     def _look(self, missing: Sequence[int], deadline: float) -> None:
         ranks = [self._ranks[peer] for peer in missing]
         if self.progress_hook is not None:
-            poll = select.poll()
-            poll.register(self.progress_hook.descriptor, select.POLLIN)
-            if poll.poll(0):
-                self.progress_hook.work()
+            self.progress_hook.work_if_readable()
         if missing and self.ranks_missing is not None:
             self.ranks_missing(missing)
         error = self._failure(ranks)

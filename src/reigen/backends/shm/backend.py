@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import select
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -506,10 +505,7 @@ class ShmBackend:
         """Run the caller's progress callback; return whether there is one."""
         if self.progress_hook is None:
             return False
-        poll = select.poll()
-        poll.register(self.progress_hook.descriptor, select.POLLIN)
-        if poll.poll(0):
-            self.progress_hook.work()
+        self.progress_hook.work_if_readable()
         return True
 
     def _ended(self, phase: str) -> None:
