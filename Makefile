@@ -2,9 +2,10 @@
 #   make demo       train a small network on real images with two processes
 #   make test       lint, types, import contracts, size report, and tests of everything that are not marked slow
 #   make test T=tests/unit/engine   all tests of a directory, a file or (T="-k bfloat16 tests/unit") a name, slow or not
-#   make test-all   the rest: tests that are marked slow, and those of reigen.mxnet
+#   make test-all   the rest: tests that are marked slow, and those of reigen.mxnet, .tensorflow, .keras and .jax
 #   RETRY=1         with the targets above: up to three tests that fail are run once more, one at a time
 #   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
+#   make test-frameworks  the tests of reigen.tensorflow, reigen.keras and reigen.jax, with all of them in one environment
 #   make lint       everything that reads the code without running it
 #   make bench      Reigen and its peers, alternately, in one run
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
@@ -12,6 +13,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 MXNET_VENV := .venv-mxnet
+FRAMEWORKS_VENV := .venv-frameworks
 BIN := $(VENV)/bin
 NP ?= 2
 # Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
@@ -27,7 +29,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-all test-mxnet lint bench bench-network clean
+.PHONY: demo test test-all test-frameworks test-mxnet lint bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -56,6 +58,13 @@ $(MXNET_VENV)/.stamp: $(STAMP_PARTS)
 	  -e '.[mxnet]' hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
+# TensorFlow, Keras, JAX and PyTorch together; of TensorFlow the build for CPUs, which is half as large.
+$(FRAMEWORKS_VENV)/.stamp: $(STAMP_PARTS)
+	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
+	  -e '.[torch,keras,jax]' tensorflow-cpu tf_keras flax optax scikit-learn hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
 demo: $(VENV)/.stamp-demo
 	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch_digits.py
 
@@ -73,11 +82,14 @@ test: lint
 	$(call pytest,$(BIN)/python,-m "not slow")
 endif
 
-test-all: $(VENV)/.stamp-dev test-mxnet
+test-all: $(VENV)/.stamp-dev test-mxnet test-frameworks
 	$(call pytest,$(BIN)/python,-m slow)
 
 test-mxnet: $(MXNET_VENV)/.stamp
 	$(call pytest,$(MXNET_VENV)/bin/python,tests/mxnet)
+
+test-frameworks: $(FRAMEWORKS_VENV)/.stamp
+	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/tensorflow tests/keras tests/jax)
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)

@@ -45,8 +45,10 @@ class TensorAdapter(ABC, Generic[Tensor]):
 
     Attributes:
         lender: lends what lies in the memory of devices; None: all tensors have to be copied to the host.
+        is_immutable: no tensor can be written: `as_tensor` refuses one that is to be, and `write` is never called.
     """
 
+    is_immutable = False
     lender: DeviceTensorAdapter[Tensor] | None = None
 
     @abstractmethod

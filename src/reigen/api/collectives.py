@@ -171,7 +171,7 @@ class Collectives(Generic[Tensor]):
     ) -> Handle[list[Tensor]]:
         """Begin a collective of several tensors, all or none of them; see `start`. They may differ in dtype."""
         job, number = context.current(), process_set_number(process_set)
-        accepted = [self.adapter.as_tensor(tensor) for tensor in as_group(tensors)]
+        accepted = [self.adapter.as_tensor(tensor, writable=in_place) for tensor in as_group(tensors)]
         devices = sorted({self.adapter.device(tensor) for tensor in accepted})
         if len(devices) > 1:
             raise UnsupportedError(f"the tensors of a group must be on one kind of device, got {', '.join(devices)}")

@@ -1,0 +1,15 @@
+"""These tests need TensorFlow: `make test-frameworks` has it in an environment of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Elsewhere the files are not even imported."""
+    if importlib.util.find_spec("tensorflow") is not None:
+        return None
+    return True if collection_path.suffix == ".py" and collection_path.parent == _HERE else None
