@@ -64,6 +64,8 @@ class FfiApi(ctypes.Structure):
         ("future_create", c_void_p),
         ("future_set_available", c_void_p),
         ("future_set_error", c_void_p),
+        ("run_id_get", c_void_p),
+        ("device_ordinal_get", c_void_p),
     ]
 
 
@@ -166,6 +168,12 @@ class FfiFutureErrorArguments(ctypes.Structure):
     """`XLA_FFI_Future_SetError_Args`."""
 
     _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("future", c_void_p), ("error", c_void_p)]
+
+
+class FfiContextArguments(ctypes.Structure):
+    """`XLA_FFI_RunId_Get_Args`, and `XLA_FFI_DeviceOrdinal_Get_Args`, whose number has 32 bits."""
+
+    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("context", c_void_p), ("number", c_int64)]
 
 
 class FfiHandlerBundle(ctypes.Structure):

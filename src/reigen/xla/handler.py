@@ -17,13 +17,16 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
 from ctypes import addressof, sizeof
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
+from reigen import context
 from reigen.api.native_calls import NativeCall, decode_call
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.errors import CollectiveError, UnsupportedTypeError
@@ -42,6 +45,7 @@ from reigen.xla.ffi_structs import (
     FfiBuffer,
     FfiBuffers,
     FfiCallFrame,
+    FfiContextArguments,
     FfiErrorArguments,
     FfiFutureArguments,
     FfiFutureErrorArguments,
@@ -56,6 +60,9 @@ _Array = NDArray[Any]
 _DTYPES = {code: DTYPES[name] for code, name in ELEMENT_TYPES.items()}
 #: seconds between looks of `FfiHandler.drain`: threads cannot report that they have left Python
 _LOOK_SECONDS = 0.0005
+_INT32 = 0xFFFFFFFF
+#: computations that are dispatched and not complete are fewer; and so are operations of programs at a time
+_MAX_IN_FLIGHT, _MAX_OPERATIONS = 1024, 1 << 16
 
 
 class FfiMismatchError(Exception):
@@ -65,24 +72,32 @@ class FfiMismatchError(Exception):
 class FfiHandler:
     """A handler; XLA keeps its address for as long as the process lives, and so must whoever registers it.
 
+    Calls with one name run one after the other, in the order in which they come; others in any order. On a device other
+    than the runtime's first, a name gets the device's number: each matches the same device of the other ranks.
+
     Args:
         version: of the interface, for which it says that it was made; one of `KNOWN_VERSIONS`.
-        waits: a call returns when the collective is complete, and holds its thread until then. That is faster for small
-            tensors, and right only where the runtime calls it in the same order on all ranks.
+        checks_order: the runtime numbers its executions in the order of their dispatch, and is to make calls with one
+            name in that order, or the job ends with an error.
 
     Attributes:
         function: the handler for ctypes.
         failures: the errors that it has given XLA.
     """
 
-    def __init__(self, version: tuple[int, int] = KNOWN_VERSIONS[0], *, waits: bool = False) -> None:
+    def __init__(self, version: tuple[int, int] = KNOWN_VERSIONS[0], *, checks_order: bool = False) -> None:
         self.function = FUNCTION(self._handle)
         self.failures = RuntimeFailures()
         self.version = version
-        self._waits = waits
+        self._checks_order = checks_order
         self._threads = _KnownThreads()
         #: calls that are in Python, and those whose future is not complete
         self._calls: dict[object, None] = {}
+        self._lock = threading.Lock()
+        #: by the name of a collective that is under way: what begins the next ones
+        self._queues: dict[tuple[str, int], deque[_Call]] = {}
+        #: by the address of an operation's attributes, the execution that called last
+        self._last_runs: dict[int, int] = {}
 
     @property
     def address(self) -> int:
@@ -102,9 +117,9 @@ class FfiHandler:
     # -- on threads of XLA --------------------------------------------------------------------------------------------
 
     def _handle(self, address: int) -> int | None:
-        call = object()
-        self._calls[call] = None
-        kept = False
+        key = object()
+        self._calls[key] = None
+        goes_on = False
         try:
             frame = FfiCallFrame.from_address(address)
             if frame.extension and self._answer(frame):
@@ -112,13 +127,13 @@ class FfiHandler:
             self._threads.stay()
             try:
                 check_frame(frame)
-                kept = self._run(frame, call)
+                goes_on = self._run(frame, key)
             except BaseException as error:  # noqa: BLE001  raised by the runtime, where the result is needed
                 return self._error(frame.api.contents, error)
             return None
         finally:
-            if not kept:
-                del self._calls[call]
+            if not goes_on:
+                del self._calls[key]
 
     def _answer(self, frame: FfiCallFrame) -> bool:
         """Tell XLA, if it asks, for which version the handler was made."""
@@ -130,45 +145,99 @@ class FfiHandler:
         metadata.traits = 0
         return True
 
-    def _run(self, frame: FfiCallFrame, call: object) -> bool:
+    def _run(self, frame: FfiCallFrame, key: object) -> bool:
         """Run the collective; return whether it goes on behind the return."""
         attributes = _read_attributes(frame.attributes)
         native = decode_call(attributes[b"call"])
-        sources, results = _views(frame.arguments), _views(frame.results)
-        arrays = [array for array, _ in results]
-        in_place = native.row.in_place
+        if device := _ask_context(frame, "device_ordinal_get") & _INT32:
+            native = structs.replace(native, name=f"{native.name}@device{device}")
+        if self._checks_order:
+            self._check_order(native, frame.attributes.values[0], _ask_context(frame, "run_id_get"))
         splits = attributes.get(b"splits")
-        handle = native.start(
-            [array for array, _ in sources],
-            [dtype for _, dtype in sources],
-            arrays if in_place else None,
-            splits=tuple(map(int, splits.split(b","))) if splits else None,
-            make_output=None if in_place or native.is_grouped else functools.partial(_offer, arrays[0]),
-            blocking=self._waits,
+        call = _Call(
+            native,
+            _views(frame.arguments),
+            [array for array, _ in _views(frame.results)],
+            tuple(map(int, splits.split(b","))) if splits else None,
+            frame.api.contents,
+            key,
         )
-        finish = _check_complete if in_place else functools.partial(_deliver, native, arrays)
-        if self._waits or handle.done:
-            finish(handle.wait())
+        with self._lock:
+            queue = self._queues.get(call.name)
+            if queue is None:
+                self._queues[call.name] = deque()
+            else:
+                frame.future = call.future = _create_future(call.api)
+                queue.append(call)
+                return True
+        try:
+            handle = call.begin(blocking=True)
+            if handle.done:
+                call.deliver(handle.wait())
+        except BaseException:
+            self._begin_next(call.name)
+            raise
+        if handle.done:
+            self._begin_next(call.name)
             return False
-        api = frame.api.contents
-        frame.future = future = _create_future(api)
-        handle.add_done_callback(lambda: self._complete(api, future, handle, finish, call))
+        frame.future = call.future = _create_future(call.api)
+        handle.add_done_callback(lambda: self._complete(call, handle))
+        handle.leave()
         return True
 
-    # -- on the thread of Reigen that completes the collective ---------------------------------------------------------
+    def _check_order(self, native: NativeCall, operation: int, run: int) -> None:
+        """Compare with the last execution of the same operation of the same program, which counts its executions.
 
-    def _complete(
-        self, api: FfiApi, future: int, handle: Handle, finish: Callable[[CollectiveResult], None], call: object
-    ) -> None:
+        They begin anywhere, and so they do again for a program that has got the memory of one that was forgotten.
+        """
+        last = self._last_runs.get(operation, run)
+        if last - _MAX_IN_FLIGHT < run < last:
+            error = CollectiveError(
+                "two computations of this rank have called it in another order than they were dispatched in; "
+                "dispatch them from one thread",
+                tensor=native.name,
+            )
+            context.current().give_up(error)
+            raise error
+        if len(self._last_runs) >= _MAX_OPERATIONS:
+            self._last_runs.clear()
+        self._last_runs[operation] = run
+
+    # -- on the thread of Reigen that completes a collective -----------------------------------------------------------
+
+    def _complete(self, call: _Call, handle: Handle) -> None:
         try:
-            finish(handle.wait())
+            call.deliver(handle.wait())
         except BaseException as error:  # noqa: BLE001  raised by the runtime, where the result is needed
-            failed = FfiFutureErrorArguments(sizeof(FfiFutureErrorArguments), None, future, self._error(api, error))
-            _call(api, api.future_set_error, failed)
+            self._fail(call, error)
         else:
-            _call(api, api.future_set_available, FfiFutureArguments(sizeof(FfiFutureArguments), None, future))
-        finally:
-            del self._calls[call]
+            done = FfiFutureArguments(sizeof(FfiFutureArguments), None, call.future)
+            _call(call.api, call.api.future_set_available, done)
+            del self._calls[call.key]
+        self._begin_next(call.name)
+
+    def _begin_next(self, name: tuple[str, int]) -> None:
+        """Begin the next call of a name, if there is one: another was over."""
+        while True:
+            with self._lock:
+                queue = self._queues[name]
+                if not queue:
+                    del self._queues[name]
+                    return
+                call = queue.popleft()
+            try:
+                handle = call.begin(blocking=False)
+            except BaseException as error:  # noqa: BLE001  raised by the runtime, where the result is needed
+                self._fail(call, error)
+                continue
+            handle.add_done_callback(functools.partial(self._complete, call, handle))
+            return
+
+    def _fail(self, call: _Call, error: BaseException) -> None:
+        made = self._error(call.api, error)
+        failed = FfiFutureErrorArguments(sizeof(FfiFutureErrorArguments), None, call.future, made)
+        _call(call.api, call.api.future_set_error, failed)
+        del self._calls[call.key]
 
     def _error(self, api: FfiApi, error: BaseException) -> int | None:
         """Make an `XLA_FFI_Error`; the runtime owns it."""
@@ -176,6 +245,66 @@ class FfiHandler:
         made = FfiErrorArguments(sizeof(FfiErrorArguments), None, text, status_code(error))
         address: int | None = FUNCTION(api.error_create)(addressof(made))
         return address
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Call of the handler, on buffers that stay until it is complete.
+
+    Attributes:
+        native: the collective.
+        sources: the tensors, with their element types.
+        results: memory for the results.
+        splits: of an alltoall.
+        api: the runtime's functions.
+        key: the call among those that are under way.
+        future: for the runtime, if it goes on behind the handler's return.
+    """
+
+    native: NativeCall
+    sources: list[tuple[_Array, DType]]
+    results: list[_Array]
+    splits: tuple[int, ...] | None
+    api: FfiApi
+    key: object
+    future: int = 0
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """Name and process set."""
+        return self.native.name, self.native.process_set
+
+    def begin(self, *, blocking: bool) -> Handle:
+        """Submit the collective."""
+        in_place = self.native.row.in_place
+        offers = not in_place and not self.native.is_grouped
+        return self.native.start(
+            [array for array, _ in self.sources],
+            [dtype for _, dtype in self.sources],
+            self.results if in_place else None,
+            splits=self.splits,
+            make_output=functools.partial(_offer, self.results[0]) if offers else None,
+            blocking=blocking,
+        )
+
+    def deliver(self, outcome: CollectiveResult) -> None:
+        """Copy results of a shape that depends on all ranks into the runtime's memory, unless they lie there."""
+        native = self.native
+        if native.row.in_place:
+            return
+        outcomes = outcome.members if native.is_grouped else (outcome,)
+        for array, each in zip(self.results, outcomes, strict=False):
+            found = each.on_host
+            if found.shape != array.shape:
+                raise CollectiveError(
+                    f"the program was compiled for a result of shape {array.shape}, but the ranks' tensors give "
+                    f"{found.shape}: inside a compiled program they have the same shape on all ranks",
+                    tensor=native.name,
+                )
+            if not np.may_share_memory(found, array):
+                np.copyto(array, found)
+        if native.row.returns_splits and len(self.results) > 1:
+            self.results[1][:] = outcome.received_splits
 
 
 class _KnownThreads(threading.local):
@@ -225,14 +354,13 @@ def check_api(api: FfiApi) -> tuple[int, int]:
     return version
 
 
-def register_handler(api_address: int, name: str, platform: str = "Host", *, waits: bool = False) -> FfiHandler:
+def register_handler(api_address: int, name: str, platform: str = "Host") -> FfiHandler:
     """Register a handler with the runtime whose `XLA_FFI_GetApi` has given an address.
 
     Args:
         api_address: of the runtime's `XLA_FFI_Api`.
         name: of the target of custom calls; once in a process and runtime.
         platform: as XLA calls it: ``Host`` for processors.
-        waits: see `FfiHandler`.
 
     Raises:
         FfiMismatchError: the runtime has another interface, or refuses the handler.
@@ -240,7 +368,7 @@ def register_handler(api_address: int, name: str, platform: str = "Host", *, wai
     if not api_address:
         raise FfiMismatchError("the runtime has no foreign function interface of XLA")
     api = FfiApi.from_address(api_address)
-    handler = FfiHandler(check_api(api), waits=waits)
+    handler = FfiHandler(check_api(api))
     texts = [(text, len(text)) for text in (name.encode(), platform.encode())]
     spans = [FfiSpan(ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), length) for text, length in texts]
     bundle = FfiHandlerBundle(None, None, None, handler.address)
@@ -257,6 +385,14 @@ def _call(api: FfiApi, function: int, arguments: ctypes.Structure) -> None:
         message = (asked.message or b"").decode(errors="replace")
         FUNCTION(api.error_destroy)(addressof(FfiMessageArguments(sizeof(FfiFutureArguments), None, error, None)))
         raise FfiMismatchError(f"XLA refuses a call of its foreign function interface: {message}")
+
+
+def _ask_context(frame: FfiCallFrame, function: str) -> int:
+    """Return the number that a function of the runtime gives for a call's context."""
+    api = frame.api.contents
+    arguments = FfiContextArguments(sizeof(FfiContextArguments), None, frame.context, 0)
+    _call(api, getattr(api, function), arguments)
+    return int(arguments.number)
 
 
 def _create_future(api: FfiApi) -> int:
@@ -303,26 +439,5 @@ def _views(buffers: FfiBuffers) -> list[tuple[_Array, DType]]:
 
 
 def _offer(array: _Array, shape: tuple[int, ...]) -> _Array:
-    """Return the runtime's memory for a result, if it has this shape; `_deliver` refuses all others."""
+    """Return the runtime's memory for a result, if it has this shape; `_Call.deliver` refuses all others."""
     return array if array.shape == shape else np.empty(shape, array.dtype)
-
-
-def _check_complete(outcome: CollectiveResult) -> None:
-    """Do nothing: the result lies in the runtime's memory."""
-
-
-def _deliver(native: NativeCall, arrays: list[_Array], outcome: CollectiveResult) -> None:
-    """Copy results of a shape that depends on all ranks into the runtime's memory, unless they lie there."""
-    outcomes = outcome.members if native.is_grouped else (outcome,)
-    for array, each in zip(arrays, outcomes, strict=False):
-        found = each.on_host
-        if found.shape != array.shape:
-            raise CollectiveError(
-                f"the program was compiled for a result of shape {array.shape}, but the ranks' tensors give "
-                f"{found.shape}: inside a compiled program they have the same shape on all ranks",
-                tensor=native.name,
-            )
-        if not np.may_share_memory(found, array):
-            np.copyto(array, found)
-    if native.row.returns_splits and len(arrays) > 1:
-        arrays[1][:] = outcome.received_splits
