@@ -23,7 +23,7 @@ def _insert_behind_name(parameters: list[Parameter], own: Parameter) -> list[Par
     return [*parameters[:at], own, *parameters[at:]]
 
 
-def _arrange_torch(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
+def _arrange_compression(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
     """Differentiable reductions take a compression."""
     return _insert_behind_name(parameters, _COMPRESSION) if collective.reduces and form == Form() else parameters
 
@@ -41,7 +41,7 @@ def _arrange_mxnet(collective: Collective, form: Form, parameters: list[Paramete
 NUMPY = Dialect("Array", "ArrayLike")
 TORCH = Dialect(
     "torch.Tensor",
-    arrange=_arrange_torch,
+    arrange=_arrange_compression,
     notes=lambda collective, form: " Differentiable." if form == Form() else "",
 )
 MXNET = Dialect(
@@ -49,4 +49,10 @@ MXNET = Dialect(
     forms=(Form(), Form(in_place=True)),
     arrange=_arrange_mxnet,
     notes=lambda collective, form: " Does not wait." if collective.in_place else " Waits.",
+)
+JAX = Dialect(
+    "Any",
+    forms=(Form(), Form(is_async=True)),
+    arrange=_arrange_compression,
+    notes=lambda collective, form: " Takes pytrees. Differentiable." if form == Form() else "",
 )
