@@ -1,4 +1,4 @@
-"""Collectives of compiled programs: what an operation of a runtime (TensorFlow, XLA) knows, and how it begins one.
+"""Collectives of compiled programs: the text in a native operation of a runtime (TensorFlow, XLA), and how it begins.
 
 A program is traced once and runs many times, on threads of the runtime. What the call in its source said is written
 into the operation, as text; the tensors, memory of the runtime, come with each run.
@@ -30,7 +30,7 @@ class NativeCall(msgspec.Struct, frozen=True):
 
     Attributes:
         collective: by its name in the table.
-        name: matches the ranks' operations.
+        name: matches the ranks' operations; without one they match in the order of their submission.
         process_set: number of the set whose ranks take part.
         is_grouped: the tensors are reduced all or none; otherwise there is one.
         reduction: operator and factors, of a collective that reduces.
@@ -101,7 +101,7 @@ class NativeCall(msgspec.Struct, frozen=True):
                 dtypes,
                 argument,
                 targets=targets,
-                name=self.name,
+                name=self.name or None,
                 make_output=make_output,
                 process_set=self.process_set,
                 blocking=blocking,
@@ -115,7 +115,7 @@ class NativeCall(msgspec.Struct, frozen=True):
             dtypes[0],
             argument,
             target=target,
-            name=self.name,
+            name=self.name or None,
             make_output=make_output,
             process_set=self.process_set,
             blocking=blocking,
