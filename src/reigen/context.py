@@ -186,18 +186,22 @@ class Context:
         *,
         targets: Sequence[HostOrDeviceArray] | None = None,
         name: str | None = None,
-        make_output: MakeOutput | None = None,
+        make_output: MakeOutput | Sequence[MakeOutput] | None = None,
         process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
-        """`start` of several tensors as one, all or none: `CollectiveResult.members` has their results, in order."""
+        """`start` of several tensors as one, all or none: `CollectiveResult.members` has their results, in order.
+
+        ``make_output`` is one for all, or one for each.
+        """
         ranks = self._members(process_set)
         members = [
             build_operation(build, source.shape, dtype.name, argument, ranks, process_set, None, "")
             for source, dtype in zip(sources, dtypes, strict=True)
         ]
         if targets is None:
-            tasks = [TensorTableEntry(source.reshape(-1), make_output=make_output) for source in sources]
+            makers = make_output if isinstance(make_output, Sequence) else [make_output] * len(sources)
+            tasks = [TensorTableEntry(s.reshape(-1), make_output=make) for s, make in zip(sources, makers, strict=True)]
         else:
             tasks = [TensorTableEntry(s.reshape(-1), t.reshape(-1), t) for s, t in zip(sources, targets, strict=True)]
         return self._submit_group(name, members, tasks, blocking)
