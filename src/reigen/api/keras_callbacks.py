@@ -232,7 +232,9 @@ class LearningRateWarmupLogic(LearningRateScheduleLogic):
         super().on_epoch_end(epoch, logs)
         if self.verbose > 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
             rate = self.access.get_learning_rate(self.model)
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+            print(  # noqa: T201 - as Keras's own callbacks do
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}."
+            )
 
 
 class BestModelCheckpointLogic:
