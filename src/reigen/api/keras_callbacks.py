@@ -168,8 +168,8 @@ class LearningRateScheduleLogic:
         past = self.end_epoch is not None and self.current_epoch >= self.end_epoch
         if self.current_epoch < self.start_epoch or past or (self.staircase and batch != 0):
             return
-        fraction = 0.0 if self.staircase else batch / (self.steps_per_epoch or 1)
-        self._adjust(self.current_epoch + fraction)
+        begun = self.current_epoch
+        self._adjust(begun if self.staircase else begun + batch / (self.steps_per_epoch or 1))
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Take back what was for one batch."""
