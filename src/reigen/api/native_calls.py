@@ -20,6 +20,8 @@ from reigen.engine.handle import Handle
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.types import DType, ReduceOp
 
+MakeOutput = Callable[[tuple[int, ...]], NDArray[Any]]
+
 _BY_NAME = {collective.name: collective for collective in COLLECTIVES}
 
 
@@ -72,7 +74,7 @@ class NativeCall(msgspec.Struct, frozen=True):
         targets: Sequence[NDArray[Any]] | None = None,
         *,
         splits: tuple[int, ...] | None = None,
-        make_output: Callable[[tuple[int, ...]], NDArray[Any]] | None = None,
+        make_output: MakeOutput | Sequence[MakeOutput] | None = None,
         blocking: bool = False,
     ) -> Handle:
         """Submit it; returns at once.
@@ -83,7 +85,7 @@ class NativeCall(msgspec.Struct, frozen=True):
             targets: of the same shapes, for results of that shape; each may be its source.
             splits: of an alltoall, the rows for each rank.
             make_output: gives memory for a result of a shape that is not known beforehand, on whichever thread
-                completes the operation.
+                completes the operation; one for all tensors, or one for each.
             blocking: the caller waits for the handle next.
 
         Raises:
@@ -105,6 +107,8 @@ class NativeCall(msgspec.Struct, frozen=True):
                 blocking=blocking,
             )
         target = None if targets is None else targets[0]
+        if isinstance(make_output, Sequence):
+            make_output = make_output[0]
         return job.start(
             collective.build,
             given[0],
