@@ -18,10 +18,11 @@ STEPS = 4
 
 def in_a_session(refs: bool) -> None:
     """A script of TensorFlow 1: a graph, a hook that broadcasts, a monitored session."""
+    values = [(each.name[:-2], each.numpy()) for each in Net().all[:3]]
     with tf.Graph().as_default():
         x, y = v1.placeholder(tf.int32, [None]), v1.placeholder(tf.float64, [None, 2])
         table, inner, outer = (
-            v1.Variable(each.numpy() + hvd.rank(), use_resource=not refs, name=each.name[:-2]) for each in ALL[:3]
+            v1.Variable(value + hvd.rank(), use_resource=not refs, name=name) for name, value in values
         )
         prediction = tf.tanh(v1.nn.embedding_lookup(table, x) @ inner) @ outer
         loss = tf.reduce_mean(tf.square(prediction - y))
@@ -36,9 +37,6 @@ def in_a_session(refs: bool) -> None:
     assert_identical_everywhere(found)
     for one, other in zip(found, alone(STEPS).all, strict=False):
         np.testing.assert_allclose(one, other.numpy(), rtol=1e-10, atol=1e-12)
-
-
-ALL = Net().all
 
 
 @pytest.mark.parametrize("refs", [False, True])
