@@ -186,15 +186,19 @@ class Context:
         *,
         targets: Sequence[HostOrDeviceArray] | None = None,
         name: str | None = None,
+        labels: Sequence[str] = (),
         make_output: MakeOutput | None = None,
         process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
-        """`start` of several tensors as one, all or none: `CollectiveResult.members` has their results, in order."""
+        """`start` of several tensors as one, all or none: `CollectiveResult.members` has their results, in order.
+
+        ``labels``, if there are any, say which tensor each one is; they must be the same on every rank.
+        """
         ranks = self._members(process_set)
         members = [
-            build_operation(build, source.shape, dtype.name, argument, ranks, process_set, None, "")
-            for source, dtype in zip(sources, dtypes, strict=True)
+            build_operation(build, source.shape, dtype.name, argument, ranks, process_set, label, "")
+            for source, dtype, label in zip(sources, dtypes, labels or [None] * len(sources), strict=True)
         ]
         if targets is None:
             tasks = [TensorTableEntry(source.reshape(-1), make_output=make_output) for source in sources]

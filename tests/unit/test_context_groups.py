@@ -11,7 +11,7 @@ from msgspec import structs
 from reigen.context import Context, Handle
 from reigen.engine.handle import TensorTableEntry
 from reigen.engine.messages import Operation, OperationKind
-from reigen.engine.operation_builders import build_allgather, build_reducescatter
+from reigen.engine.operation_builders import ReductionSpec, build_allgather, build_allreduce, build_reducescatter
 from reigen.errors import ArgumentError, JoinedError, MismatchError, SharedMemoryError
 from reigen.net.shm_segment import ShmSegment
 from reigen.types import DTYPES, ReduceOp
@@ -288,6 +288,24 @@ def test_groups_that_differ_are_refused_as_a_whole_and_all_else_goes_on() -> Non
         with pytest.raises(ArgumentError, match="at least one tensor"):
             job.grouped_allreduce([], [], [])
         assert (x == 1.0).all()
+        return total(job, 1.0)
+
+    assert between(2, act) == [2.0] * 2
+
+
+def test_tensors_of_a_group_that_have_names_are_told_apart_by_them() -> None:
+    def act(job: Context) -> float:
+        x = np.ones(3, np.float32)
+        for other in (["a", "c"], ["a"], ["a", "b", "c"]):
+            labels = ["a", "b"] if job.rank else other
+            x_of_all = [x] * len(labels)
+            handle = job.start_group(
+                build_allreduce, x_of_all, [FLOAT] * len(labels), ReductionSpec(ReduceOp.SUM, 1.0, 1.0),
+                targets=[np.empty_like(x) for _ in labels], name="g", labels=labels,
+            )  # fmt: skip
+            with pytest.raises(MismatchError, match=r"the tensors differ in member [12] of the group") as caught:
+                handle.wait()
+            assert caught.value.details[1 if len(other) < 3 else 0] in ("b", "c")
         return total(job, 1.0)
 
     assert between(2, act) == [2.0] * 2

@@ -38,6 +38,38 @@ def _arrange_mxnet(collective: Collective, form: Form, parameters: list[Paramete
     return arranged
 
 
+_DEVICE_DENSE = Parameter("device_dense", "str", "accepted for Horovod's sake.", "")
+_DEVICE_SPARSE = Parameter("device_sparse", "str", "accepted for Horovod's sake.", "")
+_IGNORE_NAME_SCOPE = Parameter("ignore_name_scope", "bool", "accepted for Horovod's sake: names are as given.", False)
+#: The order of the arguments behind the tensor, where it is not the table's.
+_TENSORFLOW_ORDER = {
+    "allreduce": "average device_dense device_sparse compression op prescale_factor postscale_factor name process_set "
+    "ignore_name_scope",
+    "grouped_allreduce": "average device_dense device_sparse compression op prescale_factor postscale_factor "
+    "process_set ignore_name_scope name",
+    "reducescatter": "device_dense compression op name process_set ignore_name_scope prescale_factor postscale_factor",
+    "allgather": "name ignore_name_scope process_set",
+    "broadcast": "root_rank name ignore_name_scope process_set",
+    "alltoall": "splits name ignore_name_scope process_set",
+}
+
+
+def _arrange_tensorflow(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
+    """Reductions take a compression; devices and scopes of names are accepted."""
+    return _in_tensorflow_order(collective.name, parameters)
+
+
+def _arrange_tensorflow_grouped(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
+    grouped = f"grouped_{collective.name}"
+    return _in_tensorflow_order(grouped if grouped in _TENSORFLOW_ORDER else collective.name, parameters)
+
+
+def _in_tensorflow_order(order: str, parameters: list[Parameter]) -> list[Parameter]:
+    own = (_DEVICE_DENSE, _DEVICE_SPARSE, _COMPRESSION, _IGNORE_NAME_SCOPE)
+    known = {parameter.name: parameter for parameter in (*own, *parameters)}
+    return [known[name] for name in _TENSORFLOW_ORDER[order].split()]
+
+
 NUMPY = Dialect("Array", "ArrayLike")
 TORCH = Dialect(
     "torch.Tensor",
@@ -49,4 +81,12 @@ MXNET = Dialect(
     forms=(Form(), Form(in_place=True)),
     arrange=_arrange_mxnet,
     notes=lambda collective, form: " Does not wait." if collective.in_place else " Waits.",
+)
+TENSORFLOW = Dialect(
+    "tf.Tensor",
+    "TensorLike",
+    forms=(Form(),),
+    arrange=_arrange_tensorflow,
+    arrange_grouped=_arrange_tensorflow_grouped,
+    notes=lambda collective, form: " Differentiable.",
 )

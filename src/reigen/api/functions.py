@@ -30,6 +30,7 @@ class Dialect:
         forms: which forms of each collective it has.
         arrange: given a collective, a form and the parameters behind the tensor, returns them with the framework's own
             among them, in its order. Those are handed on to `Collectives.implementation`.
+        arrange_grouped: the same for functions of several tensors; None: as for one.
         notes: a sentence for the docstring of a collective in a form.
     """
 
@@ -37,6 +38,7 @@ class Dialect:
     takes: str | None = None
     forms: tuple[Form, ...] = (Form(), Form(in_place=True), Form(is_async=True), Form(in_place=True, is_async=True))
     arrange: Callable[[Collective, Form, list[Parameter]], list[Parameter]] = lambda _, __, parameters: parameters
+    arrange_grouped: Callable[[Collective, Form, list[Parameter]], list[Parameter]] | None = None
     notes: Callable[[Collective, Form], str] = lambda _, __: ""
 
 
@@ -68,7 +70,9 @@ class FunctionSpec:
     @property
     def parameters(self) -> list[Parameter]:
         """All of them."""
-        return [self.value, *self.dialect.arrange(self.collective, self.form, list(self.collective.parameters))]
+        arrange = self.dialect.arrange_grouped if self.grouped else None
+        arrange = arrange or self.dialect.arrange
+        return [self.value, *arrange(self.collective, self.form, list(self.collective.parameters))]
 
     @property
     def returns(self) -> str:

@@ -20,8 +20,11 @@ from reigen.cli.tables import print_table
 from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import resolve_hosts
 
-#: Frameworks whose versions are shown although Reigen has no package for them.
-_OTHER_FRAMEWORKS = ("tensorflow", "keras", "jax")
+#: Distributions in which a framework may be installed, where they are not called like it.
+_DISTRIBUTIONS = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),
+    "tf_keras": ("tf_keras", "tf-keras-nightly"),
+}
 _GIB = 1 << 30
 
 
@@ -81,9 +84,11 @@ def build_report() -> str:
     """Format the report as `horovodrun --check-build` does."""
     sections: dict[str, dict[str, bool]] = {
         "Frameworks": {
-            "TensorFlow": False,
-            "PyTorch": _version("torch") is not None,
-            "MXNet": _version("mxnet") is not None,
+            "TensorFlow": _framework_version("tensorflow") is not None,
+            "PyTorch": _framework_version("torch") is not None,
+            "MXNet": _framework_version("mxnet") is not None,
+            "Keras": _framework_version("keras") is not None,
+            "JAX": _framework_version("jax") is not None,
             "NumPy": True,
         },
         "Controllers": {"MPI": False, "Gloo": False, "Reigen": True},
@@ -106,8 +111,8 @@ def build_report() -> str:
 
 def collect_results(environ: Mapping[str, str]) -> list[CheckResult]:
     """Collect the lines of the report, in order. Imports no framework."""
-    names = dict.fromkeys((*FRAMEWORKS, *_OTHER_FRAMEWORKS))
-    frameworks = (CheckResult("frameworks", name, _version(name) or "not installed") for name in names)
+    names = (*FRAMEWORKS, "keras", "tf_keras")
+    frameworks = (CheckResult("frameworks", name, _framework_version(name) or "not installed") for name in names)
     return [*_versions(), *_kernel(), *_host(), *frameworks, *_backends(environ)]
 
 
@@ -121,6 +126,10 @@ def _versions() -> list[CheckResult]:
         version = _version(name)
         found.append(CheckResult("versions", name, version or "not installed", is_needed and version is None))
     return found
+
+
+def _framework_version(name: str) -> str | None:
+    return next(filter(None, map(_version, _DISTRIBUTIONS.get(name, (name,)))), None)
 
 
 def _version(distribution: str) -> str | None:

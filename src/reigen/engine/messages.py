@@ -52,7 +52,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
         process_set: whose ranks take part; 0 is all.
         divide_by_active: AVERAGE divides by the ranks that have not joined, instead of by all of the set.
         members: of a group, which is negotiated as one: the operations, all of this kind. The group itself has no dtype
-            and no shape.
+            and no shape. A member's name says which tensor it is, or is empty.
         device: the kind of device in whose memory the tensors lie, for a backend of its own; empty: the host's. The
             members of a group have none, theirs is the group's.
         payload: for EXCHANGE: what this rank says to the others, at most `MAX_NOTE_BYTES`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -164,6 +165,10 @@ def _validate_single(operation: Operation, ranks: Sequence[int]) -> str | None:
 def find_mismatch(operations: Mapping[int, Operation]) -> Mismatch | None:
     """The first thing in which the ranks' operations differ, in Horovod's order of checks; None when they agree."""
     first, *rest = (operations[rank] for rank in sorted(operations))
+    labels = [[member.name for member in operation.members] for operation in operations.values()]
+    for index, column in enumerate(itertools.zip_longest(*labels, fillvalue="")):
+        if len(set(column)) > 1:
+            return f"the tensors differ in member {index} of the group", _show_label(index)
     for check in _CHECKS:
         if first.kind in check.kinds and any(check.value(other) != check.value(first) for other in rest):
             return check.what, check.show
@@ -178,6 +183,10 @@ def _find_member_mismatch(operations: Mapping[int, Operation]) -> Mismatch | Non
             what, show = differing
             return f"{what} in member {index} of the group", _show_member(show, index)
     return None
+
+
+def _show_label(index: int) -> Callable[[Operation], str]:
+    return lambda o: o.members[index].name or "a tensor without a name" if index < len(o.members) else "no tensor"
 
 
 def _show_member(show: Callable[[Operation], str], index: int) -> Callable[[Operation], str]:

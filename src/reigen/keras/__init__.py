@@ -1,0 +1,53 @@
+"""Reigen for Keras 3 (3.3 or later), on any of its backends: ``import reigen.keras as hvd``."""
+
+try:
+    import keras as _keras  # before anything that needs it: this says what to do where it is missing
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install keras ({error})", name=error.name) from None
+if int(_keras.__version__.partition(".")[0]) < 3:
+    raise ImportError(
+        f"reigen.keras needs Keras 3, not {_keras.__version__}: for tf.keras there is reigen.tensorflow.keras"
+    )
+
+from reigen.api import common_names as _common_names
+from reigen.api.common_names import *
+from reigen.api.functions import allgather_object, barrier, broadcast_object, join
+from reigen.api.job import shutdown
+from reigen.errors import HorovodInternalError
+from reigen.keras import callbacks
+from reigen.keras.compression import Compression
+from reigen.keras.data import ShardedDataset, shard
+from reigen.keras.distributed_optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from reigen.keras.functions import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
+from reigen.keras.saving import load_model
+
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "PartialDistributedOptimizer",
+    "ShardedDataset",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "join",
+    "load_model",
+    "reducescatter",
+    "shard",
+    "shutdown",
+]
+__all__ += _common_names.__all__
+__all__.sort()

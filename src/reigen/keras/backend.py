@@ -1,0 +1,66 @@
+"""What Reigen for Keras 3 needs of the framework that is Keras's backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+import keras
+
+from reigen.api.process_sets import ProcessSet
+from reigen.engine.operation_builders import ReductionSpec
+from reigen.errors import ConfigError
+
+
+class KerasBackend(Protocol):
+    """Collectives and gradients of a framework, inside of its traced programs too.
+
+    Attributes:
+        skips_updates: a step that only accumulates gradients runs no update (Keras's jax optimizers run all, and drop
+            the results).
+    """
+
+    skips_updates: bool
+
+    def reduce_gradients(
+        self, tensors: Sequence[Any], reduction: ReductionSpec, name: str, process_set: ProcessSet
+    ) -> list[Any]:
+        """Return dense tensors, reduced as one operation, all or none.
+
+        Args:
+            tensors: at least one.
+            reduction: the operator and its factors.
+            name: matches the ranks' operations.
+            process_set: whose ranks take part.
+
+        Raises:
+            CollectiveError: it failed; or what the framework's programs raise then.
+        """
+
+    def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
+        """Return a sparse gradient with the rows of all ranks."""
+
+    def is_sparse(self, gradient: Any) -> bool:
+        """Return whether it is a gradient of rows and their numbers."""
+
+    def to_dense(self, gradient: Any) -> Any:
+        """Return a sparse gradient as a tensor."""
+
+
+@functools.cache
+def load_backend() -> KerasBackend:
+    """Return what there is for the backend that Keras runs on.
+
+    Raises:
+        ConfigError: there is nothing for it.
+    """
+    name = keras.backend.backend()
+    if name not in ("tensorflow", "torch", "jax"):
+        raise ConfigError(
+            f"Reigen has nothing for Keras's backend {name!r}: set KERAS_BACKEND to tensorflow, torch or jax"
+        )
+    # by name: the frameworks' packages lie above this one, and this one's imported already
+    backend: KerasBackend = import_module(f"reigen.{name}.keras_backend").BACKEND
+    return backend

@@ -1,0 +1,31 @@
+"""Reigen for TensorFlow (2.16 or later): ``import reigen.tensorflow as hvd`` in a script written for Horovod."""
+
+try:
+    import tensorflow as _tf  # noqa: F401, ICN001  before anything that needs it: this says what to do without it
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"reigen.tensorflow needs TensorFlow: pip install tensorflow ({error})", name=error.name
+    ) from None
+
+from reigen.api import common_names as _common_names
+from reigen.api.common_names import *
+from reigen.api.horovod_basics import check_num_rank_power_of_2, gpu_available
+from reigen.api.job import shutdown
+from reigen.errors import HorovodInternalError
+from reigen.tensorflow import functions as _functions
+from reigen.tensorflow import ops as _ops
+from reigen.tensorflow.compression import Compression
+from reigen.tensorflow.functions import *
+from reigen.tensorflow.ops import *
+
+__all__ = [
+    "Compression",
+    "HorovodInternalError",
+    "check_num_rank_power_of_2",
+    "gpu_available",
+    "shutdown",
+]
+__all__ += _common_names.__all__
+__all__ += _functions.__all__
+__all__ += _ops.__all__
+__all__.sort()

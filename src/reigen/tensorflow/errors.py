@@ -1,0 +1,97 @@
+"""Errors that are Reigen's and TensorFlow's at once: scripts catch ``tf.errors``, and find our fields.
+
+::
+
+    MismatchError                            tf.errors.FailedPreconditionError
+    every other CollectiveError              tf.errors.UnknownError
+    ArgumentError, UnsupportedTypeError      tf.errors.InvalidArgumentError
+
+An operation in a graph can fail with a code and a text alone. The error is remembered with that text, so that a caller
+with a Python frame around the graph gets it back: `collective_error_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import tensorflow as tf
+
+from reigen.errors import ArgumentError, CollectiveError, MismatchError, ReigenError, UnsupportedTypeError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CLASSES: tuple[tuple[type[ReigenError], Any], ...] = (
+    (MismatchError, tf.errors.FailedPreconditionError),
+    (CollectiveError, tf.errors.UnknownError),
+    (ArgumentError, tf.errors.InvalidArgumentError),
+    (UnsupportedTypeError, tf.errors.InvalidArgumentError),
+)
+_MAX_REMEMBERED = 256
+_remembered: OrderedDict[str, CollectiveError] = OrderedDict()
+
+
+def tensorflow_class(error: BaseException) -> Any:
+    """Return the class of ``tf.errors`` that stands for an error."""
+    return next((theirs for ours, theirs in _CLASSES if isinstance(error, ours)), tf.errors.UnknownError)
+
+
+def to_tensorflow_error(error: ReigenError) -> ReigenError:
+    """Make the same error as one of ``tf.errors``, too."""
+    theirs = next((each for ours, each in _CLASSES if isinstance(error, ours)), None)
+    if theirs is None or isinstance(error, theirs):
+        return error
+    kind: Any = _combined_class(type(error), theirs)
+    copied: ReigenError = kind.__new__(kind)
+    theirs.__init__(copied, None, None, str(error))
+    copied.args, copied.__cause__ = error.args, error.__cause__
+    copied.__dict__.update(error.__dict__)
+    return copied
+
+
+def raises_tensorflow_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap ``function`` so that Reigen's errors are TensorFlow's, too; AutoGraph does not rewrite it."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except ReigenError as error:
+            converted = to_tensorflow_error(error)
+            if converted is error:
+                raise
+            raise converted from error
+
+    unconverted: Callable[P, R] = tf.autograph.experimental.do_not_convert(wrapped)
+    return unconverted
+
+
+def remember(error: CollectiveError) -> str:
+    """Return the text of an error for an operation of a graph; `collective_error_of` knows it again."""
+    text = str(error)
+    _remembered[text] = error
+    if len(_remembered) > _MAX_REMEMBERED:
+        _remembered.popitem(last=False)
+    return text
+
+
+def collective_error_of(error: BaseException) -> CollectiveError | None:
+    """Return the failed collective that ended a graph with an error of ``tf.errors``; None: it was something else."""
+    if isinstance(error, CollectiveError):
+        return error
+    if not isinstance(error, tf.errors.OpError):
+        return None
+    found = next((known for text, known in reversed(_remembered.items()) if text in error.message), None)
+    return None if found is None else found.anew()
+
+
+@functools.cache
+def _combined_class(ours: Any, theirs: Any) -> Any:
+    def init(self: Any, node_def: object, op: object, message: str, *args: object) -> None:
+        theirs.__init__(self, node_def, op, message)
+
+    doc = f"`reigen.errors.{ours.__name__}`, and a `tf.errors.{theirs.__name__}`."
+    return type(ours.__name__, (ours, theirs), {"__doc__": doc, "__module__": __name__, "__init__": init})

@@ -1,0 +1,204 @@
+"""Reduction of one step's gradients: dense ones as a group, IndexedSlices gathered, those of local variables left alone.
+
+Names are the same on all ranks, whatever they have traced before: a group is called after the path of its first
+variable, without the numbers that Keras appends (they count the models that a process has built), and, where a graph
+has several of that name, by its position among them.
+
+All ranks must have gradients for the same variables, dense for the same and sparse for the same. Every variable has a
+member of the group, with its path as a label and no elements if it has no dense gradient, so that a difference is an
+error on every rank, which names the variable.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from reigen import context
+from reigen.api.compression import as_compressor
+from reigen.api.gradients.reduce_group import choose_reduction
+from reigen.api.horovod_basics import split_list
+from reigen.api.operations import Average
+from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.errors import ArgumentError, UnsupportedError
+from reigen.tensorflow.collectives import reduce_gradients
+from reigen.tensorflow.compression import COMPRESSION_NAMES, Compression
+from reigen.tensorflow.errors import raises_tensorflow_errors
+from reigen.tensorflow.ops import grouped_allgather
+from reigen.types import ReduceOp
+
+#: The number that Keras gives a layer or a model of a name that it has given before.
+_SERIAL_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+
+class GradientReducer:
+    """Reduces gradients over the ranks of a process set, as the arguments of Horovod's wrappers say.
+
+    Args:
+        op: Average, Sum, Min, Max, Product or Adasum.
+        gradient_predivide_factor: with Average, gradients are divided by it before they are added, multiplied after.
+        compression: the element type in which they travel.
+        sparse_as_dense: reduce IndexedSlices as dense tensors.
+        num_groups: deprecated; use ``groups``.
+        groups: how many groups, or lists of variables, each reduced as one operation; the other variables are one more.
+        process_set: whose ranks take part; any other keeps its own gradients.
+        scale_local_gradients: gradients of local variables are divided by the number of ranks.
+
+    Raises:
+        ArgumentError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        compression: Any = Compression.none,
+        *,
+        sparse_as_dense: bool = False,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        self.reduction = choose_reduction(op, gradient_predivide_factor)
+        self.compression = as_compressor(compression, COMPRESSION_NAMES)
+        self.process_set = process_set
+        self._sparse_as_dense = sparse_as_dense
+        self._groups = _check_groups(groups if groups is not None else num_groups or None)
+        self._scale_local_gradients = scale_local_gradients
+        self._local: dict[int, Any] = {}
+
+    def register_local(self, variable: Any) -> None:
+        """The variable is this rank's own: its gradient is never reduced."""
+        self._local[_key(variable)] = variable
+
+    def is_local(self, variable: Any) -> bool:
+        """Return whether the variable is this rank's own."""
+        return _key(variable) in self._local
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks reduce together; 1 for a rank outside the process set."""
+        job = context.current()
+        ranks = job.process_sets[process_set_number(self.process_set)]
+        return len(ranks) if job.rank in ranks else 1
+
+    @raises_tensorflow_errors
+    def reduce(self, gradients: Iterable[Any], variables: Iterable[Any], name: str = "gradients") -> list[Any]:
+        """Reduce gradients: tensors, IndexedSlices or None, which stays None.
+
+        Args:
+            gradients: of the variables, in their order.
+            variables: what the gradients belong to; the same on every rank, in the same order.
+            name: the names of the operations begin with it.
+
+        Raises:
+            FailedPreconditionError: ranks have gradients for different variables, or of different kinds, dtypes or
+                shapes; on every rank.
+        """
+        results, variables, size = list(gradients), list(variables), self.num_ranks
+        if size == 1 or not results:
+            return results
+        shared = []
+        for index, variable in enumerate(variables):
+            if not self.is_local(variable):
+                shared.append(index)
+            elif self._scale_local_gradients and results[index] is not None:
+                results[index] = _scale(results[index], 1 / size)
+        if not shared:
+            return results
+        name = f"{name}.{path_of(variables[shared[0]])}"
+        for number, group in enumerate(self._split(shared, variables)):
+            labels = [path_of(variables[index]) for index in group]
+            reduced = self._reduce_group([results[index] for index in group], labels, f"{name}.{number}", size)
+            for index, gradient in zip(group, reduced, strict=True):
+                results[index] = gradient
+        return results
+
+    def _split(self, indices: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        if self._groups is None:
+            return [indices]
+        if isinstance(self._groups, int):
+            parts = split_list(indices, min(self._groups, len(indices)))
+        else:
+            group_of = {_key(variable): number for number, group in enumerate(self._groups) for variable in group}
+            parts = [[] for _ in range(len(self._groups) + 1)]
+            for index in indices:
+                parts[group_of.get(_key(variables[index]), len(self._groups))].append(index)
+        return [list(part) for part in parts if part]
+
+    def _reduce_group(self, gradients: list[Any], paths: list[str], name: str, size: int) -> list[Any]:
+        """Reduce what is dense; then gather what is sparse, which begins only where all ranks agree on what that is."""
+        tensors, labels, sparse = [], [], []
+        for index, (gradient, path) in enumerate(zip(gradients, paths, strict=True)):
+            if isinstance(gradient, tf.IndexedSlices):
+                if self._sparse_as_dense:
+                    gradient = tf.convert_to_tensor(gradient)
+                else:
+                    sparse.append(index)
+            is_dense = gradient is not None and not isinstance(gradient, tf.IndexedSlices)
+            tensors.append(tf.convert_to_tensor(gradient) if is_dense else tf.zeros((0,), tf.float32))
+            labels.append(path if is_dense else f"{path} ({'no' if gradient is None else 'sparse'} gradient)")
+        pairs = list(map(self.compression.compress, tensors))
+        sent = reduce_gradients([each for each, _ in pairs], self.reduction, name, self.process_set, labels)
+        reduced = [self.compression.decompress(each, ctx) for each, (_, ctx) in zip(sent, pairs, strict=True)]
+        results = [None if gradient is None else tensor for gradient, tensor in zip(gradients, reduced, strict=True)]
+        with tf.control_dependencies(reduced):
+            for index in sparse:
+                results[index] = self._gather(gradients[index], f"{name}.sparse.{index}", size)
+        return results
+
+    def _gather(self, slices: tf.IndexedSlices, name: str, size: int) -> tf.IndexedSlices:
+        """Bring all ranks' slices together, in rank order; an index that several ranks have is there several times."""
+        if self.reduction.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise UnsupportedError(
+                f"IndexedSlices can be reduced with op=Average or Sum, not {self.reduction.op.name.title()}; "
+                "sparse_as_dense=True makes them dense"
+            )
+        values, ctx = self.compression.compress(slices.values)
+        values, indices = grouped_allgather([values, slices.indices], name=name, process_set=self.process_set)
+        values = self.compression.decompress(values, ctx)
+        gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
+        return _scale(gathered, 1 / size) if self.reduction.op is ReduceOp.AVERAGE else gathered
+
+
+def _key(variable: Any) -> int:
+    """Identity of a variable; the same for one of Keras 3 and TensorFlow's that it holds."""
+    return id(getattr(variable, "_value", variable))
+
+
+def path_of(variable: Any) -> str:
+    """What a variable is called on every rank: its path without serial numbers."""
+    path = getattr(variable, "path", None)
+    if not isinstance(path, str):
+        path = variable.name if isinstance(variable, tf.Variable) else "tensor"
+    return _without_numbers(path)
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_numbers(path: str) -> str:
+    # A name travels in at most 512 bytes.
+    return _SERIAL_NUMBER.sub("", path.removesuffix(":0"))[-300:] or "variable"
+
+
+def _scale(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _check_groups(groups: Any) -> int | list[list[Any]] | None:
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return groups
+    if isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
+        members = [_key(variable) for group in groups for variable in group]
+        if len(set(members)) < len(members):
+            raise ArgumentError("a variable can be in one of the groups only")
+        return [list(group) for group in groups]
+    raise ArgumentError(f"groups should be a positive integer or a list of lists of variables, got {groups!r}")

@@ -1,0 +1,47 @@
+"""PyTorch as Keras's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from reigen.api.collectives import Collectives
+from reigen.api.operations import ALLREDUCE
+from reigen.api.process_sets import ProcessSet
+from reigen.engine.operation_builders import ReductionSpec
+from reigen.torch.adapter import TorchAdapter
+
+_COLLECTIVES = Collectives(TorchAdapter())
+
+
+class TorchKerasBackend:
+    """A `reigen.keras.backend.KerasBackend`: Keras runs eagerly, and collectives wait."""
+
+    skips_updates = True
+
+    def reduce_gradients(
+        self, tensors: Sequence[torch.Tensor], reduction: ReductionSpec, name: str, process_set: ProcessSet
+    ) -> list[Any]:
+        """Return the tensors, reduced as one operation."""
+        given = [tensor.detach() for tensor in tensors]
+        return _COLLECTIVES.start_group(ALLREDUCE, given, reduction, name, process_set, blocking=True).wait()
+
+    def reduce_sparse(
+        self, gradient: torch.Tensor, reduction: ReductionSpec, name: str, process_set: ProcessSet
+    ) -> torch.Tensor:
+        """Return a sparse gradient as a dense one, reduced: Keras's optimizers take no others from PyTorch."""
+        reduced: torch.Tensor = self.reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
+        return reduced
+
+    def is_sparse(self, gradient: Any) -> bool:
+        """Return whether it is a sparse tensor."""
+        return bool(gradient.is_sparse)
+
+    def to_dense(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return it as a dense tensor."""
+        return gradient.to_dense()
+
+
+BACKEND = TorchKerasBackend()
