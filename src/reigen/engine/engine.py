@@ -263,6 +263,12 @@ class Engine:
             if observer is not None:
                 observer.waited(handle.name)
 
+    def leave(self, handle: Handle) -> None:
+        """Have the engine's thread look after an operation whose submitter said that it would wait, and does not."""
+        if self._thread is not None and not handle.done:
+            self._outstanding.is_wakeup_pending = True
+            self._transport.wake(WaitingThread.ANY)
+
     def _hand_over(self, handle: Handle) -> None:
         """Give up ``_driver`` after having driven for ``handle``; the engine's thread looks after the rest."""
         coordinator, waits_for_others, will_look = self._coordinator, False, False

@@ -71,6 +71,10 @@ class HandleWaiter(Protocol):
         """Return when the handle is complete."""
         ...
 
+    def leave(self, handle: Handle) -> None:
+        """Look after the handle on a thread of its own: its submitter does not wait."""
+        ...
+
 
 _NO_MEMORY = TensorTableEntry()
 Other = TypeVar("Other")
@@ -136,6 +140,10 @@ class Handle(msgspec.Struct, Generic[Result], eq=False):
             return outcome  # type: ignore[return-value]
         self._outcome, self.task = None, _NO_MEMORY  # a program that keeps its handles keeps no tensors by them
         return deliver(outcome)  # type: ignore[no-any-return]
+
+    def leave(self) -> None:
+        """Take back the promise to wait next, of a blocking submission: a thread of Reigen completes it."""
+        self._engine.leave(self)  # type: ignore[arg-type]
 
     def then(self, change: Callable[[Result], Other]) -> Handle[Other]:
         """Return this handle with ``change`` applied to its result when it is waited for; for its submitter."""
