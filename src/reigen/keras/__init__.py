@@ -5,9 +5,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install keras ({error})", name=error.name) from None
 if int(_keras.__version__.partition(".")[0]) < 3:
-    raise ImportError(
-        f"reigen.keras needs Keras 3, not {_keras.__version__}: for tf.keras there is reigen.tensorflow.keras"
-    )
+    raise ImportError(f"reigen.keras needs Keras 3, not {_keras.__version__}; for tf.keras: reigen.tensorflow.keras")
 
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *

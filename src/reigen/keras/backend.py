@@ -58,9 +58,7 @@ def load_backend() -> KerasBackend:
     """
     name = keras.backend.backend()
     if name not in ("tensorflow", "torch", "jax"):
-        raise ConfigError(
-            f"Reigen has nothing for Keras's backend {name!r}: set KERAS_BACKEND to tensorflow, torch or jax"
-        )
+        raise ConfigError(f"Reigen knows the backends tensorflow, torch and jax, not {name!r}: set KERAS_BACKEND")
     # by name: the frameworks' packages lie above this one, and this one's imported already
     backend: KerasBackend = import_module(f"reigen.{name}.keras_backend").BACKEND
     return backend

@@ -59,7 +59,7 @@ class Keras3Access:
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         if not getattr(optimizer, "momentum", 0.0):
             return
-        for variable in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", ()):
+        for variable in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or ():
             variable.assign(variable * ratio)
 
     def restore_momentum(self, model: Any) -> None:
@@ -69,26 +69,26 @@ class Keras3Access:
 _ACCESS = Keras3Access()
 
 
-class BroadcastGlobalVariablesCallback(BroadcastLogic, keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(BroadcastLogic, keras.callbacks.Callback):  # noqa: D101 - as what it inherits
     __doc__ = BroadcastLogic.__doc__
     access = _ACCESS
 
 
-class MetricAverageCallback(MetricAverageLogic, keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(MetricAverageLogic, keras.callbacks.Callback):  # noqa: D101 - as what it inherits
     __doc__ = MetricAverageLogic.__doc__
 
 
-class LearningRateScheduleCallback(LearningRateScheduleLogic, keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(LearningRateScheduleLogic, keras.callbacks.Callback):  # noqa: D101 - as what it inherits
     __doc__ = LearningRateScheduleLogic.__doc__
     access = _ACCESS
 
 
-class LearningRateWarmupCallback(LearningRateWarmupLogic, keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateWarmupCallback(LearningRateWarmupLogic, keras.callbacks.Callback):  # noqa: D101 - as what it inherits
     __doc__ = LearningRateWarmupLogic.__doc__
     access = _ACCESS
 
 
-class BestModelCheckpoint(BestModelCheckpointLogic, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class BestModelCheckpoint(BestModelCheckpointLogic, keras.callbacks.ModelCheckpoint):
     """Saves the best model of all epochs, on rank 0 only; the metric should be averaged before.
 
     Args:

@@ -49,7 +49,7 @@ def shard(
     return parts[0] if len(parts) == 1 else parts
 
 
-class ShardedDataset(keras.utils.PyDataset):  # type: ignore[misc]
+class ShardedDataset(keras.utils.PyDataset):
     """This rank's batches of another dataset: as many on every rank, so that all take as many steps.
 
     Rank 0 has batches 0, size, 2 * size, ... Where their number is no multiple of the number of ranks, some of the

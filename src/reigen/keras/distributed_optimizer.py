@@ -32,6 +32,13 @@ class DistributedOptimizerMixin:
     _reducer_layers: Sequence[Any] = ()
     #: as the user's optimizer has it
     _own_accumulation_steps: int | None
+    #: of Keras's optimizers
+    gradient_accumulation_steps: int | None
+    built: bool
+    variables: list[Any]
+    _iterations: Any
+    _trainable_variables: list[Any]
+    _accumulated_gradients: list[Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -277,7 +284,7 @@ def _wrap(optimizer: Any, name: str | None, options: ReduceOptions, layers: Sequ
         "_reducer_options": options,
         "_reducer_layers": layers,
     }
-    cls = type(plain.__name__, (DistributedOptimizerMixin, plain), members)
+    cls: Any = type(plain.__name__, (DistributedOptimizerMixin, plain), members)
     _register_like(plain, cls)
     config = optimizer.get_config()
     return _take_state(cls.from_config(config if name is None else {**config, "name": name}), optimizer)

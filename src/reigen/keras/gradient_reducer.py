@@ -217,10 +217,8 @@ class GradientReducer:
         options = self.options
         compressor = options.compressor
         wire = compressor.wire if isinstance(compressor, CastCompression) else type(compressor).__name__
-        lines = [
-            f"{options.reduction.op.name}, factors {options.reduction[1:]}, travels as {wire or 'it is'}, "
-            f"{options.backward_passes} backward passes"
-        ]
+        how = f"{options.reduction.op.name}, factors {options.reduction[1:]}, travels as {wire or 'it is'}"
+        lines = [f"{how}, {options.backward_passes} backward passes"]
         for place, variable in enumerate(self._variables):
             local = ", local" if self._is_local(variable) else ""
             dtype = keras.backend.standardize_dtype(variable.dtype)
@@ -264,10 +262,8 @@ class GradientReducer:
 
 def _key(variable: Any) -> int:
     """Identity of a variable; the same for Keras's and for the backend's own that it holds."""
-    value = (
-        variable.value if isinstance(variable, keras.Variable) and keras.backend.backend() == "tensorflow" else variable
-    )
-    return id(value)
+    holds = keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable)
+    return id(variable.value if holds else variable)
 
 
 def _path(variable: Any) -> str:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from reigen.errors import ArgumentError
 
+
 class PassCounter:
     """Counts backward passes, so that every so manieth does more; the count is a variable, of the graph that uses it.
 
