@@ -33,7 +33,7 @@ def test_models_are_those_of_pytorch(name: str) -> None:
     ours = layers.first_weights(design)
     assert [array.size for array in ours] == [array.size for array in theirs]
     for mine, other in zip(ours, theirs, strict=True):
-        assert float(mine.std()) == pytest.approx(float(other.std()), rel=0.5 if mine.size < 100 else 0.1)
+        assert float(mine.std()) == pytest.approx(float(other.std()), rel=0.5 if mine.size < 1000 else 0.1)
     assert prod(design.batch) == prod(recipe.batch)
     assert (design.num_classes, design.learning_rate) == (recipe.num_classes, recipe.learning_rate)
 
