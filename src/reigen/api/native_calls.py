@@ -30,7 +30,7 @@ class NativeCall(msgspec.Struct, frozen=True):
 
     Attributes:
         collective: by its name in the table.
-        name: matches the ranks' operations.
+        name: matches the ranks' operations; without one they match in the order of their submission.
         process_set: number of the set whose ranks take part.
         is_grouped: the tensors are reduced all or none; otherwise there is one.
         labels: of a group, may say which tensor each one is, for a message where ranks differ.
@@ -103,7 +103,7 @@ class NativeCall(msgspec.Struct, frozen=True):
                 dtypes,
                 argument,
                 targets=targets,
-                name=self.name,
+                name=self.name or None,
                 labels=self.labels,
                 make_output=make_output,
                 process_set=self.process_set,
@@ -118,7 +118,7 @@ class NativeCall(msgspec.Struct, frozen=True):
             dtypes[0],
             argument,
             target=target,
-            name=self.name,
+            name=self.name or None,
             make_output=make_output,
             process_set=self.process_set,
             blocking=blocking,

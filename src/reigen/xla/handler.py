@@ -60,6 +60,9 @@ _Array = NDArray[Any]
 _DTYPES = {code: DTYPES[name] for code, name in ELEMENT_TYPES.items()}
 #: seconds between looks of `FfiHandler.drain`: threads cannot report that they have left Python
 _LOOK_SECONDS = 0.0005
+#: seconds for which a call holds its thread: the other ranks' part in a small sum is there sooner than another thread
+#: could be woken. Threads that all wait for calls which none of them makes go on after it.
+_WAIT_SECONDS = 0.002
 _INT32 = 0xFFFFFFFF
 #: computations that are dispatched and not complete are fewer; and so are operations of programs at a time
 _MAX_IN_FLIGHT, _MAX_OPERATIONS = 1024, 1 << 16
@@ -172,17 +175,17 @@ class FfiHandler:
                 return True
         try:
             handle = call.begin(blocking=True)
-            if handle.done:
+            done = handle.wait_briefly(_WAIT_SECONDS)
+            if done:
                 call.deliver(handle.wait())
         except BaseException:
             self._begin_next(call.name)
             raise
-        if handle.done:
+        if done:
             self._begin_next(call.name)
             return False
         frame.future = call.future = _create_future(call.api)
         handle.add_done_callback(lambda: self._complete(call, handle))
-        handle.leave()
         return True
 
     def _check_order(self, native: NativeCall, operation: int, run: int) -> None:
