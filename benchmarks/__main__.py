@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parts = "sums,tensorflow,keras,jax,import"
     add("--only", default=parts, metavar="A,B", help=f"of {parts} (default: all)")
     add("--models", default="mlp,deep,cnn", metavar="A,B", help="of mlp, deep and cnn (default: all)")
-    add("--seconds", type=_seconds, default=1.0, metavar="S", help="length of a turn (default: 1)")
+    add("--seconds", type=_seconds, default=0.6, metavar="S", help="length of a turn (default: 0.6)")
     _add_command(commands, "startup", "starting a job, beside starting Python", _startup, 9)
     return parser
 
