@@ -1,4 +1,4 @@
-"""`reigen bench allreduce|calls|train-step|startup`: Reigen and its peers, alternately in one run, on this machine.
+"""`reigen bench WHAT`: Reigen and its peers, alternately in one run, on this machine.
 
 ``python -m benchmarks`` in a checkout does the same.
 """
@@ -118,6 +118,17 @@ def _train_step(chosen: argparse.Namespace, command: str, report: Callable[[str]
     return run(settings, command, report)
 
 
+def _frameworks(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
+    from benchmarks.frameworks import MODELS, PARTS, Settings, run
+
+    parts, models = tuple(chosen.only.split(",")), tuple(chosen.models.split(","))
+    if not set(parts) <= set(PARTS):
+        raise ConfigError(f"--only {chosen.only}: the parts are {', '.join(PARTS)}")
+    if not set(models) <= set(MODELS):
+        raise ConfigError(f"--models {chosen.models}: the models are {', '.join(MODELS)}")
+    return run(Settings(chosen.np, parts, models, chosen.rounds, chosen.seconds), command, report)
+
+
 def _startup(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
     from benchmarks.startup import run
 
@@ -151,6 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizers", default="sgd", metavar="A,B", help="sgd (with momentum), adam or both (default: sgd)")
     add("--timeline", action="store_true", help="measure what a timeline costs, too")
     add("--memory", action="store_true", help="measure the memory of all ranks together, too")
+    add = _add_command(commands, "frameworks", "TensorFlow, Keras and JAX: sums, steps, imports; peers", _frameworks, 5)
+    parts = "sums,tensorflow,keras,jax,import"
+    add("--only", default=parts, metavar="A,B", help=f"of {parts} (default: all)")
+    add("--models", default="mlp,deep,cnn", metavar="A,B", help="of mlp, deep and cnn (default: all)")
+    add("--seconds", type=_seconds, default=0.6, metavar="S", help="length of a turn (default: 0.6)")
     _add_command(commands, "startup", "starting a job, beside starting Python", _startup, 9)
     return parser
 

@@ -46,16 +46,19 @@ class Mode:
         case: what they do.
         joint: whether an operation of all ranks counts once, from the last arrival to the last result; or each rank's
             call by itself.
+        num_steps: of which one operation consists; durations are those of a step.
     """
 
     name: str
     team: Team
     case: Case
     joint: bool = True
+    num_steps: int = 1
 
     def durations(self, timelines: Sequence[Timeline]) -> list[float]:
-        """Seconds of the operations."""
-        return joint_durations(timelines) if self.joint else own_durations(timelines)
+        """Seconds of the operations, or of a step of each."""
+        found = joint_durations(timelines) if self.joint else own_durations(timelines)
+        return [seconds / self.num_steps for seconds in found]
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def alternate(
         report(f"{mode.name}: warming up")
         try:
             first = mode.durations(mode.team.open(mode.name, mode.case, warmup))
-            iterations[mode.name] = num_iterations(min(first), turn_seconds)
+            iterations[mode.name] = num_iterations(min(first) * mode.num_steps, turn_seconds)
         except LaunchError as error:
             failures[mode.name] = str(error)
     for number in range(rounds):

@@ -189,6 +189,8 @@ def test_ranks_with_different_bits_do_not_agree(tmp_path: Path) -> None:
         (["calls", "--peers", "mpi"], "the peers are gloo"),
         (["calls", "--tensors", "0"], "at least 1"),
         (["train-step", "--models", "gpt"], "the models are mlp, deep, cnn"),
+        (["frameworks", "--only", "mxnet"], "the parts are sums, tensorflow, keras, jax, import"),
+        (["frameworks", "--models", "gpt"], "the models are mlp, deep, cnn"),
         (["startup", "--np", "0"], "at least 1"),
         (["allreduce", "--seconds", "0"], "more than 0"),
         (["nothing"], "invalid choice"),

@@ -1,0 +1,141 @@
+"""Reigen's sums in `reigen bench frameworks`: NumPy's face, TensorFlow's and JAX's, eager and in a compiled program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import reigen
+from benchmarks.harness.work import Case, WrongResultError
+from reigen import __version__
+from reigen.errors import ArgumentError
+
+#: Kernels and biases of 30 layers: 25 million elements.
+GRADIENT_SHAPES = ((912, 912), (912,)) * 30
+_SUM = reigen.Sum
+
+
+class Sums:
+    """One rank of a Reigen job."""
+
+    def __init__(self) -> None:
+        reigen.init()
+        self._numbers = itertools.count()
+        self.versions = {"reigen": __version__, "numpy": np.__version__}
+
+    def open(self, case: Case) -> Sum:
+        """``FACE/WAY`` of one tensor of so many bytes, or without a size of all gradients in one group.
+
+        The faces are numpy, tensorflow and jax; the ways are eager, and graph or jit.
+        """
+        face, _, way = case.name.partition("/")
+        make = _FACES.get(face)
+        if make is None:
+            raise ArgumentError(f"there is no face {face!r}; there are {', '.join(_FACES)}")
+        shapes = [(case.nbytes // 4,)] if case.nbytes else list(GRADIENT_SHAPES)
+        reduce, fill = make(f"bench.{next(self._numbers)}", way, is_grouped=not case.nbytes)
+        return Sum(shapes, reduce, fill)
+
+    def close(self) -> None:
+        """Leave the job."""
+        reigen.shutdown()
+
+
+class Sum:
+    """A `Work`: rank r has arrays full of r + 1, an operation sums them over the ranks.
+
+    Args:
+        shapes: of the arrays, float32.
+        reduce: returns the sums of arrays, complete.
+        fill: makes an array of a shape, full of a value.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        reduce: Callable[[list[Any]], Sequence[Any]],
+        fill: Callable[[tuple[int, ...], float], Any],
+    ) -> None:
+        self._shapes, self._reduce, self._fill = shapes, reduce, fill
+        self._arrays: list[Any] = []
+        self._sums: Sequence[Any] = ()
+
+    def prepare(self) -> None:
+        """Write this rank's arrays anew; what was there before is given back first."""
+        self._arrays, self._sums = [], ()
+        self._arrays = [self._fill(shape, reigen.rank() + 1) for shape in self._shapes]
+
+    def operate(self) -> None:
+        """Sum them."""
+        self._sums = self._reduce(self._arrays)
+
+    def check(self) -> None:
+        """Every element is the closed form's.
+
+        Raises:
+            WrongResultError: one is not.
+        """
+        expected = reigen.size() * (reigen.size() + 1) / 2
+        if len(self._sums) != len(self._shapes):
+            raise WrongResultError(f"{len(self._sums)} sums of {len(self._shapes)} arrays")
+        for shape, found in zip(self._shapes, map(np.asarray, self._sums), strict=True):
+            if found.shape != shape or not (found == expected).all():
+                raise WrongResultError(f"an array of shape {shape}: the sum is {expected:g}, not {found}")
+
+    def close(self) -> None:
+        """Forget the arrays."""
+        self._arrays, self._sums = [], ()
+
+
+_Face = tuple[Callable[[list[Any]], Sequence[Any]], Callable[[tuple[int, ...], float], Any]]
+
+
+def _numpy(name: str, way: str, *, is_grouped: bool) -> _Face:
+    def fill(shape: tuple[int, ...], value: float) -> Any:
+        return np.full(shape, value, np.float32)
+
+    return _reducer(reigen, name, is_grouped=is_grouped), fill
+
+
+def _tensorflow(name: str, way: str, *, is_grouped: bool) -> _Face:
+    import tensorflow as tf
+
+    import reigen.tensorflow as hvd
+
+    def fill(shape: tuple[int, ...], value: float) -> Any:
+        return tf.fill(shape, tf.constant(value, tf.float32))
+
+    reduce = _reducer(hvd, name, is_grouped=is_grouped)
+    return (tf.function(reduce, autograph=False) if way == "graph" else reduce), fill
+
+
+def _jax(name: str, way: str, *, is_grouped: bool) -> _Face:
+    """In a jit the program may write into the arrays, as it may into gradients that it has computed itself."""
+    import jax
+    import jax.numpy as jnp
+
+    import reigen.jax as hvd
+
+    def fill(shape: tuple[int, ...], value: float) -> Any:
+        return jax.block_until_ready(jnp.full(shape, value, jnp.float32))
+
+    reduce = _reducer(hvd, name, is_grouped=is_grouped)
+    run = jax.jit(reduce, donate_argnums=0) if way == "jit" else reduce
+    return (lambda arrays: jax.block_until_ready(run(arrays))), fill
+
+
+def _reducer(hvd: Any, name: str, *, is_grouped: bool) -> Callable[[list[Any]], Any]:
+    if is_grouped:
+        return lambda arrays: hvd.grouped_allreduce(arrays, name=name, op=_SUM)
+    return lambda arrays: [hvd.allreduce(arrays[0], name=name, op=_SUM)]
+
+
+_FACES: dict[str, Callable[..., _Face]] = {"numpy": _numpy, "tensorflow": _tensorflow, "jax": _jax}
+
+
+def start(rank: int, size: int) -> Sums:
+    """The program of one rank."""
+    return Sums()
