@@ -167,9 +167,13 @@ class Collectives(Generic[Tensor]):
         *,
         in_place: bool = False,
         outs: Sequence[Tensor] | None = None,
+        labels: Sequence[str] = (),
         blocking: bool = False,
     ) -> Handle[list[Tensor]]:
-        """Begin a collective of several tensors, all or none of them; see `start`. They may differ in dtype."""
+        """Begin a collective of several tensors, all or none of them; see `start`. They may differ in dtype.
+
+        ``labels`` are those of `Context.start_group`.
+        """
         job, number = context.current(), process_set_number(process_set)
         accepted = [self.adapter.as_tensor(tensor, writable=in_place) for tensor in as_group(tensors)]
         devices = sorted({self.adapter.device(tensor) for tensor in accepted})
@@ -194,6 +198,7 @@ class Collectives(Generic[Tensor]):
             argument,
             targets=targets,
             name=name,
+            labels=labels,
             process_set=number,
             blocking=blocking,
         ).then(lambda outcome: [one(part) for one, part in zip(deliver, outcome.members, strict=True)])

@@ -28,7 +28,7 @@ class NativeCall(msgspec.Struct, frozen=True):
 
     Attributes:
         collective: by its name in the table.
-        name: matches the ranks' operations.
+        name: matches the ranks' operations; without one they match in the order of their submission.
         process_set: number of the set whose ranks take part.
         is_grouped: the tensors are reduced all or none; otherwise there is one.
         reduction: operator and factors, of a collective that reduces.
@@ -99,7 +99,7 @@ class NativeCall(msgspec.Struct, frozen=True):
                 dtypes,
                 argument,
                 targets=targets,
-                name=self.name,
+                name=self.name or None,
                 make_output=make_output,
                 process_set=self.process_set,
                 blocking=blocking,
@@ -111,7 +111,7 @@ class NativeCall(msgspec.Struct, frozen=True):
             dtypes[0],
             argument,
             target=target,
-            name=self.name,
+            name=self.name or None,
             make_output=make_output,
             process_set=self.process_set,
             blocking=blocking,

@@ -263,6 +263,16 @@ class Engine:
             if observer is not None:
                 observer.waited(handle.name)
 
+    def wait_briefly(self, handle: Handle, seconds: float) -> None:
+        """Drive the engine for a handle, so long at most; then the engine's thread looks after it."""
+        if not handle.done and not self._outstanding.closed and self._driver.acquire(blocking=False):
+            try:
+                self._drive(WaitingThread.CALLER, handle, time.monotonic() + seconds)
+            finally:
+                self._hand_over(handle)
+        if self._outstanding.inbox and self._thread is not None:
+            self._transport.wake(WaitingThread.ANY)
+
     def _hand_over(self, handle: Handle) -> None:
         """Give up ``_driver`` after having driven for ``handle``; the engine's thread looks after the rest."""
         coordinator, waits_for_others, will_look = self._coordinator, False, False
@@ -344,8 +354,11 @@ class Engine:
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
-    def _drive(self, thread: WaitingThread, handle: Handle | None) -> None:
-        """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
+    def _drive(self, thread: WaitingThread, handle: Handle | None, latest: float = math.inf) -> None:
+        """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``.
+
+        With ``latest``, a time of `time.monotonic`, not much longer than until then.
+        """
         self._transport.set_wake_target(WaitingThread.NONE)
         self._read_token = -1  # parked threads do not see what is submitted eagerly
         try:
@@ -361,7 +374,10 @@ class Engine:
                     return
                 looks = self._spin.looks if thread is WaitingThread.CALLER else 0
                 if announced is None and not (looks and self._transport.look(token, looks)):
-                    self._rest(token, thread)
+                    longest = CHECK_SECONDS if latest == math.inf else min(CHECK_SECONDS, latest - time.monotonic())
+                    if longest <= 0:
+                        return
+                    self._rest(token, thread, longest)
         except BaseException as error:  # a caller that waits for an operation gets it from its handle
             self._give_up(error)
             if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit end more than this operation
@@ -565,10 +581,10 @@ class Engine:
                 self._channel.empty(self._failure, now + _GRACE_SECONDS)
         return error
 
-    def _rest(self, token: int, thread: WaitingThread) -> None:
+    def _rest(self, token: int, thread: WaitingThread, longest: float) -> None:
         """Sleep: there is nothing to do."""
         self._transport.set_wake_target(thread)
-        self._transport.sleep(token, thread, self._sleep_until_event(CHECK_SECONDS))
+        self._transport.sleep(token, thread, self._sleep_until_event(longest))
         self._transport.set_wake_target(WaitingThread.NONE)
         self._spin.slept()
         if time.monotonic() >= self._next_check and not self._transport.pending():

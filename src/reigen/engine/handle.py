@@ -71,6 +71,10 @@ class HandleWaiter(Protocol):
         """Return when the handle is complete."""
         ...
 
+    def wait_briefly(self, handle: Handle, seconds: float) -> None:
+        """Wait so long at most; then complete the handle on a thread of its own."""
+        ...
+
 
 _NO_MEMORY = TensorTableEntry()
 Other = TypeVar("Other")
@@ -136,6 +140,12 @@ class Handle(msgspec.Struct, Generic[Result], eq=False):
             return outcome  # type: ignore[return-value]
         self._outcome, self.task = None, _NO_MEMORY  # a program that keeps its handles keeps no tensors by them
         return deliver(outcome)  # type: ignore[no-any-return]
+
+    def wait_briefly(self, seconds: float) -> bool:
+        """After a blocking submission: wait so long at most, and return `poll`; a thread of Reigen goes on with it."""
+        if not self.done:
+            self._engine.wait_briefly(self, seconds)  # type: ignore[arg-type]
+        return self.done
 
     def then(self, change: Callable[[Result], Other]) -> Handle[Other]:
         """Return this handle with ``change`` applied to its result when it is waited for; for its submitter."""

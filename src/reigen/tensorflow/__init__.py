@@ -15,12 +15,18 @@ from reigen.errors import HorovodInternalError
 from reigen.tensorflow import functions as _functions
 from reigen.tensorflow import ops as _ops
 from reigen.tensorflow.compression import Compression
+from reigen.tensorflow.distributed_optimizer import DistributedOptimizer
 from reigen.tensorflow.functions import *
+from reigen.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from reigen.tensorflow.ops import *
 
 __all__ = [
     "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
     "HorovodInternalError",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
     "check_num_rank_power_of_2",
     "gpu_available",
     "shutdown",
@@ -29,3 +35,12 @@ __all__ += _common_names.__all__
 __all__ += _functions.__all__
 __all__ += _ops.__all__
 __all__.sort()
+
+
+def __getattr__(name: str) -> object:
+    """Load what needs Keras when it is asked for."""
+    if name != "SyncBatchNormalization":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from reigen.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+    return SyncBatchNormalization

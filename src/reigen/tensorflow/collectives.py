@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from msgspec import structs
 
 from reigen.api.adapter import Array
 from reigen.api.collectives import Collectives, Form, Implementation
@@ -150,7 +151,11 @@ COLLECTIVES = TensorFlowCollectives(TensorFlowAdapter())
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def reduce_gradients(
-    tensors: Sequence[tf.Tensor], reduction: ReductionSpec, name: str, process_set: ProcessSet
+    tensors: Sequence[tf.Tensor],
+    reduction: ReductionSpec,
+    name: str,
+    process_set: ProcessSet,
+    labels: Sequence[str] = (),
 ) -> list[tf.Tensor]:
     """Reduce dense tensors as one grouped operation, in a graph or at once.
 
@@ -159,9 +164,10 @@ def reduce_gradients(
         reduction: operator and factors.
         name: matches the ranks' calls.
         process_set: whose ranks take part.
+        labels: may say which tensor each one is, for the error where ranks have different ones.
 
     Returns:
-        The results, in order.
+        The results, in order; differentiable.
 
     Raises:
         ArgumentError, UnsupportedTypeError: an argument is wrong here; nothing was sent.
@@ -169,10 +175,14 @@ def reduce_gradients(
     """
     if not tensors:
         return []
-    if tf.executing_eagerly():
-        return COLLECTIVES.start_group(ALLREDUCE, tensors, reduction, name, process_set, blocking=True).wait()
-    results: list[tf.Tensor] = COLLECTIVES.run(ALLREDUCE, True, tensors, reduction, name, process_set)
-    return results
+    if not tf.executing_eagerly():
+        call = NativeCall.of(ALLREDUCE, reduction, name, process_set_number(process_set), is_grouped=True)
+        return graph.emit(structs.replace(call, labels=tuple(labels)), list(map(as_any_tensor, tensors)))
+    if COLLECTIVES.adapter.needs_gradient(tensors):
+        results: list[tf.Tensor] = COLLECTIVES.run(ALLREDUCE, True, tensors, reduction, name, process_set)
+        return results
+    start = COLLECTIVES.start_group
+    return start(ALLREDUCE, tensors, reduction, name, process_set, labels=labels, blocking=True).wait()
 
 
 def _splits_tensor(splits: Any) -> tf.Tensor:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from reigen import context
 from reigen.api.compression import as_compressor
 from reigen.api.gradients.reduce_group import choose_reduction
-from reigen.api.horovod_basics import split_list
 from reigen.api.operations import Average
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.errors import ArgumentError, UnsupportedError
@@ -64,6 +65,8 @@ class GradientReducer:
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
+        if num_groups:
+            warnings.warn("Parameter `num_groups` is deprecated; use `groups`", DeprecationWarning, stacklevel=3)
         self.reduction = choose_reduction(op, gradient_predivide_factor)
         self.compression = as_compressor(compression, COMPRESSION_NAMES)
         self.process_set = process_set
@@ -123,13 +126,13 @@ class GradientReducer:
         if self._groups is None:
             return [indices]
         if isinstance(self._groups, int):
-            parts = split_list(indices, min(self._groups, len(indices)))
+            parts = [part.tolist() for part in np.array_split(indices, self._groups)]
         else:
             group_of = {_key(variable): number for number, group in enumerate(self._groups) for variable in group}
             parts = [[] for _ in range(len(self._groups) + 1)]
             for index in indices:
                 parts[group_of.get(_key(variables[index]), len(self._groups))].append(index)
-        return [list(part) for part in parts if part]
+        return [part for part in parts if part]
 
     def _reduce_group(self, gradients: list[Any], paths: list[str], name: str, size: int) -> list[Any]:
         """Reduce what is dense; then gather what is sparse, which begins only where all ranks agree on what that is."""
