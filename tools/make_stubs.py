@@ -23,6 +23,10 @@ _PROCESS_SET = "from reigen.api.process_sets import ProcessSet\n"
 _HANDLE = "from reigen.engine.handle import Handle\n"
 #: Of each stub, the dialect of its functions and the imports that these need; {} are a module's re-exports.
 STUBS: dict[str, tuple[Dialect, str]] = {
+    "jax/ops.pyi": (
+        dialects.JAX,
+        f"{_SEQUENCE}from typing import Any\n\n{_PROCESS_SET}{_HANDLE}from reigen.jax.compression import Compressor\n",
+    ),
     "mxnet/ops.pyi": (
         dialects.MXNET,
         f"{_SEQUENCE}from typing import Any, TypeAlias\n\n{_PROCESS_SET}\nNDArray: TypeAlias = Any\n",

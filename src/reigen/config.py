@@ -131,6 +131,9 @@ class Config:
         peer_timeout_seconds: how long another host may be silent before it counts as lost.
         host_id: replaces the host's identity: with different ones, ranks of one host count as ranks of several.
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
+        tensorflow_native: collectives in graphs of TensorFlow are operations of our own: ``0`` never, ``1`` without a
+            self-test, ``auto`` where they are known to work, or a self-test succeeds.
+        jax_native: collectives inside jax.jit are operations of XLA; else they are host callbacks.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
         kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by the transport.
         kv_threads: threads of a server that compute; None to choose by how many processors it may use.
@@ -180,6 +183,8 @@ class Config:
     peer_timeout_seconds: float = _knob(20.0, _SECONDS, "REIGEN_PEER_TIMEOUT")
     host_id: str | None = _knob(None, _TEXT, "REIGEN_HOST_ID")
     nccl: bool = _knob(True, _SWITCH, "REIGEN_NCCL")
+    tensorflow_native: str = _knob("auto", _choice_of(("auto", "0", "1")), "REIGEN_TENSORFLOW_NATIVE")
+    jax_native: bool = _knob(True, _SWITCH, "REIGEN_JAX_NATIVE")
     kv_bigarray_bound: int = _knob(1_000_000, _COUNT, "REIGEN_KV_BIGARRAY_BOUND MXNET_KVSTORE_BIGARRAY_BOUND")
     kv_slice_bytes: int | None = _knob(None, _BYTES_ABOVE_0, "REIGEN_KV_SLICE_BYTES")
     kv_threads: int | None = _knob(None, _COUNT_ABOVE_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")

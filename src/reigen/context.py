@@ -187,13 +187,14 @@ class Context:
         targets: Sequence[HostOrDeviceArray] | None = None,
         name: str | None = None,
         labels: Sequence[str] = (),
-        make_output: MakeOutput | None = None,
+        make_output: MakeOutput | Sequence[MakeOutput] | None = None,
         process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
         """`start` of several tensors as one, all or none: `CollectiveResult.members` has their results, in order.
 
         ``labels``, if there are any, say which tensor each one is; they must be the same on every rank.
+        ``make_output`` is one for all, or one for each.
         """
         ranks = self._members(process_set)
         members = [
@@ -201,7 +202,8 @@ class Context:
             for source, dtype, label in zip(sources, dtypes, labels or [None] * len(sources), strict=True)
         ]
         if targets is None:
-            tasks = [TensorTableEntry(source.reshape(-1), make_output=make_output) for source in sources]
+            makers = make_output if isinstance(make_output, Sequence) else [make_output] * len(sources)
+            tasks = [TensorTableEntry(s.reshape(-1), make_output=make) for s, make in zip(sources, makers, strict=True)]
         else:
             tasks = [TensorTableEntry(s.reshape(-1), t.reshape(-1), t) for s, t in zip(sources, targets, strict=True)]
         return self._submit_group(name, members, tasks, blocking)

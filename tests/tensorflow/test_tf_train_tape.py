@@ -11,6 +11,7 @@ import tensorflow as tf
 import reigen.tensorflow as hvd
 from reigen.errors import ArgumentError
 from tests.tensorflow.tf_training import (
+    LR,
     Net,
     alone,
     assert_close,
@@ -35,7 +36,7 @@ def train(how: str, **options: Any) -> None:
         assert isinstance(gradients[0], tf.IndexedSlices) is not options.get("sparse_as_dense", False)
         for variable, gradient in zip(model.all, gradients, strict=True):
             if gradient is not None:
-                variable.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+                variable.assign_sub(LR * tf.convert_to_tensor(gradient))
         return loss
 
     run = step if how == "eager" else tf.function(step)

@@ -23,7 +23,7 @@ def _insert_behind_name(parameters: list[Parameter], own: Parameter) -> list[Par
     return [*parameters[:at], own, *parameters[at:]]
 
 
-def _arrange_torch(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
+def _arrange_compression(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
     """Differentiable reductions take a compression."""
     return _insert_behind_name(parameters, _COMPRESSION) if collective.reduces and form == Form() else parameters
 
@@ -73,7 +73,7 @@ def _in_tensorflow_order(order: str, parameters: list[Parameter]) -> list[Parame
 NUMPY = Dialect("Array", "ArrayLike")
 TORCH = Dialect(
     "torch.Tensor",
-    arrange=_arrange_torch,
+    arrange=_arrange_compression,
     notes=lambda collective, form: " Differentiable." if form == Form() else "",
 )
 MXNET = Dialect(
@@ -89,4 +89,10 @@ TENSORFLOW = Dialect(
     arrange=_arrange_tensorflow,
     arrange_grouped=_arrange_tensorflow_grouped,
     notes=lambda collective, form: " Differentiable.",
+)
+JAX = Dialect(
+    "Any",
+    forms=(Form(), Form(is_async=True)),
+    arrange=_arrange_compression,
+    notes=lambda collective, form: " Takes pytrees. Differentiable." if form == Form() else "",
 )

@@ -24,8 +24,8 @@ class ModelAccess(Protocol):
     def prepare(self, model: Any) -> None:
         """Have the values of the model's variables in the variables, and read from there by the next batch."""
 
-    def is_built(self, model: Any) -> bool:
-        """Return whether all variables of the model and of its optimizer exist."""
+    def build(self, model: Any) -> bool:
+        """Make the optimizer's variables, if the model has its own; return whether all exist now."""
 
     def broadcast(self, model: Any, root_rank: int, local_variables: Sequence[Any]) -> None:
         """Overwrite the variables of the model and of its optimizer, without the local ones, with the root's."""
@@ -46,8 +46,7 @@ class ModelAccess(Protocol):
 class BroadcastLogic:
     """Starts all ranks with the root's variables.
 
-    Where all ranks have built their model and optimizer when training begins, the broadcast is then; otherwise it is
-    after the first batch.
+    Where all ranks have built their model when training begins, the broadcast is then; otherwise after the first batch.
 
     Args:
         root_rank: whose values all get.
@@ -68,7 +67,7 @@ class BroadcastLogic:
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Broadcast, if every rank can."""
         if not self.broadcast_done:
-            built = np.array([self.access.is_built(self.model)], np.int32)
+            built = np.array([self.access.build(self.model)], np.int32)
             if _combine(built, ReduceOp.MIN, "keras.broadcast.built")[0]:
                 self._broadcast()
 

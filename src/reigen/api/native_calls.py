@@ -20,6 +20,8 @@ from reigen.engine.handle import Handle
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.types import DType, ReduceOp
 
+MakeOutput = Callable[[tuple[int, ...]], NDArray[Any]]
+
 _BY_NAME = {collective.name: collective for collective in COLLECTIVES}
 
 
@@ -31,6 +33,7 @@ class NativeCall(msgspec.Struct, frozen=True):
         name: matches the ranks' operations; without one they match in the order of their submission.
         process_set: number of the set whose ranks take part.
         is_grouped: the tensors are reduced all or none; otherwise there is one.
+        labels: of a group, may say which tensor each one is, for a message where ranks differ.
         reduction: operator and factors, of a collective that reduces.
         root_rank: of a broadcast; -1: it is none.
     """
@@ -41,6 +44,7 @@ class NativeCall(msgspec.Struct, frozen=True):
     is_grouped: bool = False
     reduction: tuple[int, float, float] | None = None
     root_rank: int = -1
+    labels: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -72,7 +76,7 @@ class NativeCall(msgspec.Struct, frozen=True):
         targets: Sequence[NDArray[Any]] | None = None,
         *,
         splits: tuple[int, ...] | None = None,
-        make_output: Callable[[tuple[int, ...]], NDArray[Any]] | None = None,
+        make_output: MakeOutput | Sequence[MakeOutput] | None = None,
         blocking: bool = False,
     ) -> Handle:
         """Submit it; returns at once.
@@ -83,7 +87,7 @@ class NativeCall(msgspec.Struct, frozen=True):
             targets: of the same shapes, for results of that shape; each may be its source.
             splits: of an alltoall, the rows for each rank.
             make_output: gives memory for a result of a shape that is not known beforehand, on whichever thread
-                completes the operation.
+                completes the operation; one for all tensors, or one for each.
             blocking: the caller waits for the handle next.
 
         Raises:
@@ -100,11 +104,14 @@ class NativeCall(msgspec.Struct, frozen=True):
                 argument,
                 targets=targets,
                 name=self.name or None,
+                labels=self.labels,
                 make_output=make_output,
                 process_set=self.process_set,
                 blocking=blocking,
             )
         target = None if targets is None else targets[0]
+        if isinstance(make_output, Sequence):
+            make_output = make_output[0]
         return job.start(
             collective.build,
             given[0],

@@ -65,7 +65,7 @@ _DTYPE_BY_STORAGE: dict[np.dtype[Any], DType] = {
 
 @functools.lru_cache(maxsize=64)
 def _find_framework(kind: Any) -> str | None:
-    packages = {each.__module__.partition(".")[0] for each in kind.__mro__}
+    packages = {each.__module__.partition(".")[0].removesuffix("lib") for each in kind.__mro__}  # jaxlib is JAX's
     return next((name for name in FRAMEWORKS if name in packages), None)
 
 

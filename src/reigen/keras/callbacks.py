@@ -35,9 +35,12 @@ class Keras3Access:
         if sync is not None:
             sync()
 
-    def is_built(self, model: Any) -> bool:
-        """Return whether all variables exist."""
-        return bool(model.built and (model.optimizer is None or model.optimizer.built))
+    def build(self, model: Any) -> bool:
+        """Do as ``fit`` does on JAX and PyTorch before it begins."""
+        optimizer = model.optimizer
+        if model.built and optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        return bool(model.built)
 
     def broadcast(self, model: Any, root_rank: int, local_variables: Sequence[Any]) -> None:
         """Seeds are no weights: layers such as Dropout have their own on each rank."""

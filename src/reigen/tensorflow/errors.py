@@ -19,7 +19,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
 
-from reigen.errors import ArgumentError, CollectiveError, MismatchError, ReigenError, UnsupportedTypeError
+from reigen.errors import (
+    ArgumentError,
+    CollectiveError,
+    MismatchError,
+    NotInitializedError,
+    ReigenError,
+    UnsupportedTypeError,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,9 +41,15 @@ _MAX_REMEMBERED = 256
 _remembered: OrderedDict[str, CollectiveError] = OrderedDict()
 
 
-def tensorflow_class(error: BaseException) -> Any:
-    """Return the class of ``tf.errors`` that stands for an error."""
-    return next((theirs for ours, theirs in _CLASSES if isinstance(error, ours)), tf.errors.UnknownError)
+def tensorflow_code(error: ReigenError) -> int:
+    """Return the code of ``tf.errors`` with which an operation of a graph fails; NotInitializedError, too, has one."""
+    codes = (
+        (MismatchError, tf.errors.FAILED_PRECONDITION),
+        (CollectiveError, tf.errors.UNKNOWN),
+        (NotInitializedError, tf.errors.FAILED_PRECONDITION),
+        (ReigenError, tf.errors.INVALID_ARGUMENT),
+    )
+    return next(code for ours, code in codes if isinstance(error, ours))
 
 
 def to_tensorflow_error(error: ReigenError) -> ReigenError:

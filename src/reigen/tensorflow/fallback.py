@@ -8,7 +8,6 @@ no rank waits for what another has not begun.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +43,6 @@ def emit(text: str, tensors: Sequence[tf.Tensor], differentiate: Differentiate) 
 
 
 def _run(text: str, *values: Any) -> list[Any]:
-    _warn()
     try:
         call = decode(text)
         if isinstance(call, NativeCall):
@@ -69,11 +67,3 @@ def _run_call(call: NativeCall, arrays: Sequence[Any], values: Sequence[Any]) ->
     outcomes = result.members if call.is_grouped else [result]
     made = [from_storage(each.on_host, dtype) for each, dtype in zip(outcomes, dtypes, strict=True)]
     return [*made, np.array(result.received_splits, np.int32)] if row.returns_splits else made
-
-
-@functools.cache
-def _warn() -> None:
-    logging.getLogger(__name__).warning(
-        "collectives in graphs run as functions of Python that hold a thread of TensorFlow each (%s)",
-        "tf.numpy_function",
-    )

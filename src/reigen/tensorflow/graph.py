@@ -8,7 +8,10 @@ collectives again: those of allgather and broadcast average.
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +23,17 @@ from reigen.api.native_calls import NativeCall
 from reigen.api.operations import ALLGATHER, ALLREDUCE
 from reigen.errors import ArgumentError
 from reigen.tensorflow import fallback
+from reigen.tensorflow.native.c_api import CApi, MissingFunctionError
+from reigen.tensorflow.native.collectives import NativeCollectives
+from reigen.tensorflow.native.kernels import KernelError
+from reigen.tensorflow.native.trust import judge
 from reigen.tensorflow.queries import Query, decode
 from reigen.types import ReduceOp
 
 Tensors = list[tf.Tensor]
 
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
 _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
 #: What TensorFlow adds to the names of functions that it makes, a number that counts all traces.
 _TRACE_NUMBER = re.compile(r"_\d+$")
@@ -39,7 +48,32 @@ def emit(call: NativeCall | Query, tensors: Sequence[tf.Tensor]) -> Tensors:
     """
     if isinstance(call, NativeCall):
         call = structs.replace(call, name=_unique_name(call.name))
+    native = native_collectives()
+    if native is not None:
+        return native.emit(call.encode(), tensors)
     return fallback.emit(call.encode(), tensors, gradients_of)
+
+
+def native_collectives() -> NativeCollectives | None:
+    """Return the operations of our own, registered now, if they are not yet; None where there can be none."""
+    with _lock:
+        return _native_or_none()
+
+
+@functools.cache
+def _native_or_none() -> NativeCollectives | None:
+    why_not = judge()
+    if why_not is None:
+        try:
+            return NativeCollectives(CApi(), gradients_of)
+        except (MissingFunctionError, KernelError, OSError) as error:
+            why_not = str(error)
+    _log.warning(
+        "collectives in graphs run as functions of Python (tf.numpy_function), each of which holds a thread of "
+        "TensorFlow, because there are no operations for them: %s",
+        why_not,
+    )
+    return None
 
 
 def ask(question: str, process_set: int = 0) -> tf.Tensor:

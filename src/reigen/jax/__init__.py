@@ -1,0 +1,31 @@
+"""Reigen for JAX (0.6 or later): ``import reigen.jax as rj``."""
+
+try:
+    import jax as _jax  # noqa: F401  before anything that needs it: this says what to do where it is missing
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"reigen.jax needs JAX: pip install jax ({error})", name=error.name) from None
+
+from reigen.api import common_names as _common_names
+from reigen.api.collectives import poll, synchronize
+from reigen.api.common_names import *
+from reigen.api.functions import allgather_object, barrier, broadcast_object, join
+from reigen.errors import HorovodInternalError
+from reigen.jax import ops as _ops
+from reigen.jax.compression import Compression
+from reigen.jax.native import shutdown
+from reigen.jax.ops import *
+
+__all__ = [
+    "Compression",
+    "HorovodInternalError",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "join",
+    "poll",
+    "shutdown",
+    "synchronize",
+]
+__all__ += _common_names.__all__
+__all__ += _ops.__all__
+__all__.sort()

@@ -1,0 +1,129 @@
+"""jax.Arrays, seen as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from reigen.api.adapter import Array, TensorAdapter
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.types import DTYPES, DType
+
+_DTYPE_OF = {dtype.storage: dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_DTYPE_OF[_BFLOAT16] = DTYPES["bfloat16"]
+#: XLA's alignment: memory with it becomes an array without a copy
+_ALIGNMENT_BYTES = 64
+#: a copy of so many bytes takes less time than to make an array over memory
+_SMALL_BYTES = 1 << 16
+
+
+def dtype_of(dtype: Any) -> DType:
+    """Return the element type that travels for one of JAX's; raises UnsupportedTypeError if there is none."""
+    found = _DTYPE_OF.get(dtype)
+    if found is None:
+        supported = ", ".join(sorted(each.name for each in _DTYPE_OF.values()))
+        raise UnsupportedTypeError(f"Tensor type {dtype} is not supported. Supported: {supported}.")
+    return found
+
+
+def empty_aligned(shape: tuple[int, ...], storage: np.dtype[Any]) -> Array:
+    """An uninitialised array that `over_memory` can make a jax.Array of without a copy."""
+    like = np.empty(0, storage)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * storage.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[begin : begin + nbytes].view(like.dtype).reshape(shape)
+
+
+def over_memory(array: Array, dtype: Any, like: jax.Array | None) -> jax.Array:
+    """A jax.Array of an array that nothing else uses, in storage type, of JAX's ``dtype``, where ``like`` lies."""
+    if array.dtype != dtype:
+        array = array.view(dtype)
+    if like is not None and not _is_at_default_place(like):
+        return jax.device_put(array, like.sharding)
+    return jnp.asarray(array) if array.nbytes < _SMALL_BYTES else jax.device_put(array)
+
+
+def _is_at_default_place(array: jax.Array) -> bool:
+    devices = array.devices()
+    return len(devices) == 1 and next(iter(devices)).id == 0 and next(iter(devices)).platform == "cpu"
+
+
+class JaxAdapter(TensorAdapter[jax.Array]):
+    """jax.Arrays that this process holds whole: on the host without a copy, those of other devices by one.
+
+    Inside transformations of JAX the functions of `reigen.jax` do not come here; other code's collectives are
+    differentiated by ``jax.grad`` outside of compiled programs.
+    """
+
+    is_immutable = True
+
+    def as_tensor(self, value: Any, *, writable: bool = False) -> jax.Array:
+        if writable:
+            raise ArgumentError("a jax.Array cannot be written: use the function that returns a new one")
+        if isinstance(value, jax.Array):
+            return value
+        if isinstance(value, np.ndarray | np.generic | bool | int | float):
+            return jnp.asarray(value)
+        raise UnsupportedTypeError(f"a jax.Array is needed, got {type(value).__name__}")
+
+    def dtype(self, tensor: jax.Array) -> DType:
+        return dtype_of(tensor.dtype)
+
+    def array(self, tensor: jax.Array) -> tuple[Array, bool]:
+        if isinstance(tensor, jax.core.Tracer):
+            raise UnsupportedTypeError(
+                "inside a transformation of JAX the blocking functions of reigen.jax are needed: "
+                "a traced value has no contents yet"
+            )
+        if not tensor.is_fully_addressable:
+            raise UnsupportedTypeError(
+                "the array lies on devices of several processes of jax.distributed: reduce it by JAX's own collectives"
+            )
+        array: Array = np.asarray(tensor)
+        if not array.flags.c_contiguous:
+            return np.ascontiguousarray(array).reshape(array.shape), False
+        return array.view(np.uint16) if array.dtype == _BFLOAT16 else array, True
+
+    def wrap(self, array: Array, like: jax.Array | None) -> jax.Array:
+        return over_memory(array, array.dtype if like is None else like.dtype, like)
+
+    def write(self, tensor: jax.Array, array: Array) -> None:
+        raise AssertionError("no jax.Array is ever written")
+
+    def device(self, tensor: jax.Array) -> str:
+        if isinstance(tensor, jax.core.Tracer):
+            return "cpu"
+        return str(next(iter(tensor.devices())).platform)
+
+    def needs_gradient(self, tensors: Sequence[jax.Array]) -> bool:
+        return any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
+
+    def differentiate(
+        self,
+        forward: Callable[[Sequence[jax.Array]], list[jax.Array]],
+        backward: Callable[[Sequence[jax.Array]], list[jax.Array | None]],
+        tensors: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        @jax.custom_vjp
+        def run(*arguments: jax.Array) -> list[jax.Array]:
+            return list(forward(arguments))
+
+        def run_forward(*arguments: jax.Array) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+            return list(forward(arguments)), arguments
+
+        def run_backward(arguments: tuple[jax.Array, ...], gradients: list[jax.Array]) -> tuple[Any, ...]:
+            made = backward(gradients)
+            return tuple(
+                np.zeros(argument.shape, jax.dtypes.float0) if gradient is None else gradient
+                for argument, gradient in zip(arguments, made, strict=True)
+            )
+
+        run.defvjp(run_forward, run_backward)
+        return list(run(*tensors))

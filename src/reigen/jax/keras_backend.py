@@ -1,0 +1,37 @@
+"""JAX as Keras's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reigen.api.process_sets import ProcessSet
+from reigen.engine.operation_builders import ReductionSpec
+from reigen.jax.collectives import reduce_gradients
+
+
+class JaxKerasBackend:
+    """A `reigen.keras.backend.KerasBackend`: inside of traced programs, and outside."""
+
+    skips_updates = False
+
+    def reduce_gradients(
+        self, tensors: Sequence[Any], reduction: ReductionSpec, name: str, process_set: ProcessSet
+    ) -> list[Any]:
+        """Return the arrays, reduced as one operation."""
+        return reduce_gradients(tensors, reduction, name, process_set)
+
+    def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
+        """Return a sparse gradient as a dense one, reduced; JAX's gradients are not sparse."""
+        return reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
+
+    def is_sparse(self, gradient: Any) -> bool:
+        """Return whether it is a sparse array."""
+        return hasattr(gradient, "todense")
+
+    def to_dense(self, gradient: Any) -> Any:
+        """Return it as a dense array."""
+        return gradient.todense()
+
+
+BACKEND = JaxKerasBackend()

@@ -1,0 +1,107 @@
+"""XLA's foreign function interface in JAX: registration, and what is done where it cannot be used.
+
+There, and with REIGEN_JAX_NATIVE=0, collectives of programs are ordered host callbacks of JAX (`io_callback`): each is
+called when the one before it is complete, in the order in which they stand in the program. That takes longer, and a
+program with them cannot be exported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from reigen import context
+from reigen.api.native_calls import NativeCall
+from reigen.config import load_config
+from reigen.jax.adapter import dtype_of
+from reigen.xla import FfiHandler
+from reigen.xla.ffi_structs import KNOWN_VERSIONS
+
+_log = logging.getLogger(__name__)
+TARGET = "reigen_collective"
+#: seconds that the end of a script waits for computations, beyond the deadline of each collective
+_GRACE_SECONDS = 5.0
+
+
+@functools.cache
+def get_handler() -> FfiHandler | None:
+    """Return the handler that is registered with JAX; None: it cannot be, or is not to be, and host callbacks are used.
+
+    It begins with the first program that has a collective.
+    """
+    is_initialized = context.is_initialized()
+    config = context.current().config if is_initialized else load_config(os.environ)
+    if not config.jax_native:
+        return None
+    jax.local_devices(backend="cpu")  # a handler that XLA refuses while it starts would keep it from that
+    reason = ""
+    for version in KNOWN_VERSIONS:
+        handler = FfiHandler(version, checks_order=True)
+        try:
+            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.function), platform="cpu")
+        except Exception as error:  # noqa: BLE001  of JAX's classes, which depend on its version
+            reason = str(error)
+        else:
+            atexit.register(drain)
+            return handler
+    _log.warning("collectives inside jax.jit go through host callbacks, which take longer: %s", reason)
+    return None
+
+
+def drain() -> None:
+    """Wait for dispatched computations: no thread of JAX may need Python behind its end, or the job behind its own."""
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # whoever needs the value gets it
+            array.block_until_ready()
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+    handler = get_handler() if get_handler.cache_info().currsize else None
+    if handler is not None and context.is_initialized():
+        handler.drain(context.current().config.deadline_seconds + _GRACE_SECONDS)
+
+
+def shutdown() -> None:
+    """Leave the job, when all dispatched computations are complete. ``init()`` may be called again."""
+    drain()
+    context.shutdown()
+
+
+def run_by_callback(
+    operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct], call: NativeCall, splits: tuple[int, ...] | None
+) -> list[Any]:
+    """Run a collective as an ordered host callback, in a program that is traced."""
+
+    def run(*arrays: Any) -> list[np.ndarray[Any, Any]]:
+        given = [np.ascontiguousarray(np.asarray(array)).reshape(np.shape(array)) for array in arrays]
+        outcomes = run_on_host(given, call, splits)
+        return [outcome.view(result.dtype) for outcome, result in zip(outcomes, results, strict=True)]
+
+    return list(io_callback(run, list(results), *operands, ordered=True))
+
+
+def run_on_host(arrays: Sequence[Any], call: NativeCall, splits: tuple[int, ...] | None) -> list[Any]:
+    """Run a collective of NumPy arrays to its end; returns its results, in storage types."""
+    dtypes = [dtype_of(array.dtype) for array in arrays]
+    sources = [array.view(dtype.storage) for array, dtype in zip(arrays, dtypes, strict=True)]
+    targets = [np.empty_like(source) for source in sources] if call.row.in_place else None
+    outcome = call.start(sources, dtypes, targets, splits=splits, blocking=True).wait()
+    found = [each.on_host for each in (outcome.members if call.is_grouped else (outcome,))]
+    if call.row.returns_splits:
+        found.append(np.array(outcome.received_splits, np.int32))
+    return found
+
+
+@functools.cache
+def callback_effects() -> frozenset[Any]:
+    """Return the effects with which JAX keeps host callbacks in order."""
+    shape = jax.ShapeDtypeStruct((), np.float32)
+    return frozenset(jax.make_jaxpr(lambda x: io_callback(np.asarray, shape, x, ordered=True))(shape).effects)

@@ -1,0 +1,88 @@
+"""Places in a program that is being traced, and the order of its collectives.
+
+Collectives of a compiled program match between ranks by name. XLA may begin those of one execution that do not depend
+on each other in any order, on several threads, and runs a process's executions one after the other, as they were
+dispatched (`reigen.xla.FfiHandler` looks that they are). So names must be unique within one program, on every rank the
+same, and not depend on what else was traced before:
+
+a. In the outermost trace, which is that of the whole program, a name is the user's or the place of the call, with its
+   number among those that are the same in this trace.
+b. A trace within it (a ``jit`` in a ``jit``, the body of a loop, a rematerialised function) may stand in the program
+   several times, each with the same names. There they are ordered by an effect of JAX's: tokens go from one to the
+   next, through loops, branches and calls. A program with such an effect takes JAX longer to call: about 0.15 ms.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+from jax._src import core, effects
+
+_PACKAGES = tuple(
+    f"/{name}/" for name in ("reigen", "jax", "jaxlib", "optax", "flax", "equinox", "keras", "contextlib.py")
+)
+
+
+class OrderedCollective(effects.Effect):  # type: ignore[misc]
+    """Effect of collectives that are called in the order in which they stand in the program."""
+
+    def __str__(self) -> str:
+        return "Collective"
+
+
+ORDERED = OrderedCollective()
+for _allowed in (
+    effects.ordered_effects,
+    effects.shardable_ordered_effects,
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _allowed.add_type(OrderedCollective)
+
+#: how often a name was given in a trace, while that lasts
+_counts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def _staging_traces() -> list[Any]:
+    """The traces that make programs of the code that runs now, the innermost first."""
+    found, trace = [], core.trace_ctx.trace
+    while trace is not None:
+        if hasattr(trace, "frame"):
+            found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def is_traced() -> bool:
+    """Return whether calls become part of a program, instead of being run."""
+    return bool(_staging_traces())
+
+
+def place_call(kind: str, name: str | None) -> tuple[str, bool]:
+    """Return the name of a collective that is called here, and whether it is ordered by an effect.
+
+    Outside of a trace a call without a name has none, which is "".
+    """
+    traces = _staging_traces()
+    if not traces:
+        return name or "", False
+    if name is None:
+        name = f"{kind} at {_find_caller()}"
+    counts = _counts.setdefault(traces[0], {})
+    count = counts[name] = counts.get(name, 0) + 1
+    if count > 1:
+        name = f"{name}#{count}"
+    return (f"{name}/{len(traces) - 1}", True) if len(traces) > 1 else (name, False)
+
+
+def _find_caller() -> str:
+    """Return file, function and line of the code that is neither ours nor a library of JAX's."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and any(each in frame.f_code.co_filename for each in _PACKAGES):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,53 @@
+"""TensorFlow as Keras's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from reigen.api.collectives import Form
+from reigen.api.operations import ALLREDUCE
+from reigen.api.process_sets import ProcessSet
+from reigen.engine.operation_builders import ReductionSpec
+from reigen.tensorflow.collectives import COLLECTIVES, reduce_gradients
+from reigen.tensorflow.compression import Compression
+
+
+class TensorFlowKerasBackend:
+    """A `reigen.keras.backend.KerasBackend`: eager, in graphs, and in branches of these."""
+
+    skips_updates = True
+
+    def reduce_gradients(
+        self, tensors: Sequence[tf.Tensor], reduction: ReductionSpec, name: str, process_set: ProcessSet
+    ) -> list[Any]:
+        """Return the tensors, reduced as one operation."""
+        return reduce_gradients([*map(tf.convert_to_tensor, tensors)], reduction, name, process_set)
+
+    def reduce_sparse(
+        self, gradient: tf.IndexedSlices, reduction: ReductionSpec, name: str, process_set: ProcessSet
+    ) -> tf.IndexedSlices:
+        """Return IndexedSlices of all ranks' rows, scaled."""
+        run = COLLECTIVES.implementation(ALLREDUCE, True, Form())
+        (gathered,) = run(
+            [gradient], reduction._replace(prescale=1.0, postscale=1.0), name, process_set, Compression.none
+        )
+        factor = reduction.prescale * reduction.postscale
+        return (
+            gathered
+            if factor == 1.0
+            else tf.IndexedSlices(gathered.values * factor, gathered.indices, gathered.dense_shape)
+        )
+
+    def is_sparse(self, gradient: Any) -> bool:
+        """Return whether it is IndexedSlices."""
+        return isinstance(gradient, tf.IndexedSlices)
+
+    def to_dense(self, gradient: tf.IndexedSlices) -> tf.Tensor:
+        """Return it as a tensor."""
+        return tf.convert_to_tensor(gradient)
+
+
+BACKEND = TensorFlowKerasBackend()

@@ -1,0 +1,144 @@
+"""Collectives and queries as asynchronous operations of TensorFlow."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import execute
+from tensorflow.python.framework import auto_control_deps, op_def_library, op_def_registry
+
+from reigen import context
+from reigen.api.native_calls import NativeCall
+from reigen.engine.handle import CollectiveResult, Handle
+from reigen.errors import CollectiveError, ReigenError
+from reigen.tensorflow.errors import remember, tensorflow_code
+from reigen.tensorflow.native.c_api import CApi
+from reigen.tensorflow.native.kernels import AsyncOperation, KernelRun
+from reigen.tensorflow.queries import decode
+from reigen.types import DTYPES
+
+_LIKE, _ROWS = "ReigenCollective", "ReigenCollectiveOfRows"
+#: seconds between looks whether TensorFlow's threads have left Python, which they cannot report
+_LOOK_SECONDS = 0.0005
+_INT32 = DTYPES["int32"]
+
+Differentiate = Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[Any]], list[Any]]
+
+
+class NativeCollectives:
+    """The operations of this process. One whose results have the shapes of its tensors, and one whose have not.
+
+    Args:
+        api: the C API.
+        differentiate: makes the gradients of an operation: `reigen.tensorflow.graph.gradients_of`.
+
+    Raises:
+        KernelError: TensorFlow refuses them.
+    """
+
+    def __init__(self, api: CApi, differentiate: Differentiate) -> None:
+        self._like = AsyncOperation(api, _LIKE, _begin, has_rows=False)
+        self._rows = AsyncOperation(api, _ROWS, _begin, has_rows=True)
+
+        def gradient(operation: Any, *gradients: Any) -> list[Any]:
+            text = operation.get_attr("call")
+            text = text.decode() if isinstance(text, bytes) else text
+            return differentiate(text, list(operation.inputs), list(operation.outputs), gradients)
+
+        for name in (_LIKE, _ROWS):
+            op_def_registry.get(name)
+            tf.RegisterGradient(name)(gradient)
+        # They run whether their results are used or not, in any order: what matches them is their names.
+        known = auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS
+        auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS = known | {_LIKE, _ROWS}
+        atexit.register(self._at_exit, os.getpid())
+
+    def emit(self, text: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Add an operation to the graph."""
+        call = decode(text)
+        is_like = not isinstance(call, NativeCall) or call.row.in_place
+        name = call.collective if isinstance(call, NativeCall) else call.question
+        kind = _LIKE if is_like else _ROWS
+        made = op_def_library.apply_op(kind, inputs=list(tensors), call=text, name=f"Reigen{name.title()}")
+        results = list(made) if isinstance(made, list | tuple) else [made]
+        if execute.must_record_gradient():
+            operation = results[0].op
+            attributes = ("T", operation.get_attr("T"), "call", text)
+            execute.record_gradient(kind, operation.inputs, attributes, results)
+        return results
+
+    def _at_exit(self, pid: int) -> None:
+        """End what is outstanding, and return when no thread of TensorFlow's is in Python.
+
+        A thread that then still needed the interpreter's lock would end the process, or never get it.
+        """
+        if os.getpid() != pid:
+            return
+        context.shutdown()
+        while self._like.calls or self._rows.calls:
+            time.sleep(_LOOK_SECONDS)
+
+
+def _begin(run: KernelRun, text: str) -> None:
+    """Submit an operation; its end is reported by the thread that completes it."""
+    run.take()
+    try:
+        call = decode(text)
+        if isinstance(call, NativeCall):
+            handle, complete = _submit(run, call)
+        else:
+            answer = call.answer()
+            if isinstance(answer, int):
+                _answer(run, answer)
+                run.finish()
+                return
+            handle, complete = answer, lambda result: _answer(run, result.value)
+    except ReigenError as error:
+        run.finish(_status_of(error))
+        return
+    handle.add_done_callback(partial(_end, run, handle, complete))
+
+
+def _submit(run: KernelRun, call: NativeCall) -> tuple[Handle, Callable[[CollectiveResult], None]]:
+    row, splits = call.row, None
+    inputs = [run.input(index) for index in range(run.num_inputs)]
+    if row.returns_splits:
+        splits = tuple(inputs.pop()[0].tolist()) or None
+    sources, dtypes = [array for array, _ in inputs], [dtype for _, dtype in inputs]
+    if row.in_place:
+        targets = [run.output_like(index, source) for index, source in enumerate(sources)]
+        return call.start(sources, dtypes, targets), lambda result: None
+    makers = [partial(run.allocate, index, dtype) for index, dtype in enumerate(dtypes)]
+    handle = call.start(sources, dtypes, splits=splits, make_output=makers)
+    if not row.returns_splits:
+        return handle, lambda result: None
+
+    def add_splits(result: CollectiveResult) -> None:
+        received = result.received_splits
+        run.allocate(1, _INT32, (len(received),))[...] = received
+
+    return handle, add_splits
+
+
+def _answer(run: KernelRun, answer: int) -> None:
+    run.output_like(0, run.input(0)[0])[...] = answer
+
+
+def _end(run: KernelRun, handle: Handle, complete: Callable[[CollectiveResult], None]) -> None:
+    try:
+        complete(handle.wait())
+    except ReigenError as error:
+        run.finish(_status_of(error))
+    else:
+        run.finish()
+
+
+def _status_of(error: ReigenError) -> tuple[int, str]:
+    text = remember(error) if isinstance(error, CollectiveError) else str(error)
+    return tensorflow_code(error), text

@@ -1,0 +1,297 @@
+"""Asynchronous operations whose kernels are Python, registered through TensorFlow's C API.
+
+A run of such an operation:
+
+a. A thread of TensorFlow calls `AsyncOperation._compute` with the run's context, and a callback for its end.
+b. That makes a `KernelRun` of it and gives it to the operation's work, which begins something and returns: the thread
+   is free for the next operation.
+c. When that is complete, on whichever thread, `KernelRun.finish` tells TensorFlow. The tensors' memory is valid until
+   then, and not longer.
+
+The callback is a C++ ``std::function<void()>`` that lives on the stack of the caller, and so only until step b ends. It
+is moved to memory of our own, as its move constructor does it in libstdc++: its four words are copied, and the third,
+the function that manages the object, becomes null in the old place. The C API promises nothing of that; see `trust`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from reigen.tensorflow.adapter import DTYPE_OF
+from reigen.tensorflow.native.c_api import CApi
+from reigen.types import DType
+
+Array = NDArray[Any]
+#: Begins a run of an operation, of which the text is the attribute; calls its `finish` once, then or later.
+Work = Callable[["KernelRun", str], None]
+
+_POINTER = ctypes.c_void_p
+_CREATE = ctypes.CFUNCTYPE(_POINTER, _POINTER)
+_COMPUTE = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER)
+_SHAPES = ctypes.CFUNCTYPE(None, _POINTER, _POINTER)
+_MANAGER = ctypes.CFUNCTYPE(ctypes.c_bool, _POINTER, _POINTER, ctypes.c_int)
+#: `std::function` of libstdc++: its bytes, where its manager's address lies, and the manager's order to destroy
+_FUNCTION_BYTES, _MANAGER_AT, _INVOKER_AT, _DESTROY = 32, 16, 24, 3
+_MAX_TEXT_BYTES = 16384
+_FROM_MEMORY = ctypes.pythonapi.PyMemoryView_FromMemory
+_FROM_MEMORY.restype, _FROM_MEMORY.argtypes = ctypes.py_object, (_POINTER, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
+#: The element types by their numbers in TensorFlow.
+_DTYPES: dict[int, DType] = {theirs.as_datatype_enum: ours for theirs, ours in DTYPE_OF.items()}
+_TYPES = "{float, double, half, bfloat16, int8, uint8, int16, uint16, int32, int64, bool}"
+_FAILED_PRECONDITION = tf.errors.FAILED_PRECONDITION
+
+
+class KernelError(Exception):
+    """Error for a runtime that does not do what is needed."""
+
+
+class KernelRun:
+    """One run of an operation.
+
+    Args:
+        api: the C API.
+        context: TensorFlow's, of the run; it keeps the inputs' memory until `finish`.
+        done: the callback for its end; moved by `take`.
+    """
+
+    __slots__ = ("_api", "_context", "_done", "_own", "num_inputs")
+
+    def __init__(self, api: CApi, context: int, done: int) -> None:
+        self._api, self._context, self._done = api, context, done
+        self._own: ctypes.Array[ctypes.c_char] | None = None
+        self.num_inputs: int = api.NumInputs(context)
+
+    def input(self, index: int) -> tuple[Array, DType]:
+        """Return an input's contents, in the storage type, and its element type."""
+        api, tensor, status = self._api, _POINTER(), api_status(self._api)
+        api.GetInput(self._context, index, ctypes.byref(tensor), status)
+        try:
+            _check(api, status)
+            return self._view(tensor.value)
+        finally:
+            api.DeleteTensor(tensor)  # the context has another one
+            api.DeleteStatus(status)
+
+    def output_like(self, index: int, source: Array) -> Array:
+        """Return memory for the output in the place of an input, of its shape: ``source`` itself, if nobody else needs it."""
+        api, status, own = self._api, api_status(self._api), (ctypes.c_int * 1)(index)
+        forwarded, dims = ctypes.c_int(-1), _dims(source.shape)
+        tensor = api.ForwardInputOrAllocateOutput(
+            self._context, own, 1, index, dims, source.ndim, ctypes.byref(forwarded), status
+        )
+        try:
+            _check(api, status)
+            return source if forwarded.value == index else self._view(tensor)[0]
+        finally:
+            api.DeleteTensor(tensor)
+            api.DeleteStatus(status)
+
+    def allocate(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Array:
+        """Return memory for an output."""
+        api, status, number = self._api, api_status(self._api), _NUMBERS[dtype.name]
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        tensor = api.AllocateOutput(self._context, index, number, _dims(shape), len(shape), nbytes, status)
+        try:
+            _check(api, status)
+            return self._view(tensor)[0]
+        finally:
+            api.DeleteTensor(tensor)
+            api.DeleteStatus(status)
+
+    def take(self) -> None:
+        """Make the run outlive the call that began it."""
+        check_layout(self._done)
+        own = ctypes.create_string_buffer(_FUNCTION_BYTES)
+        ctypes.memmove(own, self._done, _FUNCTION_BYTES)
+        ctypes.memset(self._done + _MANAGER_AT, 0, 8)
+        self._own = own
+
+    def finish(self, error: tuple[int, str] | None = None) -> None:
+        """Tell TensorFlow that it is over: complete, or failed with a code of ``tf.errors`` and a text."""
+        api = self._api
+        if error is not None:
+            status = api.NewStatus()
+            api.SetStatus(status, error[0], error[1].encode())
+            api.OpKernelContext_Failure(self._context, status)
+            api.DeleteStatus(status)
+        if self._own is None:
+            api.RunAsyncOpKernelDoneCallback(self._done)
+            return
+        address = ctypes.addressof(self._own)
+        api.RunAsyncOpKernelDoneCallback(address)
+        manager = _POINTER.from_address(address + _MANAGER_AT).value
+        assert manager is not None
+        _MANAGER(manager)(address, address, _DESTROY)
+
+    def _view(self, tensor: int | None) -> tuple[Array, DType]:
+        api = self._api
+        dtype = _DTYPES[api.TensorType(tensor)]
+        shape = tuple([api.Dim(tensor, axis) for axis in range(api.NumDims(tensor))])
+        nbytes = dtype.itemsize
+        for length in shape:
+            nbytes *= length
+        if not nbytes:
+            return np.empty(shape, dtype.storage), dtype
+        memory = _FROM_MEMORY(api.TensorData(tensor), nbytes, _WRITABLE)
+        return np.frombuffer(memory, dtype.storage).reshape(shape), dtype
+
+
+class AsyncOperation:
+    """An operation with a list of inputs and as many outputs, of the same element types, and a text as its attribute.
+
+    Args:
+        api: the C API.
+        name: of the operation, for TensorFlow; it can be registered once in a process.
+        work: begins a run.
+        has_rows: the outputs' first dimension is not known before it runs; else the outputs have the inputs' shapes.
+
+    Raises:
+        KernelError: TensorFlow refuses it.
+    """
+
+    def __init__(self, api: CApi, name: str, work: Work, *, has_rows: bool) -> None:
+        self._api, self.name, self._work = api, name, work
+        #: numbers of texts, which TensorFlow's kernels hold
+        self._numbers: dict[str, int] = {}
+        self._texts: list[str] = [""]
+        self._lock = threading.Lock()
+        #: TensorFlow's calls that are in Python now
+        self.calls: dict[object, None] = {}
+        self._known_threads = _KnownThreads()
+        # TensorFlow keeps these for as long as the process lives
+        self._functions = _CREATE(self._create), _COMPUTE(self._compute), _SHAPES(self._set_shapes)
+        self._register(has_rows)
+
+    def _register(self, has_rows: bool) -> None:
+        api, status = self._api, self._api.NewStatus()
+        create, compute, set_shapes = self._functions
+        self._has_rows = has_rows
+        builder = api.NewOpDefinitionBuilder(self.name.encode())
+        api.OpDefinitionBuilderAddAttr(builder, f"T: list({_TYPES})".encode())
+        api.OpDefinitionBuilderAddAttr(builder, b"call: string")
+        api.OpDefinitionBuilderAddInput(builder, b"inputs: T")
+        api.OpDefinitionBuilderAddOutput(builder, b"outputs: T")
+        api.OpDefinitionBuilderSetIsStateful(builder, True)
+        api.OpDefinitionBuilderSetShapeInferenceFunction(builder, ctypes.cast(set_shapes, _POINTER))
+        api.RegisterOpDefinition(builder, status)
+        _check(api, status)
+        kernel = api.NewAsyncKernelBuilder(
+            self.name.encode(), b"CPU", ctypes.cast(create, _POINTER), ctypes.cast(compute, _POINTER), None
+        )
+        api.RegisterKernelBuilder(self.name.encode(), kernel, status)
+        _check(api, status)
+        api.DeleteStatus(status)
+
+    # -- on threads of TensorFlow's ------------------------------------------------------------------------------------
+
+    def _create(self, construction: int) -> int:
+        api, text = self._api, ctypes.create_string_buffer(_MAX_TEXT_BYTES)
+        status = api.NewStatus()
+        api.OpKernelConstruction_GetAttrString(construction, b"call", text, _MAX_TEXT_BYTES, status)
+        api.DeleteStatus(status)
+        with self._lock:
+            found = text.value.decode()
+            number = self._numbers.get(found)
+            if number is None:
+                number = self._numbers[found] = len(self._texts)
+                self._texts.append(found)
+            return number
+
+    def _compute(self, number: int, context: int, done: int) -> None:
+        # To take it back is the last that the call does: between that and the thread's leave of Python no other thread
+        # gets the interpreter's lock.
+        call = object()
+        self.calls[call] = None
+        self._known_threads.stay()
+        run = KernelRun(self._api, context, done)
+        try:
+            self._work(run, self._texts[number])
+        except BaseException as error:  # noqa: BLE001  TensorFlow hears of it
+            run.finish((tf.errors.INTERNAL, f"{type(error).__name__}: {error}"))
+        del self.calls[call]
+
+    def _set_shapes(self, context: int, status: int) -> None:
+        api, shape = self._api, self._api.NewShapeHandle()
+        for index in range(api.ShapeInferenceContextNumInputs(context)):
+            api.ShapeInferenceContextGetInput(context, index, shape, status)
+            if self._has_rows and api.ShapeInferenceContextRankKnown(context, shape):
+                rows = api.ShapeInferenceContextVectorFromSize(context, ctypes.c_size_t(-1).value)
+                if api.ShapeInferenceContextRank(context, shape):
+                    api.ShapeInferenceContextSubshape(context, shape, 1, 2**63 - 1, shape, status)
+                    api.ShapeInferenceContextConcatenateShapes(context, rows, shape, rows, status)
+                api.ShapeInferenceContextSetOutput(context, index, rows, status)
+                api.DeleteShapeHandle(rows)
+            else:
+                api.ShapeInferenceContextSetOutput(context, index, shape, status)
+        api.DeleteShapeHandle(shape)
+
+
+class _KnownThreads(threading.local):
+    """Threads of TensorFlow that Python knows.
+
+    ctypes has Python make, and forget, the state of a thread that is not its own with each call, which takes longer
+    than the call itself. Ensured once more, it stays for as long as the thread.
+    """
+
+    _stays = False
+
+    def stay(self) -> None:
+        """Have Python keep the state of this thread."""
+        if not self._stays:
+            self._stays = True
+            ctypes.pythonapi.PyGILState_Ensure()
+
+
+_NUMBERS = {dtype.name: number for number, dtype in _DTYPES.items()}
+
+
+def api_status(api: CApi) -> int:
+    """Make a status, the caller's to delete."""
+    status: int = api.NewStatus()
+    return status
+
+
+def check_layout(function: int) -> None:
+    """Check that the addresses in a ``std::function`` lie where libstdc++ has them.
+
+    Raises:
+        KernelError: there is something else.
+    """
+    manager = _POINTER.from_address(function + _MANAGER_AT).value
+    invoker = _POINTER.from_address(function + _INVOKER_AT).value
+    if (manager, invoker) not in _known_functions:
+        if not (manager and invoker and _is_code(manager) and _is_code(invoker)):
+            raise KernelError("the callback of TensorFlow's asynchronous kernels is not a std::function of libstdc++")
+        _known_functions.add((manager, invoker))
+
+
+_known_functions: set[tuple[int, int]] = set()
+
+
+def _is_code(address: int) -> bool:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            where, flags = line.split(None, 2)[:2]
+            begin, _, end = where.partition("-")
+            if int(begin, 16) <= address < int(end, 16):
+                return "x" in flags
+    return False
+
+
+def _check(api: CApi, status: int) -> None:
+    if api.GetCode(status):
+        raise KernelError(api.Message(status).decode())
+
+
+@functools.lru_cache(maxsize=4096)
+def _dims(shape: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * max(len(shape), 1))(*shape)
