@@ -97,8 +97,8 @@ class CustomStep(keras.Model):
         super().__init__()
         self.inner = models.make_model(hvd.rank())
 
-    def call(self, x: Any) -> Any:
-        return self.inner(x)
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.inner(x, training=training)
 
     def train_step(self, *given: Any) -> Any:
         if keras.backend.backend() == "jax":

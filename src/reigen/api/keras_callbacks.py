@@ -24,8 +24,8 @@ class ModelAccess(Protocol):
     def prepare(self, model: Any) -> None:
         """Have the values of the model's variables in the variables, and read from there by the next batch."""
 
-    def build(self, model: Any) -> bool:
-        """Make the optimizer's variables, if the model has its own; return whether all exist now."""
+    def is_built(self, model: Any) -> bool:
+        """Return whether all variables of the model and of its optimizer exist."""
 
     def broadcast(self, model: Any, root_rank: int, local_variables: Sequence[Any]) -> None:
         """Overwrite the variables of the model and of its optimizer, without the local ones, with the root's."""
@@ -67,7 +67,7 @@ class BroadcastLogic:
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Broadcast, if every rank can."""
         if not self.broadcast_done:
-            built = np.array([self.access.build(self.model)], np.int32)
+            built = np.array([self.access.is_built(self.model)], np.int32)
             if _combine(built, ReduceOp.MIN, "keras.broadcast.built")[0]:
                 self._broadcast()
 
@@ -168,8 +168,8 @@ class LearningRateScheduleLogic:
         past = self.end_epoch is not None and self.current_epoch >= self.end_epoch
         if self.current_epoch < self.start_epoch or past or (self.staircase and batch != 0):
             return
-        fraction = 0.0 if self.staircase else batch / (self.steps_per_epoch or 1)
-        self._adjust(self.current_epoch + fraction)
+        begun = self.current_epoch
+        self._adjust(begun if self.staircase else begun + batch / (self.steps_per_epoch or 1))
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Take back what was for one batch."""

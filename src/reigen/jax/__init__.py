@@ -12,8 +12,9 @@ from reigen.api.functions import allgather_object, barrier, broadcast_object, jo
 from reigen.errors import HorovodInternalError
 from reigen.jax import ops as _ops
 from reigen.jax.compression import Compression
-from reigen.jax.native import shutdown
+from reigen.jax.native import collective_errors, shutdown
 from reigen.jax.ops import *
+from reigen.jax.training import broadcast_parameters, distributed, grad, value_and_grad
 
 __all__ = [
     "Compression",
@@ -21,10 +22,15 @@ __all__ = [
     "allgather_object",
     "barrier",
     "broadcast_object",
+    "broadcast_parameters",
+    "collective_errors",
+    "distributed",
+    "grad",
     "join",
     "poll",
     "shutdown",
     "synchronize",
+    "value_and_grad",
 ]
 __all__ += _common_names.__all__
 __all__ += _ops.__all__

@@ -32,9 +32,9 @@ class JaxCollectives(Collectives[jax.Array]):
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
         if form.is_async:
             return super().implementation(collective, grouped, form)
-        return functools.partial(self._run_on_tree, collective, grouped)
+        return functools.partial(self.run_on_tree, collective, grouped)
 
-    def _run_on_tree(
+    def run_on_tree(
         self,
         collective: Collective,
         grouped: bool,
@@ -44,6 +44,7 @@ class JaxCollectives(Collectives[jax.Array]):
         process_set: ProcessSet,
         compression: Compressor = Compression.none,
     ) -> Any:
+        """Run a blocking form: of an array, of a pytree as one group, or (``grouped``) of a list of arrays."""
         number = process_set_number(process_set)
         if collective.parse is not None:
             argument = collective.parse(_ADAPTER, argument)

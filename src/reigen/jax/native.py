@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +73,24 @@ def shutdown() -> None:
     """Leave the job, when all dispatched computations are complete. ``init()`` may be called again."""
     drain()
     context.shutdown()
+
+
+@contextlib.contextmanager
+def collective_errors() -> Iterator[None]:
+    """Raise failures of collectives inside compiled programs as what they are.
+
+    JAX raises a JaxRuntimeError where a result of a program is needed that failed. In this context that is the
+    CollectiveError (also named HorovodInternalError), with its fields, such as the ranks that were lost; wait there for
+    the results (``jax.block_until_ready``).
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        handler = get_handler()
+        found = None if handler is None else handler.failures.find(str(error))
+        if found is None:
+            raise
+        raise found from error
 
 
 def run_by_callback(

@@ -246,8 +246,8 @@ def _transpose(
         return run(ALLREDUCE, call.argument)
     if row is BROADCAST:
         averaged = run(ALLREDUCE, _MEAN)
-        is_root = context.current().rank == call.root_rank
-        return averaged if is_root else [jnp.zeros_like(each) for each in averaged]
+        is_root = jnp.array(context.current().rank == call.root_rank)
+        return [jnp.where(is_root, each, 0) for each in averaged]  # used on every rank, so that none leaves it out
     if row is ALLGATHER:
         begins = _begins_of_rows(wanted, name, call.process_set)
         return list(map(_take_rows, run(ALLREDUCE, _MEAN), begins, wanted))

@@ -35,12 +35,9 @@ class Keras3Access:
         if sync is not None:
             sync()
 
-    def build(self, model: Any) -> bool:
-        """Do as ``fit`` does on JAX and PyTorch before it begins."""
-        optimizer = model.optimizer
-        if model.built and optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
-        return bool(model.built)
+    def is_built(self, model: Any) -> bool:
+        """Return whether all variables exist."""
+        return bool(model.built and (model.optimizer is None or model.optimizer.built))
 
     def broadcast(self, model: Any, root_rank: int, local_variables: Sequence[Any]) -> None:
         """Seeds are no weights: layers such as Dropout have their own on each rank."""
@@ -75,6 +72,13 @@ _ACCESS = Keras3Access()
 class BroadcastGlobalVariablesCallback(BroadcastLogic, keras.callbacks.Callback):  # noqa: D101 - as what it inherits
     __doc__ = BroadcastLogic.__doc__
     access = _ACCESS
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Make the optimizer's variables, as ``fit`` has done on JAX and PyTorch; broadcast, if every rank can."""
+        optimizer = self.model.optimizer
+        if self.model.built and optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        super().on_train_begin(logs)
 
 
 class MetricAverageCallback(MetricAverageLogic, keras.callbacks.Callback):  # noqa: D101 - as what it inherits

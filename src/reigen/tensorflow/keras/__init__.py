@@ -1,0 +1,59 @@
+"""Reigen for ``tf.keras``: ``import reigen.tensorflow.keras as hvd``.
+
+Where ``tf.keras`` is Keras 3, this is `reigen.keras`; where it is the legacy one (TF_USE_LEGACY_KERAS=1 and tf_keras),
+the same names for that.
+"""
+
+from reigen.api import common_names as _common_names
+from reigen.api.common_names import *
+from reigen.api.functions import allgather_object, broadcast_object, join
+from reigen.api.job import shutdown
+from reigen.errors import HorovodInternalError
+from reigen.tensorflow.keras import callbacks
+from reigen.tensorflow.keras.choice import IS_LEGACY
+
+if IS_LEGACY:
+    from reigen.tensorflow.compression import Compression
+    from reigen.tensorflow.functions import broadcast_variables
+    from reigen.tensorflow.keras.functions import (
+        allgather,
+        allreduce,
+        broadcast,
+        broadcast_global_variables,
+        reducescatter,
+    )
+    from reigen.tensorflow.keras.legacy_optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+else:
+    from reigen.keras import (
+        Compression,
+        DistributedOptimizer,
+        PartialDistributedOptimizer,
+        allgather,
+        allreduce,
+        broadcast,
+        broadcast_global_variables,
+        broadcast_variables,
+        load_model,
+        reducescatter,
+    )
+
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "join",
+    "load_model",
+    "reducescatter",
+    "shutdown",
+]
+__all__ += _common_names.__all__
+__all__.sort()
