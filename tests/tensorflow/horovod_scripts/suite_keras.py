@@ -19,6 +19,10 @@ import horovod.tensorflow.keras as hvd
 from horovod.tensorflow.keras import callbacks as hvd_callbacks
 
 LEGACY = not keras.__version__.startswith("3.")
+CALLBACKS = """
+    BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback LearningRateWarmupCallback
+    BestModelCheckpoint
+"""
 SUFFIX = ".h5" if LEGACY else ".keras"
 
 
@@ -208,11 +212,11 @@ class KerasTests(unittest.TestCase):
                     loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
                 gradients = tape.gradient(loss, self.trainable_variables)
                 self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-                return {"loss": loss}
+                return {"own_loss": loss}
 
         model = Model()
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)))
-        losses = self.fit(model, epochs=4).history["loss"]
+        losses = self.fit(model, epochs=4).history["own_loss"]
         self.assertLess(losses[-1], losses[0])
         self.assert_same_everywhere(model.get_weights())
 
@@ -334,7 +338,7 @@ class KerasTests(unittest.TestCase):
             self.assertTrue(np.allclose(schedule.rates, rates, rtol=1e-5), (schedule.rates, rates))
 
     def test_names_of_callbacks(self):
-        for name in ["BroadcastGlobalVariablesCallback", "MetricAverageCallback", "LearningRateScheduleCallback", "LearningRateWarmupCallback", "BestModelCheckpoint"]:
+        for name in CALLBACKS.split():
             self.assertIs(getattr(hvd.callbacks, name), getattr(hvd_callbacks, name))
 
     def test_best_model(self):
@@ -398,14 +402,13 @@ class KerasTests(unittest.TestCase):
         model.fit(x, y, verbose=0)
         with tempfile.TemporaryDirectory() as directory:
             path = self.saved(directory, model)
+            by_function = {
+                "own_activation": own_activation,
+                "OwnOptimizer": lambda **kwargs: hvd.DistributedOptimizer(OwnOptimizer(**kwargs)),
+            }
             for options in (
                 {"custom_optimizers": [OwnOptimizer], "custom_objects": {"own_activation": own_activation}},
-                {
-                    "custom_objects": {
-                        "own_activation": own_activation,
-                        "OwnOptimizer": lambda **kwargs: hvd.DistributedOptimizer(OwnOptimizer(**kwargs)),
-                    }
-                },
+                {"custom_objects": by_function},
             ):
                 loaded = hvd.load_model(path, **options)
                 self.assertEqual(type(loaded.optimizer).__name__, "OwnOptimizer")

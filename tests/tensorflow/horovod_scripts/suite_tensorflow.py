@@ -1,4 +1,4 @@
-"""A test suite as people write them for Horovod with TensorFlow: init() in every test, loops over dtypes and dimensions.
+"""A test suite as people write them for Horovod with TensorFlow: init() in every test, loops over dtypes.
 
 Run it in several processes: reigen run --as-horovod -np 2 python suite_tensorflow.py
 """

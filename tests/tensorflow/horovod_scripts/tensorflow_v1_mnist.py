@@ -87,14 +87,14 @@ with tempfile.TemporaryDirectory() as directory:
     checkpoint_dir = os.path.join(directory, "checkpoints") if hvd.rank() == 0 else None  # noqa: PTH118
     training_batches = batches(images[:1440], labels[:1440], 32)
     losses = []
+    held_out, looked_at = {image: images[1440:], label: labels[1440:]}, [v1.trainable_variables(), predicted]
     with v1.train.MonitoredTrainingSession(checkpoint_dir=checkpoint_dir, hooks=hooks, config=config) as session:
         while not session.should_stop():
             some_images, some_labels = next(training_batches)
             value, _ = session.run([loss, train_op], feed_dict={image: some_images, label: some_labels})
             losses.append(value)
             if not session.should_stop():
-                weights = session.run(v1.trainable_variables())
-                found = session.run(predicted, {image: images[1440:], label: labels[1440:]})
+                weights, found = session.run_step_fn(lambda step_context: step_context.session.run(looked_at, held_out))
     assert checkpoint_dir is None or v1.train.latest_checkpoint(checkpoint_dir)
 
 everyones = hvd.allgather_object([w.tobytes() for w in weights])
