@@ -34,9 +34,9 @@ def ran(size: int, script: str, *arguments: str, environ: dict[str, str] = KERAS
 
 def assert_trained(out: str, size: int, least_accuracy: float = 0.8) -> None:
     """All ranks came to the same weights, which are better than the first ones."""
-    ended = re.findall(r"^done rank=(\d+) same=True improved=True", out, re.M)
+    ended = re.findall(r"^done rank=(\d+) same=True improved=True", out, re.MULTILINE)
     assert sorted(map(int, ended)) == list(range(size)), out
-    found = re.search(r"^accuracy (\S+)$", out, re.M)
+    found = re.search(r"^accuracy (\S+)$", out, re.MULTILINE)
     assert found is not None
     assert float(found[1]) > least_accuracy
 
@@ -44,7 +44,7 @@ def assert_trained(out: str, size: int, least_accuracy: float = 0.8) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_suite_for_tensorflow(size: int) -> None:
     _, err = ran(size, "suite_tensorflow.py")
-    assert len(re.findall(r"^OK", err, re.M)) == size
+    assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
     assert size == 1 or "skipped" not in err
 
 
@@ -53,14 +53,14 @@ def test_a_suite_for_tensorflow(size: int) -> None:
 def test_a_suite_for_tensorflow_with_legacy_keras(size: int) -> None:
     chosen = ["TensorFlowTests." + name for name in ("test_sync_batch_normalization", "test_partial_gradient_tape")]
     _, err = ran(size, "suite_tensorflow.py", *chosen, environ=LEGACY)
-    assert len(re.findall(r"^OK", err, re.M)) == size
+    assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("keras", BOTH)
 def test_a_suite_for_keras(keras: dict[str, str], size: int) -> None:
     _, err = ran(size, "suite_keras.py", environ=keras)
-    assert len(re.findall(r"^OK", err, re.M)) == size
+    assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
     assert "skipped" not in err
 
 
@@ -123,4 +123,4 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, keras: dict[str, str
 def test_a_benchmark_of_made_data(option: str, keras: dict[str, str], size: int) -> None:
     out, _ = ran(size, "synthetic_benchmark.py", option, environ=keras)
     assert out.count("same=True\n") == size
-    assert re.search(r"^Img/sec per CPU: \d", out, re.M)
+    assert re.search(r"^Img/sec per CPU: \d", out, re.MULTILINE)
