@@ -20,7 +20,7 @@ args = parser.parse_args()
 
 hvd.init()
 keras.utils.set_random_seed(hvd.rank())
-suffix = "keras" if keras.__version__.startswith("3.") else "h5"
+suffix = "keras" if hasattr(keras, "ops") else "h5"
 checkpoint_format = os.path.join(args.directory, "checkpoint-{epoch}." + suffix)  # noqa: PTH118
 
 # Only worker 0 may see the checkpoints: it tells the others where to go on.

@@ -18,7 +18,7 @@ from tensorflow import keras
 import horovod.tensorflow.keras as hvd
 from horovod.tensorflow.keras import callbacks as hvd_callbacks
 
-LEGACY = not keras.__version__.startswith("3.")
+LEGACY = not hasattr(keras, "ops")
 CALLBACKS = """
     BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback LearningRateWarmupCallback
     BestModelCheckpoint
@@ -49,7 +49,7 @@ class KerasTests(unittest.TestCase):
         keras.utils.set_random_seed(1234 + self.rank)  # different on purpose: the broadcast makes them equal
         self.mean = (self.size + 1) / 2
 
-    def data(self, rows=32):
+    def data(self, rows=16):
         generator = np.random.RandomState(self.rank)
         x = generator.uniform(size=[rows, 3]).astype(np.float32)
         return x, (x @ np.array([[1.0], [-2.0], [3.0]])).astype(np.float32)
@@ -63,7 +63,7 @@ class KerasTests(unittest.TestCase):
     def fit(self, model, epochs=2, callbacks=(), **options):
         x, y = self.data()
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
-        return model.fit(x, y, batch_size=8, epochs=epochs, callbacks=callbacks, verbose=0, **options)
+        return model.fit(x, y, batch_size=4, epochs=epochs, callbacks=callbacks, verbose=0, **options)
 
     def assert_same_everywhere(self, arrays):
         everyones = hvd.allgather_object([np.asarray(a).tobytes() for a in arrays])
@@ -187,7 +187,7 @@ class KerasTests(unittest.TestCase):
             (keras.optimizers.SGD(0.05), {"gradient_predivide_factor": 2.0, "num_groups": 1}),
         ):
             model = self.model(hvd.DistributedOptimizer(optimizer, **options))
-            losses = self.fit(model, epochs=6).history["loss"]
+            losses = self.fit(model, epochs=4).history["loss"]
             self.assertLess(losses[-1], losses[0], options)
             self.assert_same_everywhere(model.get_weights())
 
@@ -409,7 +409,7 @@ class KerasTests(unittest.TestCase):
             for options in (
                 {"custom_optimizers": [OwnOptimizer], "custom_objects": {"own_activation": own_activation}},
                 {"custom_objects": by_function},
-            ):
+            )[: 2 if LEGACY else 1]:  # the Keras of today looks for a class
                 loaded = hvd.load_model(path, **options)
                 self.assertEqual(type(loaded.optimizer).__name__, "OwnOptimizer")
                 self.assertAlmostEqual(float(loaded.optimizer.learning_rate), 0.02, 6)

@@ -35,7 +35,7 @@ opt = tf.optimizers.Adam(scaled_lr)
 opt = hvd.DistributedOptimizer(opt, backward_passes_per_step=1, average_aggregated_gradients=True)
 
 # Since its version 2.16 TensorFlow has another Keras, which does not know the argument.
-options = {} if tf.keras.__version__.startswith("3.") else {"experimental_run_tf_function": False}
+options = {} if hasattr(tf.keras, "ops") else {"experimental_run_tf_function": False}
 model.compile(loss=tf.losses.SparseCategoricalCrossentropy(), optimizer=opt, metrics=["accuracy"], **options)
 
 callbacks = [
@@ -46,7 +46,7 @@ callbacks = [
 with tempfile.TemporaryDirectory() as directory:
     # Checkpoints only on worker 0.
     if hvd.rank() == 0:
-        suffix = "keras" if tf.keras.__version__.startswith("3.") else "h5"
+        suffix = "keras" if hasattr(tf.keras, "ops") else "h5"
         path = os.path.join(directory, "checkpoint-{epoch}." + suffix)  # noqa: PTH118
         callbacks.append(tf.keras.callbacks.ModelCheckpoint(path))
     verbose = 2 if hvd.rank() == 0 else 0
