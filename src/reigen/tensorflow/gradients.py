@@ -179,12 +179,12 @@ def path_of(variable: Any) -> str:
     path = getattr(variable, "path", None)
     if not isinstance(path, str):
         path = variable.name if isinstance(variable, tf.Variable) else "tensor"
-    return _without_numbers(path)
+    return without_serial_numbers(path)
 
 
 @functools.lru_cache(maxsize=4096)
-def _without_numbers(path: str) -> str:
-    # A name travels in at most 512 bytes.
+def without_serial_numbers(path: str) -> str:
+    """A path without the numbers that Keras appends, and of a length that can travel."""
     return _SERIAL_NUMBER.sub("", path.removesuffix(":0"))[-300:] or "variable"
 
 
