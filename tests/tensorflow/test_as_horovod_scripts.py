@@ -1,0 +1,126 @@
+"""`reigen run --as-horovod`: scripts and suites for Horovod with TensorFlow and Keras, unmodified, on 1, 2, 3 ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "horovod_scripts"
+SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+ALL_SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3)]
+KERAS_3, LEGACY = {"TF_USE_LEGACY_KERAS": "0"}, {"TF_USE_LEGACY_KERAS": "1"}
+BOTH = [pytest.param(KERAS_3, id="keras3"), pytest.param(LEGACY, id="legacy")]
+
+
+def ran(size: int, script: str, *arguments: str, environ: dict[str, str] = KERAS_3) -> tuple[str, str]:
+    """What the ranks wrote: (stdout, stderr)."""
+    command = [sys.executable, "-m", "reigen", "run", "--as-horovod", "-np", str(size), "--no-prefix", sys.executable]
+    done = subprocess.run(
+        [*command, str(SCRIPTS / script), *arguments],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environ},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-12000:]
+    return done.stdout, done.stderr
+
+
+def assert_trained(out: str, size: int, least_accuracy: float = 0.8) -> None:
+    """All ranks came to the same weights, which are better than the first ones."""
+    ended = re.findall(r"^done rank=(\d+) same=True improved=True", out, re.MULTILINE)
+    assert sorted(map(int, ended)) == list(range(size)), out
+    found = re.search(r"^accuracy (\S+)$", out, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) > least_accuracy
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_suite_for_tensorflow(size: int) -> None:
+    _, err = ran(size, "suite_tensorflow.py")
+    assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
+    assert size == 1 or "skipped" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_suite_for_tensorflow_with_legacy_keras(size: int) -> None:
+    chosen = ["TensorFlowTests." + name for name in ("test_sync_batch_normalization", "test_partial_gradient_tape")]
+    _, err = ran(size, "suite_tensorflow.py", *chosen, environ=LEGACY)
+    assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("keras", BOTH)
+def test_a_suite_for_keras(keras: dict[str, str], size: int) -> None:
+    _, err = ran(size, "suite_keras.py", environ=keras)
+    assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
+    assert "skipped" not in err
+
+
+@pytest.mark.parametrize("size", ALL_SLOW)
+@pytest.mark.parametrize("keras", BOTH)
+@pytest.mark.parametrize("option", ["", "--use-mixed-precision"])
+def test_a_loop_with_a_tape(option: str, keras: dict[str, str], size: int) -> None:
+    out, _ = ran(size, "tensorflow2_mnist.py", *option.split(), environ=keras)
+    assert_trained(out, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        pytest.param("--gradient-predivide-factor 2", marks=pytest.mark.slow),
+        pytest.param("--backward-passes-per-step 2", marks=pytest.mark.slow),
+        pytest.param("--use-adasum", marks=pytest.mark.slow),
+    ],
+)
+def test_a_session_of_version_1(options: str, size: int) -> None:
+    if size == 3 and "adasum" in options:
+        pytest.skip("Adasum is among a power of two ranks")
+    out, _ = ran(size, "tensorflow_v1_mnist.py", *options.split())
+    assert_trained(out, size, 0.7)
+
+
+@pytest.mark.parametrize("size", ALL_SLOW)
+@pytest.mark.parametrize("keras", BOTH)
+def test_fit_of_tf_keras(keras: dict[str, str], size: int) -> None:
+    out, _ = ran(size, "tensorflow2_keras_mnist.py", environ=keras)
+    assert_trained(out, size, 0.7)
+    assert out.count(f"rate={0.001 * size:.4f} version=0.28.1") == size
+
+
+@pytest.mark.parametrize("size", ALL_SLOW)
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_fit_of_keras(backend: str, size: int) -> None:
+    out, _ = ran(size, "keras_mnist.py", environ={"KERAS_BACKEND": backend})
+    assert_trained(out, size, 0.5)
+
+
+@pytest.mark.parametrize("size", ALL_SLOW)
+@pytest.mark.parametrize("keras", BOTH)
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path, keras: dict[str, str], size: int) -> None:
+    rates = [0.02 * (1 + (size - 1) / 2), 0.02 * size, 0.02 * size, 0.002 * size, 0.002 * size]
+    for first, last in ((0, 3), (3, 5)):
+        options = [str(tmp_path), "--epochs", str(last), "--fp16-allreduce"]
+        out, _ = ran(size, "keras_resume.py", *options, environ=keras)
+        expected = ",".join(f"{rate:.4f}" for rate in rates[first:last])
+        for rank in range(size):
+            assert f"done rank={rank} same=True from={first} rates={expected}\n" in out, out
+    assert sorted(path.stem for path in tmp_path.iterdir()) == [f"checkpoint-{epoch}" for epoch in range(1, 6)]
+
+
+@pytest.mark.parametrize("size", ALL_SLOW)
+@pytest.mark.parametrize("keras", BOTH)
+@pytest.mark.parametrize("option", ["--fp16-allreduce", "--eager"])
+def test_a_benchmark_of_made_data(option: str, keras: dict[str, str], size: int) -> None:
+    out, _ = ran(size, "synthetic_benchmark.py", option, environ=keras)
+    assert out.count("same=True\n") == size
+    assert re.search(r"^Img/sec per CPU: \d", out, re.MULTILINE)
