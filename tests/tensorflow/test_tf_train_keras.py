@@ -193,7 +193,9 @@ def mixed_precision() -> None:
         model = make_model(dtype="mixed_float16")
         optimizer = tf.optimizers.SGD(0.1)
         scaled = tf.keras.mixed_precision.LossScaleOptimizer
-        wrapped = hvd.DistributedOptimizer(scaled(optimizer)) if outside else scaled(hvd.DistributedOptimizer(optimizer))
+        wrapped = (
+            hvd.DistributedOptimizer(scaled(optimizer)) if outside else scaled(hvd.DistributedOptimizer(optimizer))
+        )
         x, y = (each[:4].astype(np.float32) * (1 + hvd.rank()) for each in data())
         before = model.get_weights()
         model.compile(loss="mse", optimizer=wrapped)

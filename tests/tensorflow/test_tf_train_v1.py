@@ -10,7 +10,16 @@ import tensorflow as tf
 
 import reigen.tensorflow as hvd
 from reigen.errors import ArgumentError
-from tests.tensorflow.tf_training import LR, Net, alone, assert_close, assert_identical_everywhere, batches, loss_of, mine
+from tests.tensorflow.tf_training import (
+    LR,
+    Net,
+    alone,
+    assert_close,
+    assert_identical_everywhere,
+    batches,
+    loss_of,
+    mine,
+)
 
 v1 = tf.compat.v1
 STEPS = 4
