@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from reigen.api.process_sets import ProcessSet
@@ -24,6 +24,10 @@ class JaxKerasBackend:
     def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
         """Return a sparse gradient as a dense one, reduced; JAX's gradients are not sparse."""
         return reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
+
+    def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function itself: what is traced is what it does to tensors."""
+        return function
 
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is a sparse array."""
