@@ -43,7 +43,7 @@ _remembered: OrderedDict[str, CollectiveError] = OrderedDict()
 
 def tensorflow_code(error: ReigenError) -> int:
     """Return the code of ``tf.errors`` with which an operation of a graph fails; NotInitializedError, too, has one."""
-    codes = (
+    codes: tuple[tuple[type[ReigenError], int], ...] = (
         (MismatchError, tf.errors.FAILED_PRECONDITION),
         (CollectiveError, tf.errors.UNKNOWN),
         (NotInitializedError, tf.errors.FAILED_PRECONDITION),
@@ -57,7 +57,8 @@ def to_tensorflow_error(error: ReigenError) -> ReigenError:
     theirs = next((each for ours, each in _CLASSES if isinstance(error, ours)), None)
     if theirs is None or isinstance(error, theirs):
         return error
-    kind: Any = _combined_class(type(error), theirs)
+    ours: Any = type(error)
+    kind: Any = _combined_class(ours, theirs)
     copied: ReigenError = kind.__new__(kind)
     theirs.__init__(copied, None, None, str(error))
     copied.args, copied.__cause__ = error.args, error.__cause__

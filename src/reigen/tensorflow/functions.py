@@ -115,7 +115,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
-class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Hook that overwrites all global variables with those of the root when a session begins.
 
     Args:
