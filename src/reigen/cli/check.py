@@ -81,7 +81,7 @@ def build_report() -> str:
     """Format the report as `horovodrun --check-build` does."""
     sections: dict[str, dict[str, bool]] = {
         "Frameworks": {
-            "TensorFlow": False,
+            "TensorFlow": any(_version(name) is not None for name in ("tensorflow", "tensorflow-cpu")),
             "PyTorch": _version("torch") is not None,
             "MXNet": _version("mxnet") is not None,
             "NumPy": True,

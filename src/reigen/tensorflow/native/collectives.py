@@ -78,7 +78,7 @@ class NativeCollectives:
         return results
 
     def _at_exit(self, pid: int) -> None:
-        """End what is outstanding, and return when no thread of TensorFlow's is in Python.
+        """Leave the job, and return when no thread of TensorFlow's is in Python.
 
         A thread that then still needed the interpreter's lock would end the process, or never get it.
         """
