@@ -28,4 +28,4 @@ __all__ = [
 __all__ += _common_names.__all__
 __all__ += _functions.__all__
 __all__ += _ops.__all__
-__all__.sort()
+__all__ = sorted(set(__all__))  # `init` is this package's

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from reigen import context
-from reigen.api import functions, objects
+from reigen.api import functions, job, objects
 from reigen.api.operations import BROADCAST, as_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.tensorflow import graph
 from reigen.tensorflow.collectives import COLLECTIVES
 from reigen.tensorflow.errors import raises_tensorflow_errors
+from reigen.tensorflow.native.trust import is_known
 from reigen.tensorflow.queries import Query
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
+    "init",
     "join",
     "local_rank_op",
     "local_size_op",
@@ -31,6 +34,14 @@ __all__ = [
     "rank_op",
     "size_op",
 ]
+
+
+@functools.wraps(job.init)
+def init(*args: Any, **kwargs: Any) -> None:
+    """Join the job. A SavedModel with collectives can be loaded from then on."""
+    job.init(*args, **kwargs)
+    if is_known():
+        graph.native_collectives()
 
 
 @raises_tensorflow_errors

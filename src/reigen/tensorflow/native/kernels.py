@@ -2,7 +2,7 @@
 
 A run of such an operation:
 
-a. A thread of TensorFlow calls `AsyncOperation._compute` with the run's context, and a callback for its end.
+a. A thread of TensorFlow calls `AsyncKernelOperation._compute` with the run's context, and a callback for its end.
 b. That makes a `KernelRun` of it and gives it to the operation's work, which begins something and returns: the thread
    is free for the next operation.
 c. When that is complete, on whichever thread, `KernelRun.finish` tells TensorFlow. The tensors' memory is valid until
@@ -146,7 +146,7 @@ class KernelRun:
         return np.frombuffer(memory, dtype.storage).reshape(shape), dtype
 
 
-class AsyncOperation:
+class AsyncKernelOperation:
     """An operation with a list of inputs and as many outputs, of the same element types, and a text as its attribute.
 
     Args:
@@ -276,7 +276,7 @@ def check_layout(function: int) -> None:
 
 
 #: TensorFlow calls their functions for as long as the process lives
-_registered: list[AsyncOperation] = []
+_registered: list[AsyncKernelOperation] = []
 _known_functions: set[tuple[int, int]] = set()
 
 

@@ -43,6 +43,11 @@ def judge() -> str | None:
     return _remembered_verdict()
 
 
+def is_known() -> bool:
+    """Return whether there can be operations of our own, without a self-test."""
+    return context.current().config.tensorflow_native != "0" and _is_tested(tf.__version__, platform.machine())
+
+
 def _is_tested(version: str, machine: str) -> bool:
     return version in TESTED_VERSIONS and machine in _TESTED_ARCHITECTURES and sys.platform == "linux"
 
