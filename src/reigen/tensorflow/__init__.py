@@ -16,6 +16,7 @@ from reigen.tensorflow import functions as _functions
 from reigen.tensorflow import ops as _ops
 from reigen.tensorflow.compression import Compression
 from reigen.tensorflow.functions import *
+from reigen.tensorflow.functions import init  # noqa: F401  in place of the one above
 from reigen.tensorflow.ops import *
 
 __all__ = [
@@ -28,4 +29,4 @@ __all__ = [
 __all__ += _common_names.__all__
 __all__ += _functions.__all__
 __all__ += _ops.__all__
-__all__ = sorted(set(__all__))  # `init` is this package's
+__all__.sort()

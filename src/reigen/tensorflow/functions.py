@@ -26,7 +26,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "init",
     "join",
     "local_rank_op",
     "local_size_op",
