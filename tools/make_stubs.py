@@ -31,6 +31,13 @@ STUBS: dict[str, tuple[Dialect, str]] = {
         dialects.MXNET,
         f"{_SEQUENCE}from typing import Any, TypeAlias\n\n{_PROCESS_SET}\nNDArray: TypeAlias = Any\n",
     ),
+    "tensorflow/ops.pyi": (
+        dialects.TENSORFLOW,
+        (
+            f"{_SEQUENCE}from typing import Any, TypeAlias\n\nimport tensorflow as tf\n\n{_PROCESS_SET}"
+            "from reigen.tensorflow.compression import Compressor\n\nTensorLike: TypeAlias = Any\n"
+        ),
+    ),
     "torch/ops.pyi": (
         dialects.TORCH,
         f"{_SEQUENCE}\nimport torch\n\n{_PROCESS_SET}{_HANDLE}from reigen.torch.compression import Compressor\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import threading
@@ -154,6 +155,21 @@ def saved_models() -> None:
         total, gathered = tf.saved_model.load(directory)(tf.ones([2]))
     assert total.numpy().tolist() == [hvd.size()] * 2
     assert gathered.shape == [2 * hvd.size()]
+
+
+def loads_a_saved_model(directory: str, *, saves: bool) -> None:
+    if saves:
+        module = tf.Module()
+        module.run = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), input_signature=[tf.TensorSpec([None])])
+        tf.saved_model.save(module, directory)
+    else:
+        hvd.init()
+        assert tf.saved_model.load(directory).run(tf.ones([2])).numpy().tolist() == [1.0, 1.0]
+
+
+def test_another_process_loads_a_saved_model(rank_pool, tmp_path):
+    rank_pool(1).run(functools.partial(loads_a_saved_model, str(tmp_path), saves=True), init=True)
+    run_ranks(functools.partial(loads_a_saved_model, str(tmp_path), saves=False), 1, timeout=90)
 
 
 def compiled() -> None:

@@ -18,6 +18,7 @@ from reigen.tensorflow.compression import Compression
 from reigen.tensorflow.distributed_optimizer import DistributedOptimizer
 from reigen.tensorflow.functions import *
 from reigen.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from reigen.tensorflow.functions import init  # noqa: F401  in place of the one above
 from reigen.tensorflow.ops import *
 
 __all__ = [

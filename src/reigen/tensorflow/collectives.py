@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from msgspec import structs
 
@@ -139,7 +140,7 @@ class TensorFlowCollectives(Collectives[tf.Tensor]):
         self, job: Context, given: InputTensor[tf.Tensor], out: tf.Tensor | None
     ) -> tuple[HostOrDeviceArray, Callable[[CollectiveResult], tf.Tensor]]:
         source = given.source
-        if source.nbytes < _OWN_MEMORY_BYTES or not given.aliases:
+        if not (isinstance(source, np.ndarray) and given.aliases and source.nbytes >= _OWN_MEMORY_BYTES):
             return super()._receiver(job, given, out)
         tensor = tf.raw_ops.Empty(shape=source.shape, dtype=given.tensor.dtype)
         memory: Array = self.adapter.array(tensor)[0]  # nobody else has it yet

@@ -43,7 +43,7 @@ _remembered: OrderedDict[str, CollectiveError] = OrderedDict()
 
 def tensorflow_code(error: ReigenError) -> int:
     """Return the code of ``tf.errors`` with which an operation of a graph fails; NotInitializedError, too, has one."""
-    codes = (
+    codes: tuple[tuple[type[ReigenError], int], ...] = (
         (MismatchError, tf.errors.FAILED_PRECONDITION),
         (CollectiveError, tf.errors.UNKNOWN),
         (NotInitializedError, tf.errors.FAILED_PRECONDITION),
@@ -54,12 +54,13 @@ def tensorflow_code(error: ReigenError) -> int:
 
 def to_tensorflow_error(error: ReigenError) -> ReigenError:
     """Make the same error as one of ``tf.errors``, too."""
-    theirs = next((each for ours, each in _CLASSES if isinstance(error, ours)), None)
-    if theirs is None or isinstance(error, theirs):
+    tf_class = next((each for ours, each in _CLASSES if isinstance(error, ours)), None)
+    if tf_class is None or isinstance(error, tf_class):
         return error
-    kind: Any = _combined_class(type(error), theirs)
+    ours: Any = type(error)
+    kind: Any = _combined_class(ours, tf_class)
     copied: ReigenError = kind.__new__(kind)
-    theirs.__init__(copied, None, None, str(error))
+    tf_class.__init__(copied, None, None, str(error))
     copied.args, copied.__cause__ = error.args, error.__cause__
     copied.__dict__.update(error.__dict__)
     return copied
@@ -102,9 +103,9 @@ def collective_error_of(error: BaseException) -> CollectiveError | None:
 
 
 @functools.cache
-def _combined_class(ours: Any, theirs: Any) -> Any:
+def _combined_class(ours: Any, tf_class: Any) -> Any:
     def init(self: Any, node_def: object, op: object, message: str, *args: object) -> None:
-        theirs.__init__(self, node_def, op, message)
+        tf_class.__init__(self, node_def, op, message)
 
-    doc = f"`reigen.errors.{ours.__name__}`, and a `tf.errors.{theirs.__name__}`."
-    return type(ours.__name__, (ours, theirs), {"__doc__": doc, "__module__": __name__, "__init__": init})
+    doc = f"`reigen.errors.{ours.__name__}`, and a `tf.errors.{tf_class.__name__}`."
+    return type(ours.__name__, (ours, tf_class), {"__doc__": doc, "__module__": __name__, "__init__": init})

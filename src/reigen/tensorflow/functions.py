@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from reigen import context
-from reigen.api import functions, objects
+from reigen.api import functions, job, objects
 from reigen.api.operations import BROADCAST, as_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.tensorflow import graph
 from reigen.tensorflow.collectives import COLLECTIVES
 from reigen.tensorflow.errors import raises_tensorflow_errors
+from reigen.tensorflow.native.trust import is_known
 from reigen.tensorflow.queries import Query
 
 __all__ = [
@@ -31,6 +33,14 @@ __all__ = [
     "rank_op",
     "size_op",
 ]
+
+
+@functools.wraps(job.init)
+def init(*args: Any, **kwargs: Any) -> None:
+    """Join the job. A SavedModel with collectives can be loaded from then on."""
+    job.init(*args, **kwargs)
+    if is_known():
+        graph.native_collectives()
 
 
 @raises_tensorflow_errors
@@ -115,7 +125,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
-class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Hook that overwrites all global variables with those of the root when a session begins.
 
     Args:

@@ -24,6 +24,7 @@ from reigen.api.native_calls import NativeCall
 from reigen.api.operations import ALLGATHER, ALLREDUCE
 from reigen.errors import ArgumentError, UnsupportedError
 from reigen.tensorflow import fallback
+from reigen.tensorflow.errors import raises_tensorflow_errors
 from reigen.tensorflow.native.c_api import CApi, MissingFunctionError
 from reigen.tensorflow.native.collectives import NativeCollectives
 from reigen.tensorflow.native.kernels import KernelError
@@ -114,10 +115,11 @@ def _unique_name(name: str) -> str:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
+@raises_tensorflow_errors
 def gradients_of(
     encoded: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], gradients: Sequence[Any]
 ) -> list[tf.Tensor | None]:
-    """Return the gradients of an operation's inputs, given those of its outputs; None for what is not floating-point.
+    """Return the gradients of an operation's inputs, given those of its outputs; None for integers.
 
     Raises:
         ArgumentError: it has none: Min, for one.

@@ -19,7 +19,7 @@ from reigen.engine.handle import CollectiveResult, Handle
 from reigen.errors import CollectiveError, ReigenError
 from reigen.tensorflow.errors import remember, tensorflow_code
 from reigen.tensorflow.native.c_api import CApi
-from reigen.tensorflow.native.kernels import AsyncOperation, KernelRun
+from reigen.tensorflow.native.kernels import AsyncKernelOperation, KernelRun
 from reigen.tensorflow.queries import decode
 from reigen.types import DTYPES
 
@@ -47,8 +47,8 @@ class NativeCollectives:
     """
 
     def __init__(self, api: CApi, differentiate: Differentiate) -> None:
-        self._like = AsyncOperation(api, _LIKE, _begin, has_rows=False)
-        self._rows = AsyncOperation(api, _ROWS, _begin, has_rows=True)
+        self._like = AsyncKernelOperation(api, _LIKE, _begin, has_rows=False)
+        self._rows = AsyncKernelOperation(api, _ROWS, _begin, has_rows=True)
 
         def gradient(operation: Any, *gradients: Any) -> list[Any]:
             text = operation.get_attr("call")
@@ -78,7 +78,7 @@ class NativeCollectives:
         return results
 
     def _at_exit(self, pid: int) -> None:
-        """End what is outstanding, and return when no thread of TensorFlow's is in Python.
+        """Leave the job, and return when no thread of TensorFlow's is in Python.
 
         A thread that then still needed the interpreter's lock would end the process, or never get it.
         """

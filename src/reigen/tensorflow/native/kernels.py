@@ -2,7 +2,7 @@
 
 A run of such an operation:
 
-a. A thread of TensorFlow calls `AsyncOperation._compute` with the run's context, and a callback for its end.
+a. A thread of TensorFlow calls `AsyncKernelOperation._compute` with the run's context, and a callback for its end.
 b. That makes a `KernelRun` of it and gives it to the operation's work, which begins something and returns: the thread
    is free for the next operation.
 c. When that is complete, on whichever thread, `KernelRun.finish` tells TensorFlow. The tensors' memory is valid until
@@ -46,13 +46,13 @@ _FROM_MEMORY = ctypes.pythonapi.PyMemoryView_FromMemory
 _FROM_MEMORY.restype, _FROM_MEMORY.argtypes = ctypes.py_object, (_POINTER, ctypes.c_ssize_t, ctypes.c_int)
 _WRITABLE = 0x200
 #: The element types by their numbers in TensorFlow.
-_DTYPES: dict[int, DType] = {theirs.as_datatype_enum: ours for theirs, ours in DTYPE_OF.items()}
+_DTYPES: dict[int, DType] = {tf_dtype.as_datatype_enum: ours for tf_dtype, ours in DTYPE_OF.items()}
 _TYPES = "{float, double, half, bfloat16, int8, uint8, int16, uint16, int32, int64, bool}"
 _FAILED_PRECONDITION = tf.errors.FAILED_PRECONDITION
 
 
 class KernelError(Exception):
-    """Error for a runtime that does not do what is needed."""
+    """Error for a runtime without a needed ability."""
 
 
 class KernelRun:
@@ -83,7 +83,7 @@ class KernelRun:
             api.DeleteStatus(status)
 
     def output_like(self, index: int, source: Array) -> Array:
-        """Return memory for the output in an input's place, of its shape: ``source``, if nobody else needs that."""
+        """Return memory for the output in an input's place, of its shape: ``source`` itself, if it can be spared."""
         api, status, own = self._api, api_status(self._api), (ctypes.c_int * 1)(index)
         forwarded, dims = ctypes.c_int(-1), _dims(source.shape)
         tensor = api.ForwardInputOrAllocateOutput(
@@ -146,7 +146,7 @@ class KernelRun:
         return np.frombuffer(memory, dtype.storage).reshape(shape), dtype
 
 
-class AsyncOperation:
+class AsyncKernelOperation:
     """An operation with a list of inputs and as many outputs, of the same element types, and a text as its attribute.
 
     Args:
@@ -276,7 +276,7 @@ def check_layout(function: int) -> None:
 
 
 #: TensorFlow calls their functions for as long as the process lives
-_registered: list[AsyncOperation] = []
+_registered: list[AsyncKernelOperation] = []
 _known_functions: set[tuple[int, int]] = set()
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_library, op_def_registry
 
 from reigen.tensorflow.native.c_api import CApi
-from reigen.tensorflow.native.kernels import AsyncOperation, KernelRun
+from reigen.tensorflow.native.kernels import AsyncKernelOperation, KernelRun
 
 _NAME = "ReigenSelfTest"
 _COUNT = 50
@@ -21,7 +21,7 @@ _COUNT = 50
 
 def main() -> int:
     """Run it; returns the exit code, 0 for success."""
-    AsyncOperation(CApi(), _NAME, _begin, has_rows=False)
+    AsyncKernelOperation(CApi(), _NAME, _begin, has_rows=False)
     op_def_registry.get(_NAME)
 
     @tf.function  # type: ignore[untyped-decorator]

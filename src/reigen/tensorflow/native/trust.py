@@ -28,7 +28,7 @@ from reigen.tensorflow.native.c_api import library_path
 
 #: Versions with which the tests have run.
 TESTED_VERSIONS = ("2.16.2", "2.21.0")
-_TESTED_MACHINES = ("x86_64",)
+_TESTED_ARCHITECTURES = ("x86_64",)
 _SELF_TEST_SECONDS = 120.0
 _OK = "ok"
 
@@ -43,8 +43,13 @@ def judge() -> str | None:
     return _remembered_verdict()
 
 
+def is_known() -> bool:
+    """Return whether there can be operations of our own, without a self-test."""
+    return context.current().config.tensorflow_native != "0" and _is_tested(tf.__version__, platform.machine())
+
+
 def _is_tested(version: str, machine: str) -> bool:
-    return version in TESTED_VERSIONS and machine in _TESTED_MACHINES and sys.platform == "linux"
+    return version in TESTED_VERSIONS and machine in _TESTED_ARCHITECTURES and sys.platform == "linux"
 
 
 @functools.cache
@@ -76,7 +81,7 @@ def _verdict_path() -> Path:
 
 
 def _run_self_test() -> str | None:
-    """Run it in a process of its own; returns what is wrong, or None."""
+    """Run it in a process of its own; returns the failure, or None."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("REIGEN_", "HOROVOD_"))}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-m", "reigen.tensorflow.native.self_test"]
