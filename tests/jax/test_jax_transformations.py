@@ -179,7 +179,11 @@ def test_transformations(check, size: int, rank_pool) -> None:
 
 
 def test_process_sets(rank_pool) -> None:
-    assert rank_pool(3).run(check_process_sets, init={"process_sets": "dynamic"}) == [[4.0, 4.0], [], [4.0, 4.0]]
+    assert rank_pool(3).run(check_process_sets, init=True, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}) == [
+        [4.0, 4.0],
+        [],
+        [4.0, 4.0],
+    ]
 
 
 def test_errors_come_on_all_ranks(rank_pool) -> None:
