@@ -22,7 +22,7 @@ def die_while_the_others_wait() -> tuple[int, ...]:
     jax.block_until_ready(step(jnp.ones(100_000)))
     if rj.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"rank\(s\) 1 died"):
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"rank\(s\) 1 died"):
         jax.block_until_ready([step(jnp.ones(100_000)) for _ in range(5)])
     with pytest.raises(PeerLostError) as caught, rj.collective_errors():
         jax.block_until_ready(step(jnp.ones(100_000)))
@@ -64,7 +64,7 @@ print("passed")
 def test_a_rank_that_dies_while_programs_wait(rank_pool) -> None:
     with pytest.raises(RankError) as caught:
         rank_pool(3).run(die_while_the_others_wait, init=True)
-    assert {failure.rank for failure in caught.value.failures} == {1}
+    assert {failure.rank for failure in caught.value.failures} == {1}, str(caught.value)
 
 
 def test_host_callbacks(rank_pool) -> None:
