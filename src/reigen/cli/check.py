@@ -21,7 +21,7 @@ from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import resolve_hosts
 
 #: Frameworks whose versions are shown although Reigen has no package for them.
-_OTHER_FRAMEWORKS = ("tensorflow", "keras", "jax")
+_OTHER_FRAMEWORKS = ("tensorflow", "keras")
 _GIB = 1 << 30
 
 
@@ -84,6 +84,7 @@ def build_report() -> str:
             "TensorFlow": False,
             "PyTorch": _version("torch") is not None,
             "MXNet": _version("mxnet") is not None,
+            "JAX": _version("jax") is not None,
             "NumPy": True,
         },
         "Controllers": {"MPI": False, "Gloo": False, "Reigen": True},
