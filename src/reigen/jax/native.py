@@ -70,9 +70,13 @@ def drain() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job, when all dispatched computations are complete. ``init()`` may be called again."""
+    """Leave the job, when all dispatched computations are complete. ``init()`` may be called again.
+
+    JAX forgets its compiled programs: shapes in them, and branches by rank, were those of this job.
+    """
     drain()
     context.shutdown()
+    jax.clear_caches()
 
 
 @contextlib.contextmanager
