@@ -100,7 +100,6 @@ def test_the_curve_of_one_process(size: int, compiled: bool, wrapper: str, rank_
 
 
 def test_several_passes_make_one_step(rank_pool) -> None:
-    # -(1 + 2 + 11 + 12), -(3 + 4 + 13 + 14)
     expected = [[0.0, 0.0], [-26.0, -26.0], [0.0, 0.0], [-34.0, -34.0]]
     assert rank_pool(2).run(accumulate, init=True) == [expected, expected]
 

@@ -111,9 +111,7 @@ class JaxAdapter(TensorAdapter[jax.Array]):
         backward: Callable[[Sequence[jax.Array]], list[jax.Array | None]],
         tensors: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        @jax.custom_vjp
-        def run(*arguments: jax.Array) -> list[jax.Array]:
-            return list(forward(arguments))
+        run = jax.custom_vjp(lambda *arguments: list(forward(arguments)))
 
         def run_forward(*arguments: jax.Array) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
             return list(forward(arguments)), arguments

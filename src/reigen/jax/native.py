@@ -1,8 +1,8 @@
-"""XLA's foreign function interface in JAX: registration, and what is done where it cannot be used.
+"""Registration of XLA's foreign function interface in JAX, and host callbacks in its place.
 
-There, and with REIGEN_JAX_NATIVE=0, collectives of programs are ordered host callbacks of JAX (`io_callback`): each is
-called when the one before it is complete, in the order in which they stand in the program. That takes longer, and a
-program with them cannot be exported.
+Where it cannot be used, and with REIGEN_JAX_NATIVE=0, collectives of programs are ordered host callbacks of JAX
+(`io_callback`): each is called when the one before it is complete, in the order in which they stand in the program.
+That takes longer, and a program with them cannot be exported.
 """
 
 from __future__ import annotations
@@ -70,22 +70,27 @@ def drain() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job, when all dispatched computations are complete. ``init()`` may be called again."""
+    """Leave the job, when all dispatched computations are complete. ``init()`` may be called again.
+
+    JAX forgets its compiled programs: shapes in them, and branches by rank, were those of this job.
+    """
     drain()
     context.shutdown()
+    jax.clear_caches()
 
 
 @contextlib.contextmanager
 def collective_errors() -> Iterator[None]:
-    """Raise failures of collectives inside compiled programs as what they are.
+    """Raise failures of collectives inside compiled programs as CollectiveError.
 
-    JAX raises a JaxRuntimeError where a result of a program is needed that failed. In this context that is the
+    JAX raises a JaxRuntimeError where a result of a program is needed that failed, or a ValueError where the program
+    failed before its call was over. In this context it is the
     CollectiveError (also named HorovodInternalError), with its fields, such as the ranks that were lost; wait there for
     the results (``jax.block_until_ready``).
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         handler = get_handler()
         found = None if handler is None else handler.failures.find(str(error))
         if found is None:

@@ -106,7 +106,7 @@ def _result_shape(collective: Collective, shape: tuple[int, ...], argument: Any,
 
 
 def _check_arguments(collective: Collective, arrays: Sequence[Any], argument: Any, process_set: int) -> None:
-    """Raise what the collective would raise when the program runs."""
+    """Raise the errors of arguments now, instead of when the program runs."""
     ranks = _members(process_set)
     for array in arrays:
         shape = np.shape(array)
@@ -117,7 +117,6 @@ def _check_arguments(collective: Collective, arrays: Sequence[Any], argument: An
 # -- run here ---------------------------------------------------------------------------------------------------------
 
 
-@collective_p.def_impl
 def _run(*arrays: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool, received: Any) -> list[Any]:
     tensors = [_ADAPTER.as_tensor(array) for array in arrays]
     dtypes = [dtype_of(tensor.dtype) for tensor in tensors]
@@ -141,8 +140,7 @@ def _run(*arrays: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool
 # -- in programs ------------------------------------------------------------------------------------------------------
 
 
-@collective_p.def_effectful_abstract_eval
-def _shapes(
+def _describe(
     *avals: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool, received: Any
 ) -> tuple[list[Any], Any]:
     results = [ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
@@ -178,6 +176,8 @@ def _refuse_device(ctx: Any, *operands: Any, **params: Any) -> Any:
     )
 
 
+collective_p.def_impl(_run)
+collective_p.def_effectful_abstract_eval(_describe)
 mlir.register_lowering(collective_p, _refuse_device)
 mlir.register_lowering(collective_p, _lower, platform="cpu")
 
@@ -261,7 +261,7 @@ def _transpose(
 
 
 def _begins_of_rows(shapes: Sequence[tuple[int, ...]], name: str | None, process_set: int) -> list[int]:
-    """Return where the rows of this rank begin in what all ranks have gathered."""
+    """Return the first row of this rank in the gathered rows, for each tensor."""
     index = _members(process_set).index(context.current().rank)
     rows = np.array([[shape[0] if shape else 1 for shape in shapes]])
     if is_traced():
@@ -297,7 +297,8 @@ def _batch(
     if call.reduction is not None and call.reduction[0] == ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum treats a tensor as one vector: it does not work inside jax.vmap")
     at = 0 if call.row.in_place else 1
-    given, made, places = [], [], []
+    given, made = [], []
+    places: list[int | None] = []
     for array, dim, shape in zip(arrays, dims, shapes, strict=True):
         if dim is None:
             given.append(array)

@@ -27,7 +27,7 @@ _LIBRARIES = tuple(f"/site-packages/{name}/" for name in ("jax", "jaxlib", "opta
 _OURS = str(Path(__file__).parent.parent)
 
 
-class OrderedCollective(effects.Effect):  # type: ignore[misc]
+class OrderedCollective(effects.Effect):
     """Effect of collectives that are called in the order in which they stand in the program."""
 
     def __str__(self) -> str:

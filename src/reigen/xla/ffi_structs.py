@@ -136,7 +136,7 @@ class FfiMetadata(ctypes.Structure):
 
 
 class FfiMetadataExtension(ctypes.Structure):
-    """`XLA_FFI_Metadata_Extension`: the runtime asks what the handler was made for."""
+    """`XLA_FFI_Metadata_Extension`: the runtime asks for a handler's version."""
 
     _fields_ = [
         ("struct_size", c_size_t),

@@ -73,7 +73,7 @@ class FfiMismatchError(Exception):
 
 
 class FfiHandler:
-    """A handler; XLA keeps its address for as long as the process lives, and so must whoever registers it.
+    """Handler whose address XLA keeps for as long as the process lives: so must its owner.
 
     Calls with one name run one after the other, in the order in which they come; others in any order. On a device other
     than the runtime's first, a name gets the device's number: each matches the same device of the other ranks.
@@ -104,7 +104,7 @@ class FfiHandler:
 
     @property
     def address(self) -> int:
-        """Where the function is."""
+        """Address of the function."""
         return ctypes.cast(self.function, ctypes.c_void_p).value or 0
 
     def drain(self, seconds: float) -> bool:

@@ -67,9 +67,14 @@ def test_options_of_run_that_make_no_sense(arguments, complaint, capsys):
 
 @pytest.mark.parametrize("flag", ["-cb", "--check-build"])
 def test_check_build_has_the_form_of_horovodruns(flag, capsys, monkeypatch):
-    monkeypatch.setattr(
-        check.metadata, "version", {"torch": "9.9", "mxnet": "1.9.1", "mpi4py": "4.1", "tensorflow": "2.21"}.__getitem__
-    )
+    versions = {"torch": "9.9", "mxnet": "1.9.1", "jax": "0.10", "mpi4py": "4.1", "tensorflow-cpu": "2.21"}
+
+    def version(distribution: str) -> str:
+        if distribution not in versions:
+            raise check.metadata.PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    monkeypatch.setattr(check.metadata, "version", version)
     assert main(["run", flag]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"Reigen v{__version__}:"
@@ -78,7 +83,8 @@ def test_check_build_has_the_form_of_horovodruns(flag, capsys, monkeypatch):
         "Available Controllers:",
         "Available Tensor Operations:",
     ]
-    assert {"    [X] TensorFlow", "    [X] PyTorch", "    [X] MXNet"} < set(rest)
+    assert {f"    [X] {name}" for name in ("TensorFlow", "PyTorch", "MXNet", "JAX")} < set(rest)
+    assert "    [ ] Keras" in rest
     assert [line for line in rest if line.endswith(" MPI")] == ["    [ ] MPI", "    [X] MPI"]  # controls no job
     assert {"    [X] Shared memory", "    [X] TCP"} < set(rest)
 
