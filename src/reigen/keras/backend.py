@@ -42,6 +42,13 @@ class KerasBackend(Protocol):
     def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
         """Return a sparse gradient with the rows of all ranks."""
 
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """Return when tensors have been computed.
+
+        Raises:
+            CollectiveError: a collective has failed of which they were to be computed.
+        """
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs as it is in programs of a compiler that reads Python; or the function itself."""
 

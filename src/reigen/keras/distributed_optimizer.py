@@ -60,6 +60,15 @@ class DistributedOptimizerMixin:
             given = self._reducer.begin(given, variables)
         super().apply(given, trainable_variables if trainable_variables is None else variables)  # type: ignore[misc]
 
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Do what Keras does when ``fit`` ends; JAX has not asked before whether all collectives have succeeded.
+
+        Raises:
+            CollectiveError: one has failed.
+        """
+        load_backend().wait_for([variable.value for variable in var_list])
+        super().finalize_variable_values(var_list)  # type: ignore[misc]
+
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the wrapped optimizer."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]

@@ -42,6 +42,9 @@ class TensorFlowKerasBackend:
             else tf.IndexedSlices(gathered.values * factor, gathered.indices, gathered.dense_shape)
         )
 
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """They are there: a step waits for its collectives."""
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function itself: what is traced is what it does to tensors."""
         return function

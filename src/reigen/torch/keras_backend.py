@@ -35,6 +35,9 @@ class TorchKerasBackend:
         reduced: torch.Tensor = self.reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
         return reduced
 
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """They are there: a step waits for its collectives."""
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that torch.compile runs as it is, with what it calls."""
         outside: Callable[..., Any] = torch.compiler.disable(function)
