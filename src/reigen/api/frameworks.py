@@ -10,3 +10,4 @@ FRAMEWORKS = {
     "tensorflow": "TensorFlowAdapter",
     "jax": "JaxAdapter",
 }
+FRAMEWORKS = {"torch": "TorchAdapter", "mxnet": "MXNetAdapter", "tensorflow": "TensorFlowAdapter", "jax": "JaxAdapter"}
