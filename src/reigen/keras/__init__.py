@@ -10,7 +10,6 @@ if int(_keras.__version__.partition(".")[0]) < 3:
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
-from reigen.api.job import shutdown
 from reigen.errors import HorovodInternalError
 from reigen.keras import callbacks
 from reigen.keras.compression import Compression
@@ -23,6 +22,7 @@ from reigen.keras.functions import (
     broadcast_global_variables,
     broadcast_variables,
     reducescatter,
+    shutdown,
 )
 from reigen.keras.saving import load_model
 

@@ -49,6 +49,9 @@ class KerasBackend(Protocol):
             CollectiveError: a collective has failed of which they were to be computed.
         """
 
+    def shutdown(self) -> None:
+        """Leave the job."""
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs as it is in programs of a compiler that reads Python; or the function itself."""
 
