@@ -190,7 +190,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     return _wrap(optimizer, name, options, ())
 
 
-def PartialDistributedOptimizer(  # noqa: N802 - as above
+def PartialDistributedOptimizer(  # noqa: D417, N802 - as above
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
