@@ -38,7 +38,7 @@ class JaxKerasBackend:
         shutdown()
 
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function itself: what is traced is what it does to tensors."""
+        """Return the function itself: tracing follows tensors, not Python."""
         return function
 
     def is_sparse(self, gradient: Any) -> bool:

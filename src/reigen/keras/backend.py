@@ -1,4 +1,4 @@
-"""What Reigen for Keras 3 needs of the framework that is Keras's backend."""
+"""Interface to the framework that is Keras's backend."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class KerasBackend(Protocol):
 
 @functools.cache
 def load_backend() -> KerasBackend:
-    """Return what there is for the backend that Keras runs on.
+    """Return the implementation for the backend that Keras runs on.
 
     Raises:
         ConfigError: there is nothing for it.

@@ -44,8 +44,8 @@ class TorchKerasBackend:
         shutdown()
 
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that torch.compile runs as it is, with what it calls."""
-        outside: Callable[..., Any] = torch.compiler.disable(function)
+        """Return a function that torch.compile runs as it is, with all that it calls."""
+        outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return outside
 
     def is_sparse(self, gradient: Any) -> bool:
