@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.jax.collectives import reduce_gradients
+from reigen.jax.native import collective_errors, shutdown
 
 
 class JaxKerasBackend:
@@ -25,8 +28,17 @@ class JaxKerasBackend:
         """Return a sparse gradient as a dense one, reduced; JAX's gradients are not sparse."""
         return reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
 
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """Return when arrays have been computed; raise what kept them from it."""
+        with collective_errors():
+            jax.block_until_ready(list(values))
+
+    def shutdown(self) -> None:
+        """Leave the job, when all dispatched computations are complete."""
+        shutdown()
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function itself: what is traced is what it does to tensors."""
+        """Return the function itself: tracing follows tensors, not Python."""
         return function
 
     def is_sparse(self, gradient: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What Reigen for Keras 3 needs of the framework that is Keras's backend."""
+"""Interface to the framework that is Keras's backend."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ class KerasBackend(Protocol):
     def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
         """Return a sparse gradient with the rows of all ranks."""
 
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """Return when tensors have been computed.
+
+        Raises:
+            CollectiveError: a collective has failed of which they were to be computed.
+        """
+
+    def shutdown(self) -> None:
+        """Leave the job."""
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs as it is in programs of a compiler that reads Python; or the function itself."""
 
@@ -54,7 +64,7 @@ class KerasBackend(Protocol):
 
 @functools.cache
 def load_backend() -> KerasBackend:
-    """Return what there is for the backend that Keras runs on.
+    """Return the implementation for the backend that Keras runs on.
 
     Raises:
         ConfigError: there is nothing for it.
