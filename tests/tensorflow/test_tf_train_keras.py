@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,7 +152,7 @@ def save_and_load(directory: str, suffix: str) -> None:
 
     xs, ys = interleaved(2, 4)
     for number, make in enumerate(optimizers()):
-        path = os.path.join(directory, f"best{number}{suffix}")
+        path = str(Path(directory, f"best{number}{suffix}"))
         model = make_model()
         best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
         best.filepath = path
