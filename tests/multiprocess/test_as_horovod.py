@@ -118,8 +118,11 @@ def test_all_names_are_there_and_what_is_missing_says_so():
         "False",
         "3 3 [(1, 2)] 1 True",
         "Horovod has not been initialized; use hvd.init().",
-        "ImportError horovod.tensorflow: Reigen has no front end for TensorFlow yet; horovod.torch is there",
-        "ImportError horovod.keras: Reigen has no front end for Keras yet; horovod.torch is there",
+        (
+            "ModuleNotFoundError reigen.tensorflow needs TensorFlow: pip install tensorflow "
+            "(No module named 'tensorflow')"
+        ),
+        "ModuleNotFoundError reigen.keras needs Keras 3: pip install keras (No module named 'keras')",
         (
             "ModuleNotFoundError reigen.mxnet needs MXNet: pip install mxnet==1.9.1 numpy==1.23.5 "
             "(No module named 'mxnet')"

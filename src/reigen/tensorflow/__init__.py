@@ -26,7 +26,6 @@ __all__ = [
     "DistributedOptimizer",
     "HorovodInternalError",
     "PartialDistributedGradientTape",
-    "SyncBatchNormalization",
     "check_num_rank_power_of_2",
     "gpu_available",
     "shutdown",
@@ -38,7 +37,7 @@ __all__.sort()
 
 
 def __getattr__(name: str) -> object:
-    """Load what needs Keras when it is asked for."""
+    """Load what needs Keras when it is asked for: it is not in ``__all__``."""
     if name != "SyncBatchNormalization":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from reigen.tensorflow.sync_batch_norm import SyncBatchNormalization

@@ -15,7 +15,7 @@ from reigen.api.keras_callbacks import (
     MetricAverageLogic,
 )
 from reigen.tensorflow.functions import broadcast_
-from reigen.tensorflow.keras.legacy_optimizer import inner_optimizer, variables_of
+from reigen.tensorflow.keras.legacy_optimizer import inner_optimizer, make_variables, variables_of
 
 __all__ = [
     "BestModelCheckpoint",
@@ -25,8 +25,6 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-_Callback = tf.keras.callbacks.Callback
-
 
 class LegacyAccess:
     """A `reigen.api.keras_callbacks.ModelAccess`."""
@@ -34,12 +32,11 @@ class LegacyAccess:
     def prepare(self, model: Any) -> None:
         """Nothing: ``fit`` reads and writes the variables."""
 
-    def build(self, model: Any) -> bool:
-        """Make the variables of an optimizer of the newer kind, and return whether all exist."""
-        optimizer = inner_optimizer(model.optimizer)
-        if model.built and hasattr(optimizer, "build"):
-            optimizer.build(model.trainable_variables)
-        return bool(model.built and (optimizer is None or len(variables_of(optimizer)) > 1))
+    def is_built(self, model: Any) -> bool:
+        """Make the optimizer's variables, and return whether all exist."""
+        if model.built and model.optimizer is not None:
+            make_variables(inner_optimizer(model.optimizer), model.trainable_variables)
+        return bool(model.built)
 
     def broadcast(self, model: Any, root_rank: int, local_variables: Sequence[Any]) -> None:
         """Overwrite the variables of the model and of its optimizer."""
@@ -71,26 +68,26 @@ class LegacyAccess:
 _ACCESS = LegacyAccess()
 
 
-class BroadcastGlobalVariablesCallback(BroadcastLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class BroadcastGlobalVariablesCallback(BroadcastLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = BroadcastLogic.__doc__
     access = _ACCESS
 
 
-class MetricAverageCallback(MetricAverageLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class MetricAverageCallback(MetricAverageLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = MetricAverageLogic.__doc__
 
 
-class LearningRateScheduleCallback(LearningRateScheduleLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class LearningRateScheduleCallback(LearningRateScheduleLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = LearningRateScheduleLogic.__doc__
     access = _ACCESS
 
 
-class LearningRateWarmupCallback(LearningRateWarmupLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class LearningRateWarmupCallback(LearningRateWarmupLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = LearningRateWarmupLogic.__doc__
     access = _ACCESS
 
 
-class BestModelCheckpoint(BestModelCheckpointLogic, tf.keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class BestModelCheckpoint(BestModelCheckpointLogic, tf.keras.callbacks.ModelCheckpoint):
     """Saves the best model of all epochs, on rank 0 only; the metric should be averaged before.
 
     Args:

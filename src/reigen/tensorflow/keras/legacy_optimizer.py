@@ -64,12 +64,16 @@ class _DistributedNew(_Distributed):
     """Optimizers of tf_keras since 2.11."""
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], name: Any = None, skip_gradients_aggregation: bool = False, **kw: Any
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: Any = None,
+        skip_gradients_aggregation: bool = False,
+        **kw: Any,
     ) -> Any:
         """Apply gradients, reduced over all ranks unless ``skip_gradients_aggregation``."""
         pairs = list(grads_and_vars)
         with tf.init_scope():
-            self.build([variable for _, variable in pairs])  # type: ignore[attr-defined]
+            make_variables(self, [variable for _, variable in pairs])
         parent: Any = super()
         skips = skip_gradients_aggregation or not kw.pop("experimental_aggregate_gradients", True)
         return self._apply(
@@ -86,8 +90,7 @@ class _DistributedOld(_Distributed):
         """Apply gradients, reduced over all ranks if ``experimental_aggregate_gradients``."""
         pairs = list(grads_and_vars)
         with tf.init_scope():
-            _ = self.iterations
-            self._create_all_weights([v for gradient, v in pairs if gradient is not None])  # type: ignore[attr-defined]
+            make_variables(self, [variable for gradient, variable in pairs if gradient is not None])
         parent: Any = super()
         return self._apply(
             pairs,
@@ -114,8 +117,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
 ) -> Any:
     """Wrap an optimizer of the legacy Keras so that it applies gradients reduced over all ranks.
 
-    The result is a new optimizer of a subclass of the given one's class, with the same name and configuration, and with
-    its variables' values if it has some. A model that is saved with it loads without Reigen.
+    The result is a new optimizer of a subclass of the given one's class, with the same name and configuration. A model
+    that is saved with it loads without Reigen.
 
     Args:
         optimizer: of ``tf.keras.optimizers`` or ``tf.keras.optimizers.legacy``, or a LossScaleOptimizer of one.
@@ -203,7 +206,9 @@ def PartialDistributedOptimizer(  # noqa: N802 - as above
         process_set,
         scale_local_gradients,
     )
-    inner_optimizer(wrapped)._local_layers = [local_layers] if hasattr(local_layers, "trainable_weights") else local_layers
+    inner_optimizer(wrapped)._local_layers = (
+        [local_layers] if hasattr(local_layers, "trainable_weights") else local_layers
+    )
     return wrapped
 
 
@@ -247,6 +252,15 @@ def variables_of(optimizer: Any) -> list[Any]:
     return list(found() if callable(found) else found)
 
 
+def make_variables(optimizer: Any, variables: list[Any]) -> None:
+    """Make an optimizer's own variables, for those of a model; those that exist stay as they are."""
+    if isinstance(optimizer, _Optimizer):
+        optimizer.build(variables)
+    elif hasattr(optimizer, "_create_all_weights"):
+        with tf.name_scope(optimizer._name):
+            optimizer._create_all_weights(variables)
+
+
 def _wrap(optimizer: Any, name: str | None, reducer: GradientReducer, aggregator: LocalGradientAggregator) -> Any:
     own = type(optimizer)
     methods = _DistributedNew if isinstance(optimizer, _Optimizer) else _DistributedOld
@@ -261,12 +275,9 @@ def _wrap(optimizer: Any, name: str | None, reducer: GradientReducer, aggregator
 
 def _copy_state(wrapped: Any, optimizer: Any, variables: list[Any]) -> None:
     """Give a new optimizer the state of the one that it was made of."""
+    make_variables(wrapped, variables)
     if isinstance(wrapped, _Optimizer):
-        wrapped.build(variables)
         for new, old in zip(wrapped.variables, optimizer.variables, strict=True):
             new.assign(old)
     elif optimizer.get_weights():
-        with tf.name_scope(wrapped._name):
-            _ = wrapped.iterations
-            wrapped._create_all_weights(variables)
         wrapped.set_weights(optimizer.get_weights())

@@ -1,0 +1,6 @@
+"""``reigen.keras`` under Horovod's name, with Horovod's inner modules."""
+
+from reigen.keras import *
+
+from . import callbacks as callbacks  # type: ignore[no-redef]
+from . import elastic as elastic

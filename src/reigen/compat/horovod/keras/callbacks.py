@@ -1,0 +1,3 @@
+"""Names of ``horovod.keras.callbacks``."""
+
+from reigen.keras.callbacks import *

@@ -1,0 +1,3 @@
+"""Names of ``horovod.tensorflow.keras.callbacks``."""
+
+from reigen.tensorflow.keras.callbacks import *

@@ -1,0 +1,64 @@
+"""A rank that dies, or is interrupted, in ``fit``: the others' ends with an error that names it, and they can exit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+
+import keras
+import pytest
+
+import reigen.keras as hvd
+from reigen.testing import RankError, RankPool
+from tests.keras import keras_models as models
+from tests.keras.conftest import BACKENDS, backend_environment
+
+#: as errors write it
+_NAMES_RANK_1 = re.compile(r"rank(\(s\))? 1\b")
+
+
+class InSecondBatch(keras.callbacks.Callback):
+    """Sends this process a signal, on rank 1."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1 and hvd.rank() == 1:
+            os.kill(os.getpid(), self.number)
+
+
+def fit_until_it_ends(number: int) -> str:
+    hvd.init()
+    try:
+        model = models.make_model(1)
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+        x, y = hvd.shard(*models.make_data())
+        try:
+            models.fit(model, x, y, 4, epochs=1000, callbacks=[InSecondBatch(number)])
+        except KeyboardInterrupt:
+            return "interrupted"
+        except Exception as error:  # noqa: BLE001 - which kind it is depends on the backend
+            return f"{type(error).__name__}: {error}"
+        return "it ended"
+    finally:
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_is_killed_in_fit(backend):
+    with RankPool(3, env=backend_environment(backend)) as pool:
+        with pytest.raises(RankError) as raised:
+            pool.run(fit_until_it_ends, int(signal.SIGKILL))
+        assert [failure.rank for failure in raised.value.failures] == [1]
+        for rank in (0, 2):
+            assert _NAMES_RANK_1.search(raised.value.results[rank])
+
+
+def test_a_rank_is_interrupted_in_fit(keras_pools):
+    first, second = keras_pools(2).run(fit_until_it_ends, int(signal.SIGINT))
+    assert second == "interrupted"
+    assert _NAMES_RANK_1.search(first)
