@@ -1,0 +1,82 @@
+"""Ranks that die while a program waits, several devices of one process, and JAX without XLA's foreign functions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import reigen.jax as rj
+from reigen.errors import PeerLostError
+from reigen.testing import RankError
+
+from .test_jax_transformations import CHECKS
+
+
+def die_while_the_others_wait() -> tuple[int, ...]:
+    step = jax.jit(lambda x: rj.allreduce(x, op=rj.Sum))
+    jax.block_until_ready(step(jnp.ones(100_000)))
+    if rj.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    results = [step(jnp.ones(100_000)) for _ in range(5)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rank 1"):
+        jax.block_until_ready(results)
+    with pytest.raises(PeerLostError) as caught, rj.collective_errors():
+        jax.block_until_ready(results)
+    return caught.value.ranks
+
+
+def check_without_native() -> None:
+    from reigen.jax import native
+
+    native.get_handler.cache_clear()
+    jax.clear_caches()
+    try:
+        assert native.get_handler() is None
+        for check in CHECKS[:2]:
+            check()
+    finally:
+        native.get_handler.cache_clear()
+        jax.clear_caches()
+
+
+TWO_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, reigen.jax as rj
+rj.init()
+assert len(jax.devices()) == 2
+mesh = jax.make_mesh((2,), ("x",))
+spec = jax.sharding.PartitionSpec("x")
+sharded = jax.device_put(jnp.arange(4.0), jax.sharding.NamedSharding(mesh, spec))
+each = jax.jit(jax.shard_map(lambda x: rj.allreduce(x, op=rj.Sum), mesh=mesh, in_specs=spec, out_specs=spec))
+assert each(sharded).tolist() == [0.0, 1.0, 2.0, 3.0]
+whole = rj.allreduce(sharded, op=rj.Sum)
+assert whole.sharding == sharded.sharding and whole.tolist() == [0.0, 1.0, 2.0, 3.0]
+second = jax.device_put(jnp.ones(3), jax.devices()[1])
+assert rj.allreduce(second).devices() == {jax.devices()[1]}
+unwaited = jax.jit(lambda x: rj.allreduce(x))(jnp.ones((500, 500)))
+print("passed")
+"""
+
+
+def test_a_rank_that_dies_while_programs_wait(rank_pool) -> None:
+    with pytest.raises(RankError) as caught:
+        rank_pool(3).run(die_while_the_others_wait, init=True)
+    assert set(caught.value.failures) == {1}
+    assert [result for result in caught.value.results if result] == [(1,), (1,)]
+
+
+def test_host_callbacks(rank_pool) -> None:
+    rank_pool(2).run(check_without_native, init=True, env={"REIGEN_JAX_NATIVE": "0"})
+
+
+def test_several_local_devices_and_the_end_of_a_script() -> None:
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr
