@@ -29,8 +29,8 @@ class Sums:
     def open(self, case: Case) -> Sum:
         """``FACE/WAY`` of one tensor of so many bytes, or without a size of all gradients in one group.
 
-        The faces are numpy, tensorflow and jax; the ways are eager, graph or jit, and empty: a graph or jit that doubles
-        a tensor, as two ranks with the same would, without Reigen.
+        The faces are numpy, tensorflow and jax; the ways are eager, graph or jit, and empty: a graph or jit that
+        doubles a tensor, without Reigen.
         """
         face, _, way = case.name.partition("/")
         make = _FACES.get(face)
