@@ -30,6 +30,8 @@ SUMS, IMPORTS = "sums", "import"
 NUMPY = "reigen (NumPy)"
 TENSORFLOW_EAGER, TENSORFLOW_GRAPH = "reigen.tensorflow, eager", "reigen.tensorflow, in a tf.function"
 JAX_EAGER, JAX_JIT = "reigen.jax, eager", "reigen.jax, in a jit"
+#: What a call of a compiled program takes by itself.
+TENSORFLOW_EMPTY, JAX_EMPTY = "tensorflow, a tf.function without a sum", "jax, a jit without a sum"
 GROUP, SMALL = "60 gradients, 25 M parameters", "1 KiB"
 _SMALL_BYTES, _GROUP_BYTES = 1 << 10, 4 * 30 * (912 * 912 + 912)
 _GROUP_BUDGET = 1.3
@@ -203,15 +205,18 @@ def _came(
 
 #: A face's crew, and the modules that it needs.
 _FACES = {"reigen, NumPy": (), "reigen, TensorFlow": _TENSORFLOW, "reigen, JAX": ("jax",)}
-#: (mode, crew, case); eager calls are measured with small tensors alone.
+#: (mode, crew, case).
 _SUMS = (
     (NUMPY, "reigen, NumPy", "numpy/eager"),
     (TENSORFLOW_EAGER, "reigen, TensorFlow", "tensorflow/eager"),
     (TENSORFLOW_GRAPH, "reigen, TensorFlow", "tensorflow/graph"),
     (JAX_EAGER, "reigen, JAX", "jax/eager"),
     (JAX_JIT, "reigen, JAX", "jax/jit"),
+    (TENSORFLOW_EMPTY, "reigen, TensorFlow", "tensorflow/empty"),
+    (JAX_EMPTY, "reigen, JAX", "jax/empty"),
 )
-_EAGER = (TENSORFLOW_EAGER, JAX_EAGER)
+#: What is done with all gradients; the rest with a small tensor alone.
+_GROUPED = (NUMPY, TENSORFLOW_GRAPH, JAX_JIT)
 
 
 def _measure_sums(settings: Settings, document: Document, report: Report) -> None:
@@ -224,7 +229,7 @@ def _measure_sums(settings: Settings, document: Document, report: Report) -> Non
             modes = [
                 Mode(name, came[crew], Case(case, nbytes), joint=not nbytes)
                 for name, crew, case in _SUMS
-                if crew in came and (nbytes or name not in _EAGER)
+                if crew in came and (nbytes or name in _GROUPED)
             ]
             outcome = alternate(modes, settings.rounds, settings.turn_seconds, about(title, report))
             document.rows.append(Row(title, nbytes or _GROUP_BYTES, outcome.summaries, NUMPY, outcome.failures))

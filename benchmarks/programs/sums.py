@@ -29,15 +29,17 @@ class Sums:
     def open(self, case: Case) -> Sum:
         """``FACE/WAY`` of one tensor of so many bytes, or without a size of all gradients in one group.
 
-        The faces are numpy, tensorflow and jax; the ways are eager, and graph or jit.
+        The faces are numpy, tensorflow and jax; the ways are eager, graph or jit, and empty: a graph or jit that
+        doubles a tensor, without Reigen.
         """
         face, _, way = case.name.partition("/")
         make = _FACES.get(face)
         if make is None:
             raise ArgumentError(f"there is no face {face!r}; there are {', '.join(_FACES)}")
         shapes = [(case.nbytes // 4,)] if case.nbytes else list(GRADIENT_SHAPES)
+        expected = 2.0 * (reigen.rank() + 1) if way == "empty" else reigen.size() * (reigen.size() + 1) / 2
         reduce, fill = make(f"bench.{next(self._numbers)}", way, is_grouped=not case.nbytes)
-        return Sum(shapes, reduce, fill)
+        return Sum(shapes, reduce, fill, expected)
 
     def close(self) -> None:
         """Leave the job."""
@@ -51,6 +53,7 @@ class Sum:
         shapes: of the arrays, float32.
         reduce: returns the sums of arrays, complete.
         fill: makes an array of a shape, full of a value.
+        expected: every element of the results.
     """
 
     def __init__(
@@ -58,8 +61,9 @@ class Sum:
         shapes: Sequence[tuple[int, ...]],
         reduce: Callable[[list[Any]], Sequence[Any]],
         fill: Callable[[tuple[int, ...], float], Any],
+        expected: float,
     ) -> None:
-        self._shapes, self._reduce, self._fill = shapes, reduce, fill
+        self._shapes, self._reduce, self._fill, self._expected = shapes, reduce, fill, expected
         self._arrays: list[Any] = []
         self._sums: Sequence[Any] = ()
 
@@ -78,12 +82,11 @@ class Sum:
         Raises:
             WrongResultError: one is not.
         """
-        expected = reigen.size() * (reigen.size() + 1) / 2
         if len(self._sums) != len(self._shapes):
             raise WrongResultError(f"{len(self._sums)} sums of {len(self._shapes)} arrays")
         for shape, found in zip(self._shapes, map(np.asarray, self._sums), strict=True):
-            if found.shape != shape or not (found == expected).all():
-                raise WrongResultError(f"an array of shape {shape}: the sum is {expected:g}, not {found}")
+            if found.shape != shape or not (found == self._expected).all():
+                raise WrongResultError(f"an array of shape {shape}: the sum is {self._expected:g}, not {found}")
 
     def close(self) -> None:
         """Forget the arrays."""
@@ -108,8 +111,8 @@ def _tensorflow(name: str, way: str, *, is_grouped: bool) -> _Face:
     def fill(shape: tuple[int, ...], value: float) -> Any:
         return tf.fill(shape, tf.constant(value, tf.float32))
 
-    reduce = _reducer(hvd, name, is_grouped=is_grouped)
-    return (tf.function(reduce, autograph=False) if way == "graph" else reduce), fill
+    reduce = _double if way == "empty" else _reducer(hvd, name, is_grouped=is_grouped)
+    return (reduce if way == "eager" else tf.function(reduce, autograph=False)), fill
 
 
 def _jax(name: str, way: str, *, is_grouped: bool) -> _Face:
@@ -122,9 +125,13 @@ def _jax(name: str, way: str, *, is_grouped: bool) -> _Face:
     def fill(shape: tuple[int, ...], value: float) -> Any:
         return jax.block_until_ready(jnp.full(shape, value, jnp.float32))
 
-    reduce = _reducer(hvd, name, is_grouped=is_grouped)
-    run = jax.jit(reduce, donate_argnums=0) if way == "jit" else reduce
+    reduce = _double if way == "empty" else _reducer(hvd, name, is_grouped=is_grouped)
+    run = reduce if way == "eager" else jax.jit(reduce, donate_argnums=0)
     return (lambda arrays: jax.block_until_ready(run(arrays))), fill
+
+
+def _double(arrays: list[Any]) -> list[Any]:
+    return [array * 2.0 for array in arrays]
 
 
 def _reducer(hvd: Any, name: str, *, is_grouped: bool) -> Callable[[list[Any]], Any]:
