@@ -293,3 +293,53 @@ def test_arguments_that_make_no_sense(keras_pools):
     expected += ["at least 1", "groups must be", "compression must be", "local_layers"]
     for message, part in zip(messages, expected, strict=True):
         assert part in message
+
+
+def train_compiled() -> Any:
+    """The result; or the error, where the backend refuses."""
+    try:
+        return train("momentum", jit_compile=True)
+    except Exception as error:  # noqa: BLE001 - which kind it is depends on the backend
+        return f"{type(error).__name__}: {error}"
+
+
+def test_compiled_steps_are_right_or_an_error(keras_pools, keras_backend):
+    results = keras_pools(2).run(train_compiled, init=True)
+    if keras_backend == "tensorflow" and isinstance(results[0], str):
+        assert all("XLA" in each for each in results)  # which does not run operations that it does not know
+        return
+    assert len({bits for bits, _ in results}) == 1
+    assert max(difference for _, difference in results) < TOLERANCE
+
+
+def train_embedding(**options: Any) -> Any:
+    """TensorFlow's gradients of an embedding are sparse."""
+    words = np.random.default_rng(3).integers(0, 10, (24, 3))
+    targets = (words.sum(axis=1, keepdims=True) / 20).astype(np.float32)
+
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Embedding(10, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((3,)), *layers])
+
+    alone, shared = make(), make()
+    alone.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
+    models.fit(alone, words, targets, 8)
+    shared.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), **options), loss="mse")
+    models.fit(shared, *hvd.shard(words, targets), 4)
+    return models.bits(shared), float(np.abs(models.flat(shared) - models.flat(alone)).max())
+
+
+def train_embedding_as_dense() -> Any:
+    return train_embedding(sparse_as_dense=True)
+
+
+def train_embedding_predivided() -> Any:
+    return train_embedding(gradient_predivide_factor=2.0)
+
+
+@pytest.mark.parametrize("run", [train_embedding, train_embedding_as_dense, train_embedding_predivided])
+def test_sparse_gradients(keras_pools, run):
+    results = keras_pools(2).run(run, init=True)
+    assert len({bits for bits, _ in results}) == 1
+    assert max(difference for _, difference in results) < TOLERANCE

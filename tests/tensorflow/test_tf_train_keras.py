@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,7 +152,7 @@ def save_and_load(directory: str, suffix: str) -> None:
 
     xs, ys = interleaved(2, 4)
     for number, make in enumerate(optimizers()):
-        path = os.path.join(directory, f"best{number}{suffix}")
+        path = str(Path(directory, f"best{number}{suffix}"))
         model = make_model()
         best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
         best.filepath = path
@@ -193,7 +192,9 @@ def mixed_precision() -> None:
         model = make_model(dtype="mixed_float16")
         optimizer = tf.optimizers.SGD(0.1)
         scaled = tf.keras.mixed_precision.LossScaleOptimizer
-        wrapped = hvd.DistributedOptimizer(scaled(optimizer)) if outside else scaled(hvd.DistributedOptimizer(optimizer))
+        wrapped = (
+            hvd.DistributedOptimizer(scaled(optimizer)) if outside else scaled(hvd.DistributedOptimizer(optimizer))
+        )
         x, y = (each[:4].astype(np.float32) * (1 + hvd.rank()) for each in data())
         before = model.get_weights()
         model.compile(loss="mse", optimizer=wrapped)

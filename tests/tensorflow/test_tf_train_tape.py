@@ -116,8 +116,8 @@ def adversaries(how: str) -> None:
     with tf.GradientTape(persistent=True) as tape:
         one = loss_of(first, x, y)
         two = loss_of(second, x, first(x))
-    expected = [tape.gradient(one, first.dense), tape.gradient(two, first.dense), tape.gradient(two, second.dense)]
-    assert_close(gradients, [*sum(expected, []), tape.gradient(two, second.outer)])
+    expected = [*tape.gradient(one, first.dense), *tape.gradient(two, first.dense), *tape.gradient(two, second.dense)]
+    assert_close(gradients, [*expected, tape.gradient(two, second.outer)])
 
 
 @pytest.mark.parametrize("how", ["eager", "function"])

@@ -10,7 +10,16 @@ import tensorflow as tf
 
 import reigen.tensorflow as hvd
 from reigen.errors import ArgumentError
-from tests.tensorflow.tf_training import LR, Net, alone, assert_close, assert_identical_everywhere, batches, loss_of, mine
+from tests.tensorflow.tf_training import (
+    LR,
+    Net,
+    alone,
+    assert_close,
+    assert_identical_everywhere,
+    batches,
+    loss_of,
+    mine,
+)
 
 v1 = tf.compat.v1
 STEPS = 4
@@ -129,8 +138,8 @@ def adasum(how: str, passes: int) -> None:
             own = Net()
             for one, other in zip(own.dense, truth.dense, strict=True):
                 one.assign(other)
-            for x, y in data[index * passes : (index + 1) * passes]:
-                x, y = (np.array_split(each, 2)[rank] for each in (x, y))
+            for batch in data[index * passes : (index + 1) * passes]:
+                x, y = (np.array_split(each, 2)[rank] for each in batch)
                 with tf.GradientTape() as tape:
                     loss = loss_of(own, x, y)
                 for variable, gradient in zip(own.dense, tape.gradient(loss, own.dense), strict=True):

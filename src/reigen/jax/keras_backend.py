@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.jax.collectives import reduce_gradients
+from reigen.jax.native import collective_errors
 
 
 class JaxKerasBackend:
@@ -24,6 +27,15 @@ class JaxKerasBackend:
     def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
         """Return a sparse gradient as a dense one, reduced; JAX's gradients are not sparse."""
         return reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
+
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """Return when arrays have been computed; raise what kept them from it."""
+        with collective_errors():
+            jax.block_until_ready(list(values))
+
+    def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function itself: what is traced is what it does to tensors."""
+        return function
 
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is a sparse array."""

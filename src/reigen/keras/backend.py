@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -41,6 +41,16 @@ class KerasBackend(Protocol):
 
     def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
         """Return a sparse gradient with the rows of all ranks."""
+
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """Return when tensors have been computed.
+
+        Raises:
+            CollectiveError: a collective has failed of which they were to be computed.
+        """
+
+    def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs as it is in programs of a compiler that reads Python; or the function itself."""
 
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is a gradient of rows and their numbers."""

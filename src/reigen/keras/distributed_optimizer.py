@@ -60,6 +60,15 @@ class DistributedOptimizerMixin:
             given = self._reducer.begin(given, variables)
         super().apply(given, trainable_variables if trainable_variables is None else variables)  # type: ignore[misc]
 
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Do what Keras does when ``fit`` ends; JAX has not asked before whether all collectives have succeeded.
+
+        Raises:
+            CollectiveError: one has failed.
+        """
+        load_backend().wait_for([variable.value for variable in var_list])
+        super().finalize_variable_values(var_list)  # type: ignore[misc]
+
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the wrapped optimizer."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
@@ -200,18 +209,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - as above
     """Wrap an optimizer as `DistributedOptimizer` does, without some layers, whose gradients are not reduced.
 
     Args:
-        optimizer: see `DistributedOptimizer`, as for all that is not here.
-        name: ...
-        device_dense: ...
-        device_sparse: ...
-        compression: ...
-        sparse_as_dense: ...
-        gradient_predivide_factor: ...
-        op: ...
-        backward_passes_per_step: ...
-        average_aggregated_gradients: ...
-        groups: ...
-        process_set: ...
+        optimizer: see `DistributedOptimizer`, as for all arguments that are not here.
         local_layers: a layer, or several; they need not be built yet.
         scale_local_gradients: divide their gradients by the number of ranks.
 
@@ -219,11 +217,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - as above
         ArgumentError: an argument makes no sense; ``local_layers`` are no layers.
         NotInitializedError: ``init()`` has not been called.
     """
+    del device_dense, device_sparse
     layers = [] if local_layers is None else [local_layers] if isinstance(local_layers, keras.Layer) else local_layers
-    layers = list(layers)
     if not all(isinstance(layer, keras.Layer) for layer in layers):
         raise ArgumentError(f"local_layers must be layers of Keras, got {local_layers!r}")
-    del device_dense, device_sparse
     options = ReduceOptions(
         reduction=_choose_reduction(op, gradient_predivide_factor),
         compressor=choose_compressor(compression),
@@ -234,7 +231,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - as above
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    return _wrap(optimizer, name, options, layers)
+    return _wrap(optimizer, name, options, list(layers))
 
 
 def _choose_reduction(op: int, predivide: float) -> Any:
@@ -279,6 +276,7 @@ def _wrap(optimizer: Any, name: str | None, options: ReduceOptions, layers: Sequ
         raise ArgumentError("the optimizer is a DistributedOptimizer already")
     plain = type(optimizer)
     members = {
+        "apply": load_backend().leave_uncompiled(DistributedOptimizerMixin.apply),
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
         "_reducer_options": options,

@@ -15,10 +15,8 @@ from reigen.tensorflow.errors import raises_tensorflow_errors
 from reigen.tensorflow.gradient_aggregation import LocalGradientAggregator, PassCounter, after, zeros_like_variable
 from reigen.tensorflow.gradients import GradientReducer
 
-_V1Optimizer = tf.compat.v1.train.Optimizer
 
-
-class DistributedV1Optimizer(_V1Optimizer):  # type: ignore[misc]
+class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):
     """An optimizer of ``tf.compat.v1.train`` whose ``compute_gradients()`` reduces over all ranks.
 
     Args:
@@ -180,7 +178,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     Raises:
         ArgumentError: an argument makes no sense, or it is no optimizer that can be wrapped.
     """
-    if not isinstance(optimizer, _V1Optimizer):
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         from reigen.tensorflow import keras  # only now: scripts without Keras do not load it
 
         if op == Adasum:

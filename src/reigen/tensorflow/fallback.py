@@ -1,18 +1,21 @@
 """Collectives in graphs as functions of Python that TensorFlow calls, where there are no operations of our own.
 
 Each holds one of TensorFlow's threads while it waits, and runs in this process alone: a SavedModel with one cannot be
-loaded by another. In functions TensorFlow runs them in the order of the trace, which is the same on all ranks, so that
-no rank waits for what another has not begun.
+loaded by another. They run in the order of the trace, which is the same on all ranks, so that no rank waits for what
+another has not begun: in functions TensorFlow sees to that, and in other graphs each depends on the one before, so that
+to run one is to run those before it, too.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from reigen.api.adapter import empty_like
 from reigen.api.native_calls import NativeCall
@@ -21,6 +24,9 @@ from reigen.tensorflow.adapter import as_storage, from_storage
 from reigen.tensorflow.errors import remember
 from reigen.tensorflow.queries import decode
 from reigen.types import dtype_named
+
+#: The last operation of a graph that is no function's.
+_last: weakref.WeakKeyDictionary[Any, tf.Operation] = weakref.WeakKeyDictionary()
 
 Differentiate = Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[Any]], list[Any]]
 
@@ -39,7 +45,15 @@ def emit(text: str, tensors: Sequence[tf.Tensor], differentiate: Differentiate) 
                 made.set_shape([None, *given.shape[1:]])
         return outputs, lambda *gradients: differentiate(text, inputs, outputs, gradients)
 
-    return list(collective(*tensors))
+    graph = tf.compat.v1.get_default_graph()
+    if isinstance(graph, FuncGraph):
+        return list(collective(*tensors))
+    last = _last.get(graph)
+    with tf.control_dependencies([] if last is None else [last]):
+        made = list(collective(*[tf.identity(tensor) for tensor in tensors]))
+    if graph._get_control_flow_context() is None:
+        _last[graph] = made[0].op
+    return made
 
 
 def _run(text: str, *values: Any) -> list[Any]:

@@ -110,7 +110,7 @@ class LocalGradientAggregator:
         return gradients
 
     def when_reduced(self, apply: Callable[[], Any], otherwise: Callable[[], Any], gradients: Sequence[Any]) -> Any:
-        """Call ``apply`` if the pass that made the gradients has reduced them, else ``otherwise``; see `PassCounter`."""
+        """Call ``apply`` if the pass that made the gradients has reduced them, else ``otherwise``."""
         with after(*[each for each in gradients if each is not None]):
             return self._counter.when(0, apply, otherwise)
 

@@ -39,8 +39,8 @@ class _DistributedTape:
             target: what is differentiated.
             sources: by what; a variable or tensor, or a nested structure of them, the same on every rank.
             output_gradients: of the target.
-            unconnected_gradients: NONE: a source that the target does not depend on has None on every rank. ZERO: zeros,
-                so that it may be some ranks whose target does not depend on it.
+            unconnected_gradients: NONE: a source that the target does not depend on has None, on every rank. ZERO: it
+                has zeros, so that ranks may differ in this.
             use_generic_names: the operations' names do not have the variables' in them.
 
         Returns:
@@ -81,8 +81,8 @@ class _DistributedTape:
         return plain
 
 
-@functools.lru_cache(maxsize=64)
-def _distributed_class(own: type[tf.GradientTape]) -> Any:
+@functools.cache
+def _distributed_class(own: Any) -> Any:
     return type(own.__name__, (_DistributedTape, own), {"__slots__": ("_reducer",), "_own_class": own})
 
 
@@ -102,8 +102,8 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's, and what it 
     """Make a tape whose ``gradient()`` returns gradients reduced over all ranks.
 
     It shares its state with the given tape, before, inside and after the ``with`` block, and may be used in eager code
-    and in ``tf.function``. All dense gradients are one operation, or one for each of the ``groups``. The sources must be
-    the same on every rank, in the same order. In a job of one rank this is a plain tape.
+    and in ``tf.function``. All dense gradients are one operation, or one for each of the ``groups``. The sources must
+    be the same on every rank, in the same order. In a job of one rank this is a plain tape.
 
     Args:
         gradtape: any tape of TensorFlow's; persistent ones, too.
@@ -160,7 +160,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - as above
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a `DistributedGradientTape` that leaves the trainable variables of ``local_layers`` (one, or several) alone."""
+    """Make a `DistributedGradientTape` that leaves the variables of ``local_layers`` (one, or several) alone."""
     tape = DistributedGradientTape(
         gradtape,
         device_dense,

@@ -1,4 +1,4 @@
-"""Reduction of one step's gradients: dense ones as a group, IndexedSlices gathered, those of local variables left alone.
+"""Reduction of one step's gradients: dense ones as a group, IndexedSlices gathered, local variables' left alone.
 
 Names are the same on all ranks, whatever they have traced before: a group is called after the path of its first
 variable, without the numbers that Keras appends (they count the models that a process has built), and, where a graph
@@ -138,12 +138,10 @@ class GradientReducer:
         """Reduce what is dense; then gather what is sparse, which begins only where all ranks agree on what that is."""
         tensors, labels, sparse = [], [], []
         for index, (gradient, path) in enumerate(zip(gradients, paths, strict=True)):
-            if isinstance(gradient, tf.IndexedSlices):
-                if self._sparse_as_dense:
-                    gradient = tf.convert_to_tensor(gradient)
-                else:
-                    sparse.append(index)
-            is_dense = gradient is not None and not isinstance(gradient, tf.IndexedSlices)
+            is_sparse = isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense
+            is_dense = gradient is not None and not is_sparse
+            if is_sparse:
+                sparse.append(index)
             tensors.append(tf.convert_to_tensor(gradient) if is_dense else tf.zeros((0,), tf.float32))
             labels.append(path if is_dense else f"{path} ({'no' if gradient is None else 'sparse'} gradient)")
         pairs = list(map(self.compression.compress, tensors))

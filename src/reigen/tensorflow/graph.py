@@ -18,10 +18,11 @@ from typing import Any
 
 import tensorflow as tf
 from msgspec import structs
+from tensorflow.python.ops import control_flow_util
 
 from reigen.api.native_calls import NativeCall
 from reigen.api.operations import ALLGATHER, ALLREDUCE
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, UnsupportedError
 from reigen.tensorflow import fallback
 from reigen.tensorflow.native.c_api import CApi, MissingFunctionError
 from reigen.tensorflow.native.collectives import NativeCollectives
@@ -45,7 +46,15 @@ def emit(call: NativeCall | Query, tensors: Sequence[tf.Tensor]) -> Tensors:
     """Add an operation to the graph that is being built; an alltoall has its splits behind its tensor, and its result.
 
     Splits are an int32 vector; an empty one asks for equal parts.
+
+    Raises:
+        UnsupportedError: XLA is to compile the graph.
     """
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UnsupportedError(
+            "there are no collectives inside tf.function(jit_compile=True): compile what computes, and call the "
+            "collective outside of it; compile() of a Keras model takes jit_compile=False"
+        )
     if isinstance(call, NativeCall):
         call = structs.replace(call, name=_unique_name(call.name))
     native = native_collectives()

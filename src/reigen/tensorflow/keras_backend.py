@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,7 +24,8 @@ class TensorFlowKerasBackend:
         self, tensors: Sequence[tf.Tensor], reduction: ReductionSpec, name: str, process_set: ProcessSet
     ) -> list[Any]:
         """Return the tensors, reduced as one operation."""
-        return reduce_gradients([*map(tf.convert_to_tensor, tensors)], reduction, name, process_set)
+        results: list[Any] = reduce_gradients([*map(tf.convert_to_tensor, tensors)], reduction, name, process_set)
+        return results
 
     def reduce_sparse(
         self, gradient: tf.IndexedSlices, reduction: ReductionSpec, name: str, process_set: ProcessSet
@@ -40,6 +41,13 @@ class TensorFlowKerasBackend:
             if factor == 1.0
             else tf.IndexedSlices(gathered.values * factor, gathered.indices, gathered.dense_shape)
         )
+
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """They are there: a step waits for its collectives."""
+
+    def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function itself: what is traced is what it does to tensors."""
+        return function
 
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is IndexedSlices."""

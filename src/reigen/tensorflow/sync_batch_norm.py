@@ -14,8 +14,8 @@ from reigen.tensorflow.gradients import without_serial_numbers
 from reigen.tensorflow.ops import allreduce
 
 
-@tf.keras.utils.register_keras_serializable(package="Reigen")  # type: ignore[untyped-decorator]
-class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
+@tf.keras.utils.register_keras_serializable(package="Reigen")
+class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     """Batch normalisation whose statistics are those of all ranks' batches taken together.
 
     While training, the mean, the variance, the moving statistics and the gradient of the input are those of one layer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ class TorchKerasBackend:
         """Return a sparse gradient as a dense one, reduced: Keras's optimizers take no others from PyTorch."""
         reduced: torch.Tensor = self.reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
         return reduced
+
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """They are there: a step waits for its collectives."""
+
+    def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that torch.compile runs as it is, with what it calls."""
+        outside: Callable[..., Any] = torch.compiler.disable(function)
+        return outside
 
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is a sparse tensor."""

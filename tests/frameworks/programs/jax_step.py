@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
 import reigen.jax as rj
 
 rj.init()

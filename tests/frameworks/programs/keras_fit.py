@@ -4,6 +4,7 @@ import hashlib
 
 import keras
 import numpy as np
+
 import reigen.keras as hvd
 
 hvd.init()

@@ -3,8 +3,9 @@
 import hashlib
 
 import numpy as np
-import reigen.tensorflow.keras as hvd
 import tensorflow as tf
+
+import reigen.tensorflow.keras as hvd
 
 keras = tf.keras
 hvd.init()

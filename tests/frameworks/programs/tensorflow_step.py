@@ -3,8 +3,9 @@
 import hashlib
 
 import numpy as np
-import reigen.tensorflow as hvd
 import tensorflow as tf
+
+import reigen.tensorflow as hvd
 
 hvd.init()
 weights = tf.Variable(tf.fill([3, 2], float(hvd.rank())))

@@ -24,7 +24,7 @@ if IS_LEGACY:
     )
     from reigen.tensorflow.keras.legacy_optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 else:
-    from reigen.keras import (
+    from reigen.keras import (  # type: ignore[assignment]  # the same, for another Keras
         Compression,
         DistributedOptimizer,
         PartialDistributedOptimizer,

@@ -65,6 +65,6 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 def _evaluate(function: Any) -> Value:
     with tf.init_scope():
-        if tf.executing_eagerly():
-            return function().numpy()
-        return tf.compat.v1.keras.backend.get_session().run(function())
+        session = None if tf.executing_eagerly() else tf.compat.v1.keras.backend.get_session()
+        found: Value = function().numpy() if session is None else session.run(function())
+        return found

@@ -25,8 +25,6 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-_Callback = tf.keras.callbacks.Callback
-
 
 class LegacyAccess:
     """A `reigen.api.keras_callbacks.ModelAccess`."""
@@ -70,26 +68,26 @@ class LegacyAccess:
 _ACCESS = LegacyAccess()
 
 
-class BroadcastGlobalVariablesCallback(BroadcastLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class BroadcastGlobalVariablesCallback(BroadcastLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = BroadcastLogic.__doc__
     access = _ACCESS
 
 
-class MetricAverageCallback(MetricAverageLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class MetricAverageCallback(MetricAverageLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = MetricAverageLogic.__doc__
 
 
-class LearningRateScheduleCallback(LearningRateScheduleLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class LearningRateScheduleCallback(LearningRateScheduleLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = LearningRateScheduleLogic.__doc__
     access = _ACCESS
 
 
-class LearningRateWarmupCallback(LearningRateWarmupLogic, _Callback):  # type: ignore[misc]  # noqa: D101 - inherited
+class LearningRateWarmupCallback(LearningRateWarmupLogic, tf.keras.callbacks.Callback):  # noqa: D101 - inherited
     __doc__ = LearningRateWarmupLogic.__doc__
     access = _ACCESS
 
 
-class BestModelCheckpoint(BestModelCheckpointLogic, tf.keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class BestModelCheckpoint(BestModelCheckpointLogic, tf.keras.callbacks.ModelCheckpoint):
     """Saves the best model of all epochs, on rank 0 only; the metric should be averaged before.
 
     Args:

@@ -64,7 +64,11 @@ class _DistributedNew(_Distributed):
     """Optimizers of tf_keras since 2.11."""
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], name: Any = None, skip_gradients_aggregation: bool = False, **kw: Any
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: Any = None,
+        skip_gradients_aggregation: bool = False,
+        **kw: Any,
     ) -> Any:
         """Apply gradients, reduced over all ranks unless ``skip_gradients_aggregation``."""
         pairs = list(grads_and_vars)
@@ -202,7 +206,9 @@ def PartialDistributedOptimizer(  # noqa: N802 - as above
         process_set,
         scale_local_gradients,
     )
-    inner_optimizer(wrapped)._local_layers = [local_layers] if hasattr(local_layers, "trainable_weights") else local_layers
+    inner_optimizer(wrapped)._local_layers = (
+        [local_layers] if hasattr(local_layers, "trainable_weights") else local_layers
+    )
     return wrapped
 
 

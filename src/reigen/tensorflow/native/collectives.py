@@ -26,6 +26,10 @@ from reigen.types import DTYPES
 _LIKE, _ROWS = "ReigenCollective", "ReigenCollectiveOfRows"
 #: seconds between looks whether TensorFlow's threads have left Python, which they cannot report
 _LOOK_SECONDS = 0.0005
+#: seconds for which an operation of so many bytes holds its thread of TensorFlow's
+_WAIT_SECONDS, _SMALL_BYTES = 0.0005, 65536
+#: not empty while one does
+_waiting: list[None] = []
 _INT32 = DTYPES["int32"]
 
 Differentiate = Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[Any]], list[Any]]
@@ -111,11 +115,23 @@ def _submit(run: KernelRun, call: NativeCall) -> tuple[Handle, Callable[[Collect
     if row.returns_splits:
         splits = tuple(inputs.pop()[0].tolist()) or None
     sources, dtypes = [array for array, _ in inputs], [dtype for _, dtype in inputs]
+    makers = targets = None
     if row.in_place:
         targets = [run.output_like(index, source) for index, source in enumerate(sources)]
-        return call.start(sources, dtypes, targets), lambda result: None
-    makers = [partial(run.allocate, index, dtype) for index, dtype in enumerate(dtypes)]
-    handle = call.start(sources, dtypes, splits=splits, make_output=makers)
+    else:
+        makers = [partial(run.allocate, index, dtype) for index, dtype in enumerate(dtypes)]
+    # One thread of TensorFlow's may wait a little: the other ranks' part in a small operation is there sooner than
+    # another thread could be woken.
+    waits = not _waiting and sum(source.nbytes for source in sources) <= _SMALL_BYTES
+    if waits:
+        _waiting.append(None)
+    try:
+        handle = call.start(sources, dtypes, targets, splits=splits, make_output=makers, blocking=waits)
+        if waits:
+            handle.wait_briefly(_WAIT_SECONDS)
+    finally:
+        if waits:
+            _waiting.clear()
     if not row.returns_splits:
         return handle, lambda result: None
 

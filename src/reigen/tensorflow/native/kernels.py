@@ -19,6 +19,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class KernelRun:
             api.DeleteStatus(status)
 
     def output_like(self, index: int, source: Array) -> Array:
-        """Return memory for the output in the place of an input, of its shape: ``source`` itself, if nobody else needs it."""
+        """Return memory for the output in an input's place, of its shape: ``source``, if nobody else needs that."""
         api, status, own = self._api, api_status(self._api), (ctypes.c_int * 1)(index)
         forwarded, dims = ctypes.c_int(-1), _dims(source.shape)
         tensor = api.ForwardInputOrAllocateOutput(
@@ -167,8 +168,8 @@ class AsyncOperation:
         #: TensorFlow's calls that are in Python now
         self.calls: dict[object, None] = {}
         self._known_threads = _KnownThreads()
-        # TensorFlow keeps these for as long as the process lives
         self._functions = _CREATE(self._create), _COMPUTE(self._compute), _SHAPES(self._set_shapes)
+        _registered.append(self)
         self._register(has_rows)
 
     def _register(self, has_rows: bool) -> None:
@@ -274,11 +275,13 @@ def check_layout(function: int) -> None:
         _known_functions.add((manager, invoker))
 
 
+#: TensorFlow calls their functions for as long as the process lives
+_registered: list[AsyncOperation] = []
 _known_functions: set[tuple[int, int]] = set()
 
 
 def _is_code(address: int) -> bool:
-    with open("/proc/self/maps", encoding="utf-8") as maps:
+    with Path("/proc/self/maps").open(encoding="utf-8") as maps:
         for line in maps:
             where, flags = line.split(None, 2)[:2]
             begin, _, end = where.partition("-")

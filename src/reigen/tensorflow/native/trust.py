@@ -1,8 +1,8 @@
 """The decision whether TensorFlow can have operations of our own in this process.
 
-They rely on what the C API does not promise (`kernels`). So they are used with the versions of TensorFlow with which the
-tests have run, and with another one after a self-test in a process of its own has succeeded. Its verdict is kept in the
-user's directory for caches, for this build of TensorFlow.
+They rely on what the C API does not promise (`kernels`). So they are used with the versions of TensorFlow with which
+the tests have run, and with another one after a self-test in a process of its own has succeeded. Its verdict is kept in
+the user's directory for caches, for this build of TensorFlow.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 from reigen.tensorflow.keras import *
 
-from . import callbacks as callbacks
+from . import callbacks as callbacks  # type: ignore[no-redef]
 from . import elastic as elastic
