@@ -303,6 +303,7 @@ def train_compiled() -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow  # PyTorch's compiler takes its time
 def test_compiled_steps_are_right_or_an_error(keras_pools, keras_backend):
     results = keras_pools(2).run(train_compiled, init=True)
     if keras_backend == "tensorflow" and isinstance(results[0], str):

@@ -4,9 +4,4 @@ from __future__ import annotations
 
 #: By name (of the framework's module, of `reigen.NAME` and of Horovod's extension) the class of the adapter
 #: in `reigen.NAME.adapter`.
-FRAMEWORKS = {
-    "torch": "TorchAdapter",
-    "mxnet": "MXNetAdapter",
-    "tensorflow": "TensorFlowAdapter",
-    "jax": "JaxAdapter",
-}
+FRAMEWORKS = {"torch": "TorchAdapter", "mxnet": "MXNetAdapter", "tensorflow": "TensorFlowAdapter", "jax": "JaxAdapter"}

@@ -19,7 +19,7 @@ Logs = MutableMapping[str, Any]
 
 
 class ModelAccess(Protocol):
-    """How a Keras's models are read and changed while ``fit`` runs."""
+    """Access to a Keras's models while ``fit`` runs."""
 
     def prepare(self, model: Any) -> None:
         """Have the values of the model's variables in the variables, and read from there by the next batch."""
@@ -172,7 +172,7 @@ class LearningRateScheduleLogic:
         self._adjust(begun if self.staircase else begun + batch / (self.steps_per_epoch or 1))
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Take back what was for one batch."""
+        """Undo changes that were for one batch."""
         self.access.restore_momentum(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

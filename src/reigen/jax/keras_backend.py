@@ -10,7 +10,7 @@ import jax
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.jax.collectives import reduce_gradients
-from reigen.jax.native import collective_errors
+from reigen.jax.native import collective_errors, shutdown
 
 
 class JaxKerasBackend:
@@ -33,8 +33,12 @@ class JaxKerasBackend:
         with collective_errors():
             jax.block_until_ready(list(values))
 
+    def shutdown(self) -> None:
+        """Leave the job, when all dispatched computations are complete."""
+        shutdown()
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function itself: what is traced is what it does to tensors."""
+        """Return the function itself: tracing follows tensors, not Python."""
         return function
 
     def is_sparse(self, gradient: Any) -> bool:

@@ -1,16 +1,13 @@
 """Reigen for Keras 3 (3.3 or later), on any of its backends: ``import reigen.keras as hvd``."""
 
 try:
-    import keras as _keras  # before anything that needs it: this says what to do where it is missing
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install keras ({error})", name=error.name) from None
-if int(_keras.__version__.partition(".")[0]) < 3:
-    raise ImportError(f"reigen.keras needs Keras 3, not {_keras.__version__}; for tf.keras: reigen.tensorflow.keras")
+    import keras.ops as _ops  # noqa: F401  before anything that needs it: this says what to do where it is missing
+except ModuleNotFoundError as error:  # Keras 2 has no such module
+    raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install 'keras>=3.3' ({error})", name="keras") from None
 
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
-from reigen.api.job import shutdown
 from reigen.errors import HorovodInternalError
 from reigen.keras import callbacks
 from reigen.keras.compression import Compression
@@ -23,6 +20,7 @@ from reigen.keras.functions import (
     broadcast_global_variables,
     broadcast_variables,
     reducescatter,
+    shutdown,
 )
 from reigen.keras.saving import load_model
 

@@ -1,4 +1,4 @@
-"""What Reigen for Keras 3 needs of the framework that is Keras's backend."""
+"""Interface to the framework that is Keras's backend."""
 
 from __future__ import annotations
 
@@ -49,6 +49,9 @@ class KerasBackend(Protocol):
             CollectiveError: a collective has failed of which they were to be computed.
         """
 
+    def shutdown(self) -> None:
+        """Leave the job."""
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs as it is in programs of a compiler that reads Python; or the function itself."""
 
@@ -61,7 +64,7 @@ class KerasBackend(Protocol):
 
 @functools.cache
 def load_backend() -> KerasBackend:
-    """Return what there is for the backend that Keras runs on.
+    """Return the implementation for the backend that Keras runs on.
 
     Raises:
         ConfigError: there is nothing for it.

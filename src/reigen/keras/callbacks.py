@@ -55,7 +55,7 @@ class Keras3Access:
         model.optimizer.learning_rate = value
 
     def correct_momentum(self, model: Any, ratio: float) -> None:
-        """Scale what the optimizer remembers: its ``momentum`` is a constant of compiled programs."""
+        """Scale the optimizer's velocities: its ``momentum`` is a constant of compiled programs."""
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         if not getattr(optimizer, "momentum", 0.0):
             return
@@ -63,7 +63,7 @@ class Keras3Access:
             variable.assign(variable * ratio)
 
     def restore_momentum(self, model: Any) -> None:
-        """Nothing was changed for one batch only."""
+        """Do nothing: no change was for one batch only."""
 
 
 _ACCESS = Keras3Access()

@@ -50,7 +50,7 @@ def shard(
 
 
 class ShardedDataset(keras.utils.PyDataset):
-    """This rank's batches of another dataset: as many on every rank, so that all take as many steps.
+    """Dataset of a rank's batches of another one: as many on every rank, so that all take as many steps.
 
     Rank 0 has batches 0, size, 2 * size, ... Where their number is no multiple of the number of ranks, some of the
     first ones are on two ranks, or the last ones on none. Batches may differ in size: each counts the same in an

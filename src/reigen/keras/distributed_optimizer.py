@@ -21,7 +21,7 @@ from reigen.types import ReduceOp
 
 
 class DistributedOptimizerMixin:
-    """What a wrapped optimizer does before its own class: reduces the gradients that it applies, or accumulates.
+    """First base of a wrapped optimizer's class: reduces the gradients that are applied, after their accumulation.
 
     Keras's optimizers accumulate gradients themselves (``gradient_accumulation_steps``); ``backward_passes_per_step``
     is that, too. The gradients are reduced just before they are clipped, which Keras does only when it applies them.
@@ -77,12 +77,12 @@ class DistributedOptimizerMixin:
         return config
 
     def save_own_variables(self, store: Any) -> None:
-        """Save what the wrapped optimizer has; gradients that are being accumulated are dropped."""
+        """Save the variables of the wrapped optimizer, without gradients that are being accumulated."""
         for number, variable in enumerate(self._saved_variables()):
             store[str(number)] = keras.ops.convert_to_numpy(variable)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what the wrapped optimizer has saved."""
+        """Load variables that the wrapped optimizer, or this one, has saved."""
         saved = self._saved_variables()
         if len(store.keys()) != len(saved):
             super().load_own_variables(store)  # type: ignore[misc]  # which warns
@@ -190,7 +190,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     return _wrap(optimizer, name, options, ())
 
 
-def PartialDistributedOptimizer(  # noqa: N802 - as above
+def PartialDistributedOptimizer(  # noqa: D417, N802 - as above
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
@@ -248,7 +248,7 @@ def _check_passes(passes: int) -> int:
 
 
 def _choose_groups(groups: Any, num_groups: int) -> int | list[list[Any]] | None:
-    """What ``groups`` and the older ``num_groups`` mean."""
+    """Meaning of ``groups`` and of the older ``num_groups``."""
     chosen = groups if groups is not None else num_groups or None
     if chosen is None or (isinstance(chosen, int) and not isinstance(chosen, bool) and chosen >= 0):
         return chosen or None

@@ -15,6 +15,7 @@ from reigen.api.numpy_adapter import NumpyAdapter
 from reigen.api.operations import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, Average, as_root, check_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.errors import ArgumentError
+from reigen.keras.backend import load_backend
 from reigen.keras.compression import Compression, choose_compressor
 from reigen.types import DTYPES
 
@@ -142,6 +143,11 @@ def broadcast_global_variables(root_rank: int) -> None:
         f"Keras 3 keeps no list of all variables: use broadcast_variables(model.weights, {root_rank}), or "
         f"callbacks.BroadcastGlobalVariablesCallback({root_rank}) in fit()"
     )
+
+
+def shutdown() -> None:
+    """Leave the job, when what Keras's backend has begun is complete. ``init()`` may be called again."""
+    load_backend().shutdown()
 
 
 def _run(collective: Any, array: Value, argument: Any, name: str | None) -> Value:

@@ -46,7 +46,7 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """What is reduced of a list of variables, the same on all ranks.
+    """Plan of the operations for a list of variables, the same on all ranks.
 
     Attributes:
         name: of its operations.
@@ -90,7 +90,7 @@ class GradientReducer:
 
     @property
     def factor(self) -> float:
-        """What makes of an average over the passes what was asked for."""
+        """Factor by which Keras's average over the passes is multiplied."""
         return 1.0 if self.options.average_passes else float(self.options.backward_passes)
 
     def register_local(self, variable: Any) -> None:
@@ -242,7 +242,7 @@ class GradientReducer:
         return tuple(context.process_sets[process_set_number(self.options.process_set)])
 
     def _is_shared(self) -> bool:
-        """Whether other ranks take part, and this one does."""
+        """Return whether there are other ranks, and this one takes part."""
         ranks = self._ranks()
         return len(ranks) > 1 and contexts.current().rank in ranks
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from reigen.api.collectives import Form
+from reigen.api.job import shutdown
 from reigen.api.operations import ALLREDUCE
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
@@ -45,8 +46,12 @@ class TensorFlowKerasBackend:
     def wait_for(self, values: Sequence[Any]) -> None:
         """They are there: a step waits for its collectives."""
 
+    def shutdown(self) -> None:
+        """Leave the job."""
+        shutdown()
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function itself: what is traced is what it does to tensors."""
+        """Return the function itself: tracing follows tensors, not Python."""
         return function
 
     def is_sparse(self, gradient: Any) -> bool:

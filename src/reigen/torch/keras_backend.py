@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from reigen.api.collectives import Collectives
+from reigen.api.job import shutdown
 from reigen.api.operations import ALLREDUCE
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
@@ -38,9 +39,13 @@ class TorchKerasBackend:
     def wait_for(self, values: Sequence[Any]) -> None:
         """They are there: a step waits for its collectives."""
 
+    def shutdown(self) -> None:
+        """Leave the job."""
+        shutdown()
+
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that torch.compile runs as it is, with what it calls."""
-        outside: Callable[..., Any] = torch.compiler.disable(function)
+        """Return a function that torch.compile runs as it is, with all that it calls."""
+        outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return outside
 
     def is_sparse(self, gradient: Any) -> bool:

@@ -12,7 +12,7 @@ from reigen.errors import MismatchError
 
 
 class GradientKind(enum.IntEnum):
-    """What a variable has for a gradient."""
+    """Kind of a variable's gradient."""
 
     MISSING = 0
     DENSE = 1
