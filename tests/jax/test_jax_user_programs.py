@@ -1,0 +1,21 @@
+"""Programs of JAX's users, by `reigen run`, on 1, 2, 3 ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_collectives_gradients_and_training(size: int) -> None:
+    command = [sys.executable, "-m", "reigen", "run", "-np", str(size), "--no-prefix", sys.executable]
+    done = subprocess.run(
+        [*command, str(PROGRAMS / "as_with_mpi4jax.py")], capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"done rank={rank} same=True learned=True" for rank in range(size)]
