@@ -13,7 +13,7 @@ import reigen
 
 SOURCE = Path(reigen.__file__).parent
 #: The same names in each framework's package, because users write `hvd.Compression`, whatever the framework.
-FACES = ("torch", "mxnet", "tensorflow", "jax", "kv")
+FACES = ("torch", "mxnet", "tensorflow", "keras", "jax", "kv")
 #: A summary stands alone, and begins with a verb or a noun of the field.
 FORBIDDEN = re.compile(
     r"^(what|who|how|whether|where|why|when|which|that|this|its?|and|but|so|nothing|everything|as|is|are|there|see)\b"
