@@ -129,8 +129,8 @@ class _AllRanks(ProcessSet):
     def __init__(self) -> None:
         super().__init__(())
 
-    @property
-    def process_set_id(self) -> int:  # type: ignore[override]  # its number cannot be changed
+    @property  # type: ignore[misc]  # its number cannot be changed
+    def process_set_id(self) -> int:
         return 0
 
     @property

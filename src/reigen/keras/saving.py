@@ -51,7 +51,7 @@ def load_model(
 
 
 def _optimizer_class(filepath: str | Path) -> str:
-    """Return the name of the class of a saved model's optimizer; "" where it has none, or the file is of another kind."""
+    """Return the name of the class of a saved model's optimizer; "" if it has none, or the file is of another kind."""
     try:
         with zipfile.ZipFile(filepath) as file:
             optimizer = json.loads(file.read("config.json"))["compile_config"]["optimizer"]
