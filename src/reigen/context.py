@@ -199,7 +199,7 @@ class Context:
         ranks = self._members(process_set)
         members = [
             build_operation(build, source.shape, dtype.name, argument, ranks, process_set, label, "")
-            for source, dtype, label in zip(sources, dtypes, labels or [None] * len(sources), strict=True)
+            for source, dtype, label in zip(sources, dtypes, labels or (None,) * len(sources), strict=True)
         ]
         if targets is None:
             makers = make_output if isinstance(make_output, Sequence) else [make_output] * len(sources)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from reigen.api import build_info, job
 from reigen.api.frameworks import FRAMEWORKS
@@ -57,6 +59,22 @@ def make_missing_getattr(module: str, what: str, names: Sequence[str]) -> Callab
         if name in names:
             raise ImportError(f"{module}.{name}: there are no {what} in Reigen yet", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return getattribute
+
+
+def make_lazy_getattr(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` for names whose modules are imported when they are asked for.
+
+    Args:
+        module: its name.
+        names: of each, the module that defines it.
+    """
+
+    def getattribute(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(names[name]), name)
 
     return getattribute
 

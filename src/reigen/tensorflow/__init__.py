@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.horovod_basics import check_num_rank_power_of_2, gpu_available
+from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
 from reigen.api.job import shutdown
 from reigen.errors import HorovodInternalError
 from reigen.tensorflow import functions as _functions
@@ -17,8 +18,8 @@ from reigen.tensorflow import ops as _ops
 from reigen.tensorflow.compression import Compression
 from reigen.tensorflow.distributed_optimizer import DistributedOptimizer
 from reigen.tensorflow.functions import *
-from reigen.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from reigen.tensorflow.functions import init  # noqa: F401  in place of the one above
+from reigen.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from reigen.tensorflow.ops import *
 
 __all__ = [
@@ -36,11 +37,5 @@ __all__ += _functions.__all__
 __all__ += _ops.__all__
 __all__.sort()
 
-
-def __getattr__(name: str) -> object:
-    """Load what needs Keras when it is asked for: it is not in ``__all__``."""
-    if name != "SyncBatchNormalization":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from reigen.tensorflow.sync_batch_norm import SyncBatchNormalization
-
-    return SyncBatchNormalization
+#: needs Keras, which takes longer to import than all else here
+__getattr__ = _make_lazy_getattr(__name__, {"SyncBatchNormalization": "reigen.tensorflow.sync_batch_norm"})

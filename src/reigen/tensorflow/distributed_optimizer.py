@@ -82,7 +82,7 @@ class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):
 
 
 class AdasumV1Optimizer(DistributedV1Optimizer):
-    """An optimizer of ``tf.compat.v1.train`` that steps on its own gradients; Adasum combines what the steps did.
+    """An optimizer of ``tf.compat.v1.train`` that steps on its own gradients; Adasum combines the steps' differences.
 
     After so many steps, the change of each variable since the last combination is combined over all ranks.
     """

@@ -58,7 +58,7 @@ class PassCounter:
         return None if tf.executing_eagerly() else tf.group(done)
 
     def is_at(self, at: int) -> Any:
-        """Whether the count, modulo the passes, is ``at``: a tensor."""
+        """Return a tensor: the count, modulo the passes, is ``at``."""
         return tf.equal(self._count.read_value() % self.passes, at)
 
 
@@ -127,7 +127,7 @@ class LocalGradientAggregator:
 
 
 def after(*done: Any) -> Any:
-    """What is made inside the block runs after what has been made: a context manager; eager code runs in order."""
+    """Context manager: operations made inside run after those made before it; eager code runs in order."""
     return tf.control_dependencies(None if tf.executing_eagerly() else [each for each in done if each is not None])
 
 

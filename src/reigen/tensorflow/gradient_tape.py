@@ -131,7 +131,8 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's, and what it 
     del device_dense, device_sparse
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, _DistributedTape):
         raise ArgumentError(f"gradtape should be a tf.GradientTape that is not distributed yet, got {gradtape!r}")
-    tape = object.__new__(_distributed_class(type(gradtape)))
+    own: Any = type(gradtape)
+    tape = object.__new__(_distributed_class(own))
     tape._reducer = GradientReducer(
         op,
         gradient_predivide_factor,

@@ -85,7 +85,7 @@ class GradientReducer:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks reduce together; 1 for a rank outside the process set."""
+        """Number of ranks that reduce together; 1 for a rank outside the process set."""
         job = context.current()
         ranks = job.process_sets[process_set_number(self.process_set)]
         return len(ranks) if job.rank in ranks else 1
@@ -135,7 +135,7 @@ class GradientReducer:
         return [part for part in parts if part]
 
     def _reduce_group(self, gradients: list[Any], paths: list[str], name: str, size: int) -> list[Any]:
-        """Reduce what is dense; then gather what is sparse, which begins only where all ranks agree on what that is."""
+        """Reduce dense gradients; then gather sparse ones, once all ranks agree which those are."""
         tensors, labels, sparse = [], [], []
         for index, (gradient, path) in enumerate(zip(gradients, paths, strict=True)):
             is_sparse = isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense
@@ -173,7 +173,7 @@ def _key(variable: Any) -> int:
 
 
 def path_of(variable: Any) -> str:
-    """What a variable is called on every rank: its path without serial numbers."""
+    """Name of a variable on every rank: its path without serial numbers."""
     path = getattr(variable, "path", None)
     if not isinstance(path, str):
         path = variable.name if isinstance(variable, tf.Variable) else "tensor"

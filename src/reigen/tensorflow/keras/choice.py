@@ -1,4 +1,4 @@
-"""Which Keras ``tf.keras`` is, in this process: TensorFlow reads TF_USE_LEGACY_KERAS when it is imported."""
+"""The Keras behind ``tf.keras`` in this process: TensorFlow reads TF_USE_LEGACY_KERAS when it is imported."""
 
 import tensorflow as tf
 

@@ -30,7 +30,7 @@ class LegacyAccess:
     """A `reigen.api.keras_callbacks.ModelAccess`."""
 
     def prepare(self, model: Any) -> None:
-        """Nothing: ``fit`` reads and writes the variables."""
+        """Do nothing: ``fit`` reads and writes the variables."""
 
     def is_built(self, model: Any) -> bool:
         """Make the optimizer's variables, and return whether all exist."""
@@ -53,7 +53,7 @@ class LegacyAccess:
         tf.keras.backend.set_value(model.optimizer.learning_rate, value)
 
     def correct_momentum(self, model: Any, ratio: float) -> None:
-        """Scale what the optimizer remembers: its ``momentum`` is a constant of compiled programs."""
+        """Scale the optimizer's velocities: its ``momentum`` is a constant of compiled programs."""
         optimizer = inner_optimizer(model.optimizer)
         if not isinstance(optimizer, (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)):
             return
@@ -62,7 +62,7 @@ class LegacyAccess:
                 variable.assign(variable * tf.cast(ratio, variable.dtype))
 
     def restore_momentum(self, model: Any) -> None:
-        """Nothing was changed for one batch only."""
+        """Do nothing: no change was for one batch only."""
 
 
 _ACCESS = LegacyAccess()

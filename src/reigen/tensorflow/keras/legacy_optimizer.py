@@ -248,7 +248,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Its variables: the older optimizers have a method for them."""
+    """Return its variables: the older optimizers have a method for them."""
     found = optimizer.variables
     return list(found() if callable(found) else found)
 
