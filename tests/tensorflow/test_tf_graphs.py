@@ -172,14 +172,7 @@ def test_another_process_loads_a_saved_model(rank_pool, tmp_path):
     run_ranks(functools.partial(loads_a_saved_model, str(tmp_path), saves=False), 1, timeout=90)
 
 
-def compiled() -> None:
-    """XLA cannot compile them, and says so when it is traced."""
-    for function in (hvd.allreduce, lambda x: tf.map_fn(hvd.allreduce, x)):
-        with pytest.raises((ReigenError, tf.errors.InvalidArgumentError), match="jit_compile"):
-            tf.function(function, jit_compile=True)(tf.ones([2]))
-
-
-@pytest.mark.parametrize("func", [forwarded, reduced_gradients, saved_models, compiled])
+@pytest.mark.parametrize("func", [forwarded, reduced_gradients, saved_models])
 def test_functions(rank_pool, func):
     rank_pool(2).run(func, init=True)
 

@@ -18,12 +18,11 @@ from typing import Any
 
 import tensorflow as tf
 from msgspec import structs
-from tensorflow.python.ops import control_flow_util
 
 from reigen.api.native_calls import NativeCall
-from reigen.api.operations import ALLGATHER, ALLREDUCE
-from reigen.errors import ArgumentError, UnsupportedError
-from reigen.tensorflow import fallback
+from reigen.api.operations import ALLGATHER, ALLREDUCE, REDUCESCATTER
+from reigen.errors import ArgumentError
+from reigen.tensorflow import compiled, fallback
 from reigen.tensorflow.errors import raises_tensorflow_errors
 from reigen.tensorflow.native.c_api import CApi, MissingFunctionError
 from reigen.tensorflow.native.collectives import NativeCollectives
@@ -49,15 +48,12 @@ def emit(call: NativeCall | Query, tensors: Sequence[tf.Tensor]) -> Tensors:
     Splits are an int32 vector; an empty one asks for equal parts.
 
     Raises:
-        UnsupportedError: XLA is to compile the graph.
+        UnsupportedError: XLA is to compile the graph, and cannot: see `reigen.tensorflow.compiled`.
     """
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise UnsupportedError(
-            "there are no collectives inside tf.function(jit_compile=True): compile what computes, and call the "
-            "collective outside of it; compile() of a Keras model takes jit_compile=False"
-        )
     if isinstance(call, NativeCall):
         call = structs.replace(call, name=_unique_name(call.name))
+    if compiled.is_compiling():
+        return compiled.emit(call, tensors, gradients_of)
     native = native_collectives()
     if native is not None:
         return native.emit(call.encode(), tensors)
@@ -152,6 +148,10 @@ def _mean(call: NativeCall, gradients: Tensors) -> Tensors:
 
 def _allgather_gradient(call: NativeCall, inputs: Tensors, outputs: Sequence[tf.Tensor], gradients: Tensors) -> Tensors:
     """Their average, and of it the rows that came from this rank, which cannot know without asking where they begin."""
+    if compiled.is_compiling():  # the ranks' tensors have the same shapes
+        reduction = (int(ReduceOp.AVERAGE), 1.0, 1.0)
+        shares = emit(structs.replace(call, collective=REDUCESCATTER.name, reduction=reduction), gradients)
+        return [tf.reshape(share, tensor.shape) for share, tensor in zip(shares, inputs, strict=True)]
     averaged = _mean(call, gradients)
     counts = [tf.shape(tensor)[0] if _has_rows(tensor) else tf.constant(1) for tensor in inputs]
     asking = structs.replace(call, name=f"{call.name}.rows", is_grouped=False)
@@ -171,6 +171,8 @@ def _broadcast_gradient(call: NativeCall, inputs: Tensors, outputs: Sequence[tf.
 
 def _alltoall_gradient(call: NativeCall, inputs: Tensors, outputs: Sequence[tf.Tensor], gradients: Tensors) -> Tensors:
     """They go back to where the rows came from; rows that were not sent get zeros."""
+    if compiled.is_compiling():
+        return emit(call, [gradients[0], tf.zeros([0], tf.int32)])[:1]
     returned = emit(call, [gradients[0], outputs[1]])[0]
     shape = tf.shape(inputs[0])
     rest = tf.concat([[shape[0] - tf.shape(returned)[0]], shape[1:]], 0)
