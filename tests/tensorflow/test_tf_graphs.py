@@ -16,7 +16,7 @@ import tensorflow as tf
 import reigen.tensorflow as hvd
 from reigen import context
 from reigen.engine.operation_builders import ReductionSpec
-from reigen.errors import PeerLostError, ReigenError
+from reigen.errors import PeerLostError
 from reigen.tensorflow import graph
 from reigen.tensorflow.collectives import reduce_gradients
 from reigen.tensorflow.errors import collective_error_of

@@ -1,10 +1,10 @@
 """Collectives in functions that XLA compiles (``jit_compile=True``), as calls through its foreign function interface.
 
 Each is a module of StableHLO with one custom call, which TensorFlow puts into the program (`XlaCallModule`). The
-handler, `reigen.xla`, holds no thread while it waits. Shapes are those of the trace, as everywhere in XLA: a program
-that gets a result of another shape ends with an error. XLA runs calls that do not depend on each other in any order,
-so that each has a name of its own in its program; a function that the compiled one calls has its names once, but
-could be called twice.
+handler, `reigen.xla`, holds no thread of XLA's pool while it waits. Shapes are those of the trace, as everywhere in
+XLA: a program that gets a result of another shape ends with an error. XLA runs calls that do not depend on each other
+in any order, so that each has a name of its own in its program: functions that the compiled one calls have none, for
+they could be called twice.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _module_of(text: str, inputs: Sequence[tf.Tensor], results: Sequence[tf.Tens
     )
     return (
         f"module @reigen {{ func.func public @main({arguments}) -> ({types}) {{\n"
-        f"  %0{count} = stablehlo.custom_call @{_TARGET}({names}) {{{attributes}}} : ({', '.join(given)}) -> ({types})\n"
+        f"  %0{count} = stablehlo.custom_call @{_TARGET}({names}) {{{attributes}}} "
+        f": ({', '.join(given)}) -> ({types})\n"
         f"  return {outcomes} : {types}\n}} }}"
     )
 
@@ -170,7 +171,9 @@ def _layout_of(tensor: tf.Tensor | tf.TensorSpec) -> str:
 
 
 def _escape(text: str) -> str:
-    return "".join(chr(code) if 32 <= code < 127 and code not in b'"\\' else f"\\{code:02X}" for code in text.encode())
+    plain = set(range(32, 127)) - set(b'"\\')
+    return "".join(chr(code) if code in plain else f"\\{code:02X}" for code in text.encode())
+    return "".join(chr(code) if code in plain else f"\\{code:02X}" for code in text.encode())
 
 
 class _Failures(RuntimeFailures):
