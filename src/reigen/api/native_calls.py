@@ -33,6 +33,7 @@ class NativeCall(msgspec.Struct, frozen=True):
         name: matches the ranks' operations; without one they match in the order of their submission.
         process_set: number of the set whose ranks take part.
         is_grouped: the tensors are reduced all or none; otherwise there is one.
+        labels: of a group, may say which tensor each one is, for a message where ranks differ.
         reduction: operator and factors, of a collective that reduces.
         root_rank: of a broadcast; -1: it is none.
     """
@@ -43,6 +44,7 @@ class NativeCall(msgspec.Struct, frozen=True):
     is_grouped: bool = False
     reduction: tuple[int, float, float] | None = None
     root_rank: int = -1
+    labels: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class NativeCall(msgspec.Struct, frozen=True):
                 argument,
                 targets=targets,
                 name=self.name or None,
+                labels=self.labels,
                 make_output=make_output,
                 process_set=self.process_set,
                 blocking=blocking,
