@@ -1,4 +1,4 @@
-"""Collectives of compiled programs: the text in a native operation of a runtime (TensorFlow, XLA), and how it begins.
+"""Collectives of compiled programs: the text in a native operation of a runtime (TensorFlow, XLA), and its start.
 
 A program is traced once and runs many times, on threads of the runtime. What the call in its source said is written
 into the operation, as text; the tensors, memory of the runtime, come with each run.

@@ -63,6 +63,14 @@ class ProcessSet:
         """Number in the job; None before it is registered, after it was removed, and after ``shutdown()``."""
         return None if self._context() is None else self._number
 
+    @process_set_id.setter
+    def process_set_id(self, number: int | None) -> None:
+        """Take another number, as in Horovod: a collective with one that no process set has raises ArgumentError."""
+        if number is None or not context.is_initialized():
+            self._job = None
+        else:
+            self._job, self._number = weakref.ref(context.current()), operator.index(number)
+
     @property
     def ranks(self) -> list[int] | None:
         """The global ranks, ascending; None for one that was made of a communicator and is not registered yet."""
@@ -121,7 +129,7 @@ class _AllRanks(ProcessSet):
     def __init__(self) -> None:
         super().__init__(())
 
-    @property
+    @property  # type: ignore[misc]  # its number cannot be changed
     def process_set_id(self) -> int:
         return 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import keras
 
 from reigen.errors import ArgumentError
 from reigen.keras.compression import Compression
-from reigen.keras.distributed_optimizer import DistributedOptimizer
+from reigen.keras.distributed_optimizer import DistributedOptimizer, DistributedOptimizerMixin
 
 
 def load_model(
@@ -25,7 +28,8 @@ def load_model(
     Args:
         filepath: of a model that was saved with or without Reigen, or by Horovod.
         custom_optimizers: classes of optimizers that Keras does not know.
-        custom_objects: other classes and functions that it does not know, by name.
+        custom_objects: other classes and functions that it does not know, by name. Under the name of the optimizer's
+            class there may be a function that makes it, also a distributed one.
         compression: see `DistributedOptimizer`.
         legacy_opts: accepted for Horovod's sake, as False: Keras 3 has no legacy optimizers.
 
@@ -36,7 +40,26 @@ def load_model(
     if legacy_opts:
         raise ArgumentError("Keras 3 has no legacy optimizers: legacy_opts must be False")
     known = {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
+    name = _optimizer_class(filepath)
+    if inspect.isfunction(known.get(name)):
+        known[name] = _class_of(known[name], name)
     model = keras.saving.load_model(filepath, custom_objects=known)
-    if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not isinstance(optimizer, DistributedOptimizerMixin):
+        model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     return model
+
+
+def _optimizer_class(filepath: str | Path) -> str:
+    """Return the name of the class of a saved model's optimizer; "" if it has none, or the file is of another kind."""
+    try:
+        with zipfile.ZipFile(filepath) as file:
+            optimizer = json.loads(file.read("config.json"))["compile_config"]["optimizer"]
+    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError):
+        return ""
+    return str(optimizer["class_name"]) if isinstance(optimizer, dict) else ""
+
+
+def _class_of(make: Any, name: str) -> type:
+    """Return a class for Keras, which looks for one, whose instances a function makes of a configuration."""
+    return type(name, (), {"from_config": staticmethod(lambda config, custom_objects=None: make(**config))})

@@ -411,7 +411,7 @@ class KerasTests(unittest.TestCase):
             for options in (
                 {"custom_optimizers": [OwnOptimizer], "custom_objects": {"own_activation": own_activation}},
                 {"custom_objects": by_function},
-            )[: 2 if LEGACY else 1]:  # the Keras of today looks for a class
+            ):
                 loaded = hvd.load_model(path, **options)
                 self.assertEqual(type(loaded.optimizer).__name__, "OwnOptimizer")
                 self.assertAlmostEqual(float(loaded.optimizer.learning_rate), 0.02, 6)

@@ -564,6 +564,10 @@ class TensorFlowTests(unittest.TestCase):
 
         with self.assertRaises(ARGUMENT):
             hvd.allreduce(tf.ones([2]), process_set=UnknownSet())
+        numbered = ProcessSet([0])
+        numbered.process_set_id = 10
+        with self.assertRaises(ARGUMENT):
+            hvd.allreduce(tf.ones([2]), process_set=numbered)
         with self.assertRaises(ValueError):
             hvd.allreduce(tf.ones([2]), process_set=ProcessSet([0]))
 

@@ -224,7 +224,7 @@ def load_model(
     Args:
         filepath: of a model that was saved with or without Reigen, or by Horovod.
         custom_optimizers: classes of optimizers that Keras does not know.
-        custom_objects: other classes and functions that it does not know, by name.
+        custom_objects: other classes and functions that it does not know, by name; one may make a DistributedOptimizer.
         compression: see `DistributedOptimizer`.
         legacy_opts: accepted for Horovod's sake: Keras finds out which kind of optimizer it is.
 
@@ -234,9 +234,10 @@ def load_model(
     del legacy_opts
     known = {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=known)
-    if getattr(model, "optimizer", None) is not None:
-        wrapped = DistributedOptimizer(model.optimizer, compression=compression)
-        _copy_state(inner_optimizer(wrapped), inner_optimizer(model.optimizer), model.trainable_variables)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not isinstance(inner_optimizer(optimizer), _Distributed):
+        wrapped = DistributedOptimizer(optimizer, compression=compression)
+        _copy_state(inner_optimizer(wrapped), inner_optimizer(optimizer), model.trainable_variables)
         model.optimizer = wrapped
     return model
 
