@@ -73,8 +73,24 @@ def broadcast_different() -> str:
 
 def test_variables_that_differ(keras_pools):
     for message in keras_pools(2).run(broadcast_different, init=True):
-        assert "rank 0: [2]" in message
-        assert "rank 1: [3]" in message
+        assert "rank 0: variable 0: float32 (2,)" in message
+        assert "rank 1: variable 0: float32 (3,)" in message
+
+
+def broadcast_different_numbers() -> tuple[str, list[float]]:
+    rank = hvd.rank()
+    with pytest.raises(hvd.HorovodInternalError) as raised:
+        hvd.broadcast_variables([keras.Variable(np.zeros(2, np.float32)) for _ in range(3 - rank)], 0)
+    again = keras.Variable(np.full(2, rank, np.float32))
+    hvd.broadcast_variables([again] * 3, 0)
+    return str(raised.value), np.asarray(keras.ops.convert_to_numpy(again)).tolist()
+
+
+def test_variables_that_differ_in_number(keras_pools):
+    """Nobody waits for the variables that the other rank has not; the job goes on."""
+    for message, values in keras_pools(2).run(broadcast_different_numbers, init=True):
+        assert "the ranks have different variables" in message
+        assert values == [0.0, 0.0]
 
 
 def ask_for_global_variables() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from reigen import context
 from reigen.api.collectives import Collectives, resolve_reduction
+from reigen.api.gradients.gradient_agreement import agree_on_gradients
 from reigen.api.numpy_adapter import NumpyAdapter
 from reigen.api.operations import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, Average, as_root, check_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
@@ -112,7 +113,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
     Raises:
         ArgumentError: the root is no rank of the set.
-        MismatchError: the ranks' variables differ in shape or dtype.
+        MismatchError: the ranks' variables differ in number, shape or dtype; nothing was sent.
         CollectiveError: see `reigen.errors` for its kinds.
     """
     job, number = context.current(), process_set_number(process_set)
@@ -120,9 +121,11 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
     check_root(root_rank, job.size)
     if job.rank not in ranks or len(ranks) == 1:
         return
+    arrays = list(map(_as_array, variables))
+    lines = [f"variable {place}: {array.dtype.name} {array.shape}" for place, array in enumerate(arrays)]
+    agree_on_gradients(job, lines, [], "keras.variables", number)
     pending = []
-    for place, variable in enumerate(variables):
-        array = _as_array(variable)
+    for place, (variable, array) in enumerate(zip(variables, arrays, strict=True)):
         dtype = DTYPES.get(array.dtype.name, DTYPES["uint8"])  # a type that is not known travels as its bytes
         source = array.view(dtype.storage) if array.ndim else array.reshape(1).view(dtype.storage)
         target = np.empty_like(source)
