@@ -173,6 +173,8 @@ def save_and_load(directory: str, suffix: str) -> None:
         x, y = xs[hvd.rank()], ys[hvd.rank()]
         loaded.fit(x, y, batch_size=4, shuffle=False, verbose=0)
         assert_identical_everywhere(loaded.get_weights())
+        if suffix == ".h5" and not hvd.choice.IS_LEGACY:  # of which Keras 3 reads no state
+            continue
         # The state has been kept: one more epoch of the first model does the same.
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
         for one, other in zip(loaded.get_weights(), model.get_weights(), strict=True):

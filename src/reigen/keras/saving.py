@@ -26,7 +26,8 @@ def load_model(
     """Return a saved model, with its optimizer wrapped in a DistributedOptimizer that has the saved one's state.
 
     Args:
-        filepath: of a model that was saved with or without Reigen, or by Horovod.
+        filepath: of a model that was saved with or without Reigen, or by Horovod. Of HDF5 files (``.h5``) Keras 3 does
+            not read the optimizer's state, but for the number of its steps.
         custom_optimizers: classes of optimizers that Keras does not know.
         custom_objects: other classes and functions that it does not know, by name. Under the name of the optimizer's
             class there may be a function that makes it, also a distributed one.
@@ -45,9 +46,21 @@ def load_model(
         known[name] = _class_of(known[name], name)
     model = keras.saving.load_model(filepath, custom_objects=known)
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not isinstance(optimizer, DistributedOptimizerMixin):
-        model.optimizer = DistributedOptimizer(optimizer, compression=compression)
+    if optimizer is not None:
+        optimizer = _with_variables(optimizer, model.trainable_variables)
+        is_distributed = isinstance(optimizer, DistributedOptimizerMixin)
+        model.optimizer = optimizer if is_distributed else DistributedOptimizer(optimizer, compression=compression)
     return model
+
+
+def _with_variables(optimizer: Any, variables: list[Any]) -> Any:
+    """Return the optimizer; of an HDF5 file, for which Keras 3 builds it without variables, a new one for them."""
+    if not optimizer.built or len(optimizer._trainable_variables) == len(variables):
+        return optimizer
+    made = type(optimizer).from_config(optimizer.get_config())
+    made.build(variables)
+    made.iterations.assign(optimizer.iterations)
+    return made
 
 
 def _optimizer_class(filepath: str | Path) -> str:
