@@ -173,14 +173,15 @@ def _layout_of(tensor: tf.Tensor | tf.TensorSpec) -> str:
 def _escape(text: str) -> str:
     plain = set(range(32, 127)) - set(b'"\\')
     return "".join(chr(code) if code in plain else f"\\{code:02X}" for code in text.encode())
-    return "".join(chr(code) if code in plain else f"\\{code:02X}" for code in text.encode())
 
 
 class _Failures(RuntimeFailures):
     """Errors that TensorFlow's XLA was given: the same texts as of other graphs."""
 
     def text_of(self, error: BaseException) -> str:
-        return remember(error) if isinstance(error, CollectiveError) else str(error) or type(error).__name__
+        if isinstance(error, CollectiveError):
+            return remember(error)
+        return str(error) or type(error).__name__
 
 
 def _handler() -> FfiHandler:
