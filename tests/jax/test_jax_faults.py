@@ -13,6 +13,7 @@ import pytest
 
 import reigen.jax as rj
 from reigen.errors import PeerLostError
+from reigen.jax import native
 from reigen.testing import RankError
 from tests.jax.test_jax_transformations import check_other_collectives, check_programs
 
@@ -30,8 +31,6 @@ def die_while_the_others_wait() -> tuple[int, ...]:
 
 
 def check_without_native() -> None:
-    from reigen.jax import native
-
     native.get_handler.cache_clear()
     jax.clear_caches()
     try:
@@ -77,3 +76,11 @@ def test_several_local_devices_and_the_end_of_a_script() -> None:
         [sys.executable, "-c", TWO_DEVICES], env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drained = []
+    monkeypatch.setattr(native, "drain", lambda: drained.append(os.getpid()))
+    native._drain_at_exit(os.getpid())
+    native._drain_at_exit(os.getppid())  # as if this process were its child
+    assert drained == [os.getpid()]

@@ -51,7 +51,7 @@ def get_handler() -> FfiHandler | None:
         except Exception as error:  # noqa: BLE001  of JAX's classes, which depend on its version
             reason = str(error)
         else:
-            atexit.register(drain)
+            atexit.register(_drain_at_exit, os.getpid())
             return handler
     _log.warning("collectives inside jax.jit go through host callbacks, which take longer: %s", reason)
     return None
@@ -67,6 +67,12 @@ def drain() -> None:
     handler = get_handler() if get_handler.cache_info().currsize else None
     if handler is not None and context.is_initialized():
         handler.drain(context.current().config.deadline_seconds + _GRACE_SECONDS)
+
+
+def _drain_at_exit(pid: int) -> None:
+    """Drain; not in a forked child, which has none of the threads that would complete what was dispatched."""
+    if os.getpid() == pid:
+        drain()
 
 
 def shutdown() -> None:
