@@ -70,7 +70,7 @@ def drain() -> None:
 
 
 def _drain_at_exit(pid: int) -> None:
-    """Drain; not in a forked child, which has none of the threads that would complete what was dispatched."""
+    """Wait for dispatched computations; a forked child has none of the threads that would complete them."""
     if os.getpid() == pid:
         drain()
 
