@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import reigen.jax as rj
-from reigen.errors import PeerLostError
+from reigen.errors import MismatchError, PeerLostError
 from reigen.jax import native
 from reigen.testing import RankError
 from tests.jax.test_jax_transformations import check_other_collectives, check_programs
@@ -37,6 +37,8 @@ def check_without_native() -> None:
         assert native.get_handler() is None
         for check in (check_programs, check_other_collectives):
             check()
+        with pytest.raises(MismatchError), rj.collective_errors():
+            jax.block_until_ready(jax.jit(lambda x: rj.allreduce(x, name="other shapes"))(jnp.ones(3 + rj.rank())))
     finally:
         native.get_handler.cache_clear()
         jax.clear_caches()
