@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import reigen.jax as rj
-from reigen.errors import PeerLostError
+from reigen.errors import MismatchError, PeerLostError
+from reigen.jax import native
 from reigen.testing import RankError
 from tests.jax.test_jax_transformations import check_other_collectives, check_programs
 
@@ -30,14 +31,14 @@ def die_while_the_others_wait() -> tuple[int, ...]:
 
 
 def check_without_native() -> None:
-    from reigen.jax import native
-
     native.get_handler.cache_clear()
     jax.clear_caches()
     try:
         assert native.get_handler() is None
         for check in (check_programs, check_other_collectives):
             check()
+        with pytest.raises(MismatchError), rj.collective_errors():
+            jax.block_until_ready(jax.jit(lambda x: rj.allreduce(x, name="other shapes"))(jnp.ones(3 + rj.rank())))
     finally:
         native.get_handler.cache_clear()
         jax.clear_caches()
@@ -77,3 +78,11 @@ def test_several_local_devices_and_the_end_of_a_script() -> None:
         [sys.executable, "-c", TWO_DEVICES], env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drained = []
+    monkeypatch.setattr(native, "drain", lambda: drained.append(os.getpid()))
+    native._drain_at_exit(os.getpid())
+    native._drain_at_exit(os.getppid())  # as if this process were its child
+    assert drained == [os.getpid()]

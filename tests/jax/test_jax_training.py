@@ -114,3 +114,15 @@ def test_wrong_arguments() -> None:
         rj.distributed(optax.sgd(1.0), backward_passes_per_step=0)
     with pytest.raises(ArgumentError, match="only with op=Average"):
         rj.distributed(optax.sgd(1.0), op=rj.Sum, gradient_predivide_factor=2.0)
+
+
+def reduce_trees_without_leaves() -> None:
+    state = optax.identity().init(jnp.ones(3))
+    assert rj.broadcast_parameters(state) == state
+    for empty in ({}, None, (), state):
+        assert rj.allreduce(empty) == rj.broadcast(empty, 0) == empty
+        assert jax.jit(lambda x, tree=empty: (rj.allreduce(tree), x))(1.0)[0] == empty
+
+
+def test_trees_without_leaves(rank_pool) -> None:
+    rank_pool(2).run(reduce_trees_without_leaves, init=True)

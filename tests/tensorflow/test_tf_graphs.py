@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from reigen.errors import PeerLostError
 from reigen.tensorflow import graph
 from reigen.tensorflow.collectives import reduce_gradients
 from reigen.tensorflow.errors import collective_error_of
+from reigen.tensorflow.native import collectives as native_collectives
 from reigen.tensorflow.native import trust
+from reigen.tensorflow.native.kernels import KernelError
 from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import ReduceOp
 
@@ -302,3 +305,14 @@ def fallback_is_announced() -> tuple[list[float], int]:
 def test_the_fallback_is_announced_once():
     made = run_ranks(fallback_is_announced, 2, init=True, timeout=90, env={"REIGEN_TENSORFLOW_NATIVE": "0"})
     assert made == [([2.0] * 5, 1)] * 2
+
+
+def test_an_operation_ends_when_there_is_no_memory_for_its_result() -> None:
+    ends = []
+
+    def complete(result: object) -> None:
+        raise KernelError("no memory")
+
+    run = SimpleNamespace(finish=lambda *status: ends.append(status))
+    native_collectives._end(run, SimpleNamespace(wait=lambda: None), complete)
+    assert ends == [((tf.errors.INTERNAL, "KernelError: no memory"),)]

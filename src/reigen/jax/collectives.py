@@ -50,7 +50,7 @@ class JaxCollectives(Collectives[jax.Array]):
             argument = collective.parse(_ADAPTER, argument)
         as_compressor(compression, COMPRESSION_NAMES)
         leaves, tree = (as_group(value), None) if grouped else jax.tree.flatten(value)
-        is_tree = tree is not None and not jax.tree_util.treedef_is_leaf(tree)
+        is_tree = tree is not None and (not leaves or not jax.tree_util.treedef_is_leaf(tree))
         if is_tree and not leaves:
             return value
         prepared = [_prepare(leaf, collective.reduces, compression) for leaf in leaves]

@@ -22,12 +22,15 @@ from jax.experimental import io_callback
 from reigen import context
 from reigen.api.native_calls import NativeCall
 from reigen.config import load_config
+from reigen.errors import ReigenError
 from reigen.jax.adapter import dtype_of
 from reigen.xla import FfiHandler
+from reigen.xla.failures import RuntimeFailures
 from reigen.xla.ffi_structs import KNOWN_VERSIONS
 
 _log = logging.getLogger(__name__)
 TARGET = "reigen_collective"
+_callback_failures = RuntimeFailures()
 #: seconds that the end of a script waits for computations, beyond the deadline of each collective
 _GRACE_SECONDS = 5.0
 
@@ -51,7 +54,7 @@ def get_handler() -> FfiHandler | None:
         except Exception as error:  # noqa: BLE001  of JAX's classes, which depend on its version
             reason = str(error)
         else:
-            atexit.register(drain)
+            atexit.register(_drain_at_exit, os.getpid())
             return handler
     _log.warning("collectives inside jax.jit go through host callbacks, which take longer: %s", reason)
     return None
@@ -67,6 +70,12 @@ def drain() -> None:
     handler = get_handler() if get_handler.cache_info().currsize else None
     if handler is not None and context.is_initialized():
         handler.drain(context.current().config.deadline_seconds + _GRACE_SECONDS)
+
+
+def _drain_at_exit(pid: int) -> None:
+    """Wait for dispatched computations; a forked child has none of the threads that would complete them."""
+    if os.getpid() == pid:
+        drain()
 
 
 def shutdown() -> None:
@@ -92,7 +101,7 @@ def collective_errors() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         handler = get_handler()
-        found = None if handler is None else handler.failures.find(str(error))
+        found = (_callback_failures if handler is None else handler.failures).find(str(error))
         if found is None:
             raise
         raise found from error
@@ -105,7 +114,10 @@ def run_by_callback(
 
     def run(*arrays: Any) -> list[np.ndarray[Any, Any]]:
         given = [np.ascontiguousarray(np.asarray(array)).reshape(np.shape(array)) for array in arrays]
-        outcomes = run_on_host(given, call, splits)
+        try:
+            outcomes = run_on_host(given, call, splits)
+        except ReigenError as error:
+            raise RuntimeError(_callback_failures.text_of(error)) from error
         return [outcome.view(result.dtype) for outcome, result in zip(outcomes, results, strict=True)]
 
     return list(io_callback(run, list(results), *operands, ordered=True))

@@ -151,6 +151,8 @@ def _end(run: KernelRun, handle: Handle, complete: Callable[[CollectiveResult], 
         complete(handle.wait())
     except ReigenError as error:
         run.finish(_status_of(error))
+    except Exception as error:  # noqa: BLE001  such as no memory for a result: the graph must not wait for ever
+        run.finish((tf.errors.INTERNAL, f"{type(error).__name__}: {error}"))
     else:
         run.finish()
 
