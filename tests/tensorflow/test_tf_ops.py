@@ -434,6 +434,9 @@ def variables(native: bool) -> None:
         own = [tf.Variable([rank, 1.0]), tf.Variable(rank, dtype=tf.int64), tf.Variable([rank > 0])]
         hvd.broadcast_variables(own, 1)
         assert [each.numpy().tolist() for each in own] == [[1.0, 1.0], 1, [True]]
+        with pytest.raises(tf.errors.FailedPreconditionError, match="different variables"):
+            hvd.broadcast_variables(own[rank:], 1)  # the ranks have different numbers of them
+        hvd.broadcast_variables(own, 1)
         own[0].assign([rank + 3.0, rank])
 
         @tf.function

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from reigen import context
 from reigen.api import functions, job, objects
+from reigen.api.gradients.gradient_agreement import agree_on_gradients
 from reigen.api.operations import BROADCAST, as_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.tensorflow import graph
@@ -63,12 +64,11 @@ def broadcast_(
 
     Raises:
         ArgumentError, UnsupportedTypeError: an argument is wrong here; nothing was sent.
+        MismatchError: the ranks' variables differ in number, shape or dtype; nothing was sent.
         CollectiveError: see `reigen.errors`; not in a graph, which raises it when it runs.
     """
     variables = list(variables)
     values = [tf.convert_to_tensor(variable) for variable in variables]
-    if not variables:
-        return []
     label = name or "broadcast_"
     if not tf.executing_eagerly():
         label = name or graph.name_of(label)
@@ -78,8 +78,12 @@ def broadcast_(
         ]
         with tf.control_dependencies([variable.assign(new) for variable, new in zip(variables, results, strict=True)]):
             return [tf.identity(new) for new in results]
+    current, number = context.current(), process_set_number(process_set)
     if name is None:
-        label = context.current().next_name("broadcast_", process_set_number(process_set))
+        label = current.next_name("broadcast_", number)
+    if current.size > 1 and process_set.included():
+        lines = [f"variable {index}: {value.dtype.name} {tuple(value.shape)}" for index, value in enumerate(values)]
+        agree_on_gradients(current, lines, [], f"{label}.variables", number)
     pending = [
         COLLECTIVES.start(BROADCAST, value, root_rank, f"{label}.{index}", process_set)
         for index, value in enumerate(values)
