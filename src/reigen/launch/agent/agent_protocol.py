@@ -19,7 +19,8 @@ g. A payload for the ranks (``launch.payload``) comes before StartRequest, in Pa
    is followed by the PayloadChunks of its message, and later events of the rank come after those.
 h. `reigen check` asks for no job, but for HostFacts (FactsRequest), and for the time there (TimeRequest, TimeReply).
 i. A process that has ended is started again by RestartProcess; the agent refuses if it cannot be.
-j. When the agent's stdin ends, it kills everything that it started and exits: after ProcessesSwept there is nothing.
+j. A signal that the agent is sent goes to the launcher in a SignalNotice: what follows from it is decided there.
+k. When the agent's stdin ends, it kills everything that it started and exits: after ProcessesSwept there is nothing.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class StartRequest(JobMessage, tag=3, frozen=True):
         assignment, options, services: as in ``launch.local_plan.plan_host``.
         environ: variables from the launcher's host.
         package: where Reigen is installed on the launcher's host.
+        kept_variables: as in ``launch.base.JobPlan``.
     """
 
     number: int
@@ -119,6 +121,7 @@ class StartRequest(JobMessage, tag=3, frozen=True):
     services: JobServices
     environ: dict[str, str]
     package: str
+    kept_variables: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Describe it without the secret, and without the environment, which may hold others."""
@@ -212,11 +215,17 @@ class RankMessageHeader(JobMessage, tag=22, frozen=True):
     num_bytes: int | None
 
 
+class SignalNotice(JobMessage, tag=24, frozen=True):
+    """Notice of a signal that the agent was sent, by its engine or by a person, while its ranks run."""
+
+    signum: int
+
+
 _Start = AgentHello | HostReady | HostRefused | ProcessesStarted
 _RankEvent = OutputChunk | OutputClosed | ProcessExited | RankMessageHeader
 _Shared = KeepAlive | PayloadChunk
 AgentRequest = _Shared | PrepareRequest | StartRequest | ProcessInstruction | OutputCredit | FactsRequest | TimeRequest
-AgentReply = _Shared | _Start | _RankEvent | ProcessesSwept | HostFacts | TimeReply
+AgentReply = _Shared | SignalNotice | _Start | _RankEvent | ProcessesSwept | HostFacts | TimeReply
 
 REQUEST_CODEC: MessageCodec[AgentRequest] = MessageCodec(AgentRequest, MAX_FRAME_BYTES)
 REPLY_CODEC: MessageCodec[AgentReply] = MessageCodec(AgentReply, MAX_FRAME_BYTES)
