@@ -134,7 +134,7 @@ class JobPlan:
         processes: the engine's own commands on this host that start the ranks; None: the ranks are started one by one.
         describe_end: makes the last message of such a job; None: the supervisor names the rank that failed first.
         kept_variables: beginnings of names of variables that a host keeps where it has them, against the launcher's.
-        describe_notice: explains a signal that asks an agent to stop, from its client's output; None: there are no words.
+        describe_notice: explains a signal that asks an agent to stop, from its client's output; None: nothing does.
     """
 
     assignments: Sequence[HostAssignment]

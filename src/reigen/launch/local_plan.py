@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 
 from reigen.cluster.environ import (
@@ -164,10 +164,11 @@ def plan_host(
     specs, reason = plan_ranks(
         assignment.topologies, services, of_ranks, detect_cpus(), bind=bind, start_timeout_seconds=timeout
     )
-    specs = [
-        replace(spec, environ=_replace_variables(spec.environ, own))
-        for spec, own in zip_longest(specs, assignment.rank_environs, fillvalue={})
-    ]
+    if own := assignment.rank_environs:
+        specs = [
+            replace(spec, environ=_replace_variables(spec.environ, environ))
+            for spec, environ in zip(specs, own, strict=True)
+        ]
     if servers is not None:
         specs += plan_ps_processes(assignment.ps_processes, services, environ, servers.environ)
     ps_command = () if servers is None else servers.command

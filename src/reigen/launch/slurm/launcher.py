@@ -56,7 +56,7 @@ _PROBLEMS = (
     ),
     (r"step limit|MaxStepCount", "the job has started as many steps as it may", "see scontrol show config"),
     (
-        r"Invalid node name|not in the? ?(job|allocation)|node configuration is not available",
+        r"Invalid node name|not in (the )?(job|allocation)|configuration is not available",
         "it is not in this job",
         "",
     ),
