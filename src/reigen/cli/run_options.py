@@ -144,8 +144,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         metavar="NAME",
         help="how ranks are started: local, on this host alone; ssh, on others, too (the default); slurm, in a job of "
-        "Slurm's (the default there); mpi, anywhere by mpirun, of which --mpi-args and --binding-args hold further options; or one of another package, by "
-        "its name or as MODULE:FACTORY",
+        "Slurm's (the default there); mpi, anywhere by mpirun, of which --mpi-args and --binding-args hold further "
+        "options; or one of another package, by its name or as MODULE:FACTORY",
     )
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):

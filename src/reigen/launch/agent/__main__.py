@@ -69,7 +69,12 @@ class Agent:
     def __init__(self, watchdog_pipe: int, descriptors: tuple[int, int]) -> None:
         self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self._pipes = MessagePipes(
-            self._loop, descriptors, (REPLY_CODEC, REQUEST_CODEC), self._on_request, self._on_end
+            self._loop,
+            descriptors,
+            (REPLY_CODEC, REQUEST_CODEC),
+            self._on_request,
+            self._on_end,
+            trailer=agent_protocol.LINE_END,
         )
         self._processes = LocalProcesses(self._loop, self)
         self._heartbeat: AgentHeartbeat | None = None

@@ -6,7 +6,8 @@ a. The agent writes its greeting, a line with its version. Text before it on std
 b. From then on both sides send frames (``net.codec``), and a KeepAlive at least every second; from StartRequest on the
    agent also asks the control service as often (``launch.agent.heartbeat``). A side that has received nothing in either
    way for ``silence_seconds`` takes the connection for cut: the launcher counts the host as lost, the agent ends
-   everything. When the job has failed, the launcher waits for no more than REIGEN_PEER_TIMEOUT.
+   everything. When the job has failed, the launcher waits for no more than REIGEN_PEER_TIMEOUT. The agent lets a
+   KeepAlive follow each message: srun passes on what a task writes up to the end of the last line, and no further.
 c. The agent sends AgentHello. The launcher sends PrepareRequest; the agent looks whether the job can run there, and
    answers HostReady, or HostRefused with the reason, in words.
 d. When all hosts are ready the launcher sends StartRequest; the agent starts its ranks and answers ProcessesStarted,
@@ -30,7 +31,7 @@ from reigen.errors import WireError
 from reigen.launch.hosts import HostAssignment
 from reigen.launch.job_state import JobMessage, ProcessesSwept, ProcessExited, ProcessInstruction
 from reigen.launch.local_plan import JobServices, ProcessOptions
-from reigen.net.codec import MessageCodec
+from reigen.net.codec import MessageCodec, add_length_prefix
 
 #: An environment and a command line are bounded by the kernel, at 2 MiB together unless that was raised.
 MAX_FRAME_BYTES = 16 << 20
@@ -78,8 +79,8 @@ class GreetingParser:
         return b""
 
 
-class KeepAlive(JobMessage, tag=1, frozen=True):
-    """Sign of life."""
+class KeepAlive(JobMessage, tag=10, frozen=True):
+    """Sign of life. Its last byte is its tag, the end of a line (see b. above)."""
 
 
 class PrepareRequest(JobMessage, tag=2, frozen=True):
@@ -143,7 +144,7 @@ class AgentHello(JobMessage, tag=9, frozen=True):
     client: str
 
 
-class HostReady(JobMessage, tag=10, frozen=True):
+class HostReady(JobMessage, tag=1, frozen=True):
     """Answer that the job can run there; others reach the host at ``address``, and ``port`` is held for rank 0."""
 
     address: str
@@ -229,3 +230,5 @@ AgentReply = _Shared | SignalNotice | _Start | _RankEvent | ProcessesSwept | Hos
 
 REQUEST_CODEC: MessageCodec[AgentRequest] = MessageCodec(AgentRequest, MAX_FRAME_BYTES)
 REPLY_CODEC: MessageCodec[AgentReply] = MessageCodec(AgentReply, MAX_FRAME_BYTES)
+#: Frame behind each message of an agent; it ends as a line does.
+LINE_END = add_length_prefix(REPLY_CODEC.encode(KeepAlive()), MAX_FRAME_BYTES)

@@ -72,8 +72,11 @@ _PROBLEMS = (
     ),
     (r"Access/permission denied|Invalid account|User's group not permitted", "Slurm does not permit it", ""),
 )
-#: Line of srun's that says nothing about a failure.
-_NOISE = re.compile(r"^srun: cluster configuration lacks support for cpu binding\n?", re.MULTILINE)
+#: Lines of srun's that say nothing about a failure, or only that there was one.
+_NOISE = re.compile(
+    r"^srun: (cluster configuration lacks support for cpu binding|error: \S+: task \d+: Exited with exit code \d+)\n?",
+    re.MULTILINE,
+)
 
 
 class SlurmLauncher:
@@ -129,7 +132,7 @@ class SlurmLauncher:
                 return HostProblem(host, f"{what} ({match[0].strip()})", advice)
         if re.search(r"execve\(\): .*No such file", output):
             exit_code = 127
-        if re.search(r"^srun: error: (?!h?\S+: task)", output, re.MULTILINE) and "reigen" not in output:
+        if re.search(r"^srun: error: (?!\S+: task )", output, re.MULTILINE) and "reigen" not in output:
             return HostProblem(
                 host, f"srun failed: {last_line(output)}", f"try it by hand: srun --overlap -w {host} true"
             )
