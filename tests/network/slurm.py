@@ -85,7 +85,7 @@ class Slurm:
 
     @contextlib.contextmanager
     def allocation(self, *options: str) -> Iterator[dict[str, str]]:
-        """An allocation without a process; yields the variables of its batch script, if it had one on the first node."""
+        """An allocation without a process; yields the variables that a batch script on its first node would have."""
         code, _, err = self.run("salloc", "--no-shell", *options)
         assert code == 0, err
         job_id = err.split("job allocation ")[1].split()[0]

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         exports = parse_exports(os.environ, chosen.exports)
         choice = _choose_launcher(chosen, choose_launcher(vars(chosen), document))
         launcher = choice.launcher
-        if chosen.num_ranks is None and choice.engine_job is None:
+        if _num_ranks(chosen, choice) is None:
             raise ConfigError("the following arguments are required: -np/--num-proc")
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
         options = _options(chosen, environ, tuple(exports), translation.launcher_options, choice)
@@ -59,6 +59,14 @@ def _choose_launcher(chosen: argparse.Namespace, named: str) -> LauncherChoice:
     if chosen.verbose:
         complain(f"launcher {choice.launcher}: {choice.reason}")
     return choice
+
+
+def _num_ranks(chosen: argparse.Namespace, choice: LauncherChoice) -> int | None:
+    """Return the number of processes: as given, or the slots of the engine's job; None: the user has to say it."""
+    has_hosts = chosen.hosts is not None or chosen.hostfile is not None
+    if chosen.num_ranks is not None or has_hosts or choice.engine_job is None:
+        return chosen.num_ranks  # type: ignore[no-any-return]
+    return choice.engine_job.num_slots
 
 
 def _torchrun_request(chosen: argparse.Namespace, launcher: str) -> dict[str, str]:
@@ -98,7 +106,7 @@ def _options(
     launcher_options: Mapping[str, str],
     choice: LauncherChoice,
 ) -> LaunchOptions:
-    num_ranks = choice.engine_job.num_slots if chosen.num_ranks is None and choice.engine_job else chosen.num_ranks
+    num_ranks = _num_ranks(chosen, choice) or 0
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
     return LaunchOptions(

@@ -1,7 +1,7 @@
 """The launcher's decisions: event in, instructions out."""
 
 import random
-from signal import SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM
+from signal import SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
@@ -18,6 +18,7 @@ from reigen.launch.job_state import (
     ProcessExited,
     PsWorkerLeft,
     RestartProcess,
+    SignalProcesses,
     SignalReceived,
     StartGraceTimer,
     SweepProcesses,
@@ -50,6 +51,17 @@ def test_the_first_failure_stops_the_others_and_gives_the_exit_code():
     assert job.handle(ProcessExited(0, -SIGTERM)) == []
     assert job.handle(ProcessExited(1, 9)) == END
     assert job.handle(ProcessesSwept()) == [FinishJob(7, JobFailure(2, 7, num_stopped=2), None)]
+
+
+def test_a_signal_for_the_ranks_is_passed_on_once_and_stops_nothing():
+    job = JobState(2, {2: 1})
+    assert job.handle(SignalReceived(SIGUSR1, 10.0)) == [SignalProcesses((0, 1), SIGUSR1)]
+    assert job.handle(SignalReceived(SIGUSR1, 10.5)) == []  # of another host, at the same time
+    assert job.handle(SignalReceived(SIGUSR2, 10.5)) == [SignalProcesses((0, 1), SIGUSR2)]
+    assert job.handle(ProcessExited(0, 0)) == []
+    assert job.handle(SignalReceived(SIGUSR1, 20.0)) == [SignalProcesses((1,), SIGUSR1)]
+    assert job.handle(SignalReceived(SIGTERM, 30.0)) == [TerminateProcesses((1, 2)), StartGraceTimer()]
+    assert job.handle(SignalReceived(SIGUSR1, 40.0)) == []
 
 
 def test_a_rank_that_a_signal_ended_gives_128_plus_its_number():
