@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,12 @@ class Slurm:
         finally:
             self.run("scancel", job_id)
             wait_for(lambda: self.num_idle() == len(self.hosts), "the nodes to be idle again")
+
+    def stop_daemon(self, host: Host) -> None:
+        """Ends a node's slurmd, but nothing that it has started."""
+        for pid, command in host.processes().items():
+            if command.startswith("/usr/sbin/slurmd"):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def _environ(self) -> dict[str, str]:

@@ -370,7 +370,9 @@ def run_schedule(job, num_ranks, rng):
     num_processes = len(alive)
     while not finishes:
         choices = [ProcessExited(rank, rng.choice([0, 0, 1, WORKERS_LOST_EXIT_CODE, -9])) for rank in alive]
-        choices += [SignalReceived(rng.choice([SIGINT, SIGTERM]), float(len(history)))] if rng.random() < 0.2 else []
+        choices += (
+            [SignalReceived(rng.choice([SIGINT, SIGTERM, SIGUSR1]), float(len(history)))] if rng.random() < 0.2 else []
+        )
         choices += [GraceExpired()] if timer_runs else []
         choices += (
             [PsWorkerLeft(rng.choice(sorted(alive)))] if alive and num_left < num_ranks and rng.random() < 0.1 else []

@@ -57,7 +57,8 @@ def remote_shell(allocation: SlurmAllocation, environ: Mapping[str, str]) -> tup
     """
     if allocation.groups:
         return ()
-    words = " ".join(srun_command(allocation, environ))  # they have no blanks and quotes
+    # unbuffered: else srun waits for the end of a line, which rsync does not know; the words have no blanks and quotes
+    words = " ".join(srun_command(allocation, environ)).replace(" -w", " --unbuffered -w")
     return "sh", "-c", f'host=$1; shift; exec {words} "$host" sh -c "$*"', "sh"
 
 
