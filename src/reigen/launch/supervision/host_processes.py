@@ -184,7 +184,7 @@ class LocalProcesses:
                 self._close(pipe)
 
     def _signal(self, ranks: Sequence[int], signum: int) -> None:
-        """Send a signal to the processes alone: what they have started may not know it."""
+        """Send a signal to the processes alone: their children may have no handler for it."""
         for rank in ranks:
             process = self._processes.get(rank)
             if process is not None and process.returncode is None:
