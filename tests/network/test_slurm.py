@@ -148,6 +148,22 @@ def test_orders_that_cannot_be(slurm: Slurm) -> None:
         assert (status, err.count("the job has ended")) == (1, 2), err
 
 
+def test_functions_and_collectives_run_on_the_nodes_of_the_job(slurm: Slurm) -> None:
+    program = slurm.directory / "functions.py"
+    program.write_text(
+        "import socket, numpy, reigen\n"
+        "def work():\n"
+        "    reigen.init()\n"
+        "    return socket.gethostname(), float(reigen.allreduce(numpy.ones(3), op=reigen.Sum)[0])\n"
+        "if __name__ == '__main__':\n"
+        "    print(reigen.run(work, num_proc=5))\n"
+    )
+    with slurm.allocation("-N3", "-n5") as allocation:
+        environ = {**allocation, **path_of_this_source(), "SLURM_TASKS_PER_NODE": "3,1(x2)"}
+        status, out, err = slurm.run(sys.executable, str(program), env=environ)
+    assert (status, out) == (0, f"{[(host, 5.0) for host in ('h1', 'h1', 'h1', 'h2', 'h3')]}\n"), err
+
+
 def test_a_directory_is_copied_to_nodes_that_do_not_share_it(slurm: Slurm) -> None:
     with slurm.allocation("-N2", "-n2") as allocation:
         command = f"{' '.join(RUN)} --sync-dst-dir /root/copy cat file"
