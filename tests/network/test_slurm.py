@@ -133,6 +133,14 @@ def test_the_job_says_what_runs_where(slurm: Slurm) -> None:
     assert (sorted(printed[:-1]), printed[-1]) == (expected, "ended 0")
 
 
+def test_components_of_a_heterogeneous_job_are_one_job(slurm: Slurm) -> None:
+    lines = (f"{' '.join(RUN)} hostname", "echo ended $?")
+    with batch(slurm, "components", "-N1", "-n1", ":", "-N2", "-n3", lines=lines) as (_, output):
+        wait_for(lambda: count(output, "ended"), "the job ends")
+    *printed, end = output.read_text().splitlines()
+    assert (sorted(printed), end) == (["[0] h1", "[1] h2", "[2] h2", "[3] h3"], "ended 0")
+
+
 def test_orders_that_cannot_be(slurm: Slurm) -> None:
     with slurm.allocation("-N3", "-n3") as allocation:
         status, _, err = in_job(slurm, allocation, "-np", "4", "true")
