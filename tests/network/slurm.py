@@ -34,6 +34,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
+SchedulerParameters=bf_interval=1
 NodeName={nodes} CPUs=4 State=UNKNOWN
 PartitionName=all Nodes={nodes} Default=YES MaxTime=10 State=UP OverSubscribe=FORCE
 """
