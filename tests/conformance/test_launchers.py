@@ -15,6 +15,7 @@ from reigen.errors import ConfigError, LaunchError
 from reigen.launch.base import BUILT_IN_LAUNCHERS, AgentStarter, HostProblem, Launcher, find_launcher
 from reigen.launch.local import FixedLauncher
 from reigen.launch.mpi.launcher import MpiLauncher
+from reigen.launch.slurm.launcher import SlurmLauncher
 from reigen.launch.supervision.spawn import spawn_client
 from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
@@ -172,6 +173,11 @@ def test_launchers_of_our_own_have_no_more_members_than_their_protocols(kind):
     assert sorted(members) == ["allocate", "close", "explain_exit", "options", "remote_shell", "start_agent"]
 
 
+def test_a_launcher_that_starts_agents_has_the_members_of_both_protocols():
+    members = {each for each in vars(SlurmLauncher) if not each.startswith("_")}
+    assert members == {"allocate", "close", "explain_exit", "remote_shell", "start_agent"}
+
+
 def test_a_launcher_of_another_package(tmp_path, monkeypatch):
     information = tmp_path / "plain-1.dist-info"
     information.mkdir()
@@ -179,7 +185,9 @@ def test_a_launcher_of_another_package(tmp_path, monkeypatch):
     (information / "entry_points.txt").write_text(f"[reigen.launchers]\nplain = {PLAIN}\nbroken = {PLAIN}s\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_launcher("plain") is PlainLauncher
-    with pytest.raises(ConfigError, match="there is no such launcher; there are broken, local, mpi, plain, ssh, and"):
+    with pytest.raises(
+        ConfigError, match="there is no such launcher; there are broken, local, mpi, plain, slurm, ssh, and"
+    ):
         find_launcher("plane")
     with pytest.raises(ConfigError, match=r"--launcher broken: .* cannot be imported: .*PlainLaunchers"):
         find_launcher("broken")

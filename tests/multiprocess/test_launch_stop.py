@@ -33,6 +33,22 @@ def test_a_signal_ends_everything(signum):
         assert launcher.finish() == (128 + signum, "", f"reigen run: stopped by {signum.name}\n")
 
 
+HEARING = python(
+    "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True)); print('ready', flush=True); signal.pause();"
+    "signal.pause()"
+)
+
+
+def test_a_signal_for_the_ranks_is_passed_on():
+    with launched("-np", "2", *HEARING) as launcher:
+        ready(launcher)
+        launcher.process.send_signal(signal.SIGUSR1)
+        assert sorted(launcher.lines(2)) == ["[0] heard", "[1] heard"]
+        launcher.process.send_signal(signal.SIGTERM)
+        status, _, err = launcher.finish()
+    assert (status, err) == (143, "reigen run: SIGUSR1 is passed on to the ranks\nreigen run: stopped by SIGTERM\n")
+
+
 def test_the_supervisor_hears_signals_too():
     with launched("-np", "2", *FAMILY) as launcher:
         ready(launcher)

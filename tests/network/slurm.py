@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.lab import Host, HostProcess, Hosts
@@ -31,6 +34,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
+SchedulerParameters=bf_interval=1
 NodeName={nodes} CPUs=4 State=UNKNOWN
 PartitionName=all Nodes={nodes} Default=YES MaxTime=10 State=UP OverSubscribe=FORCE
 """
@@ -52,6 +56,7 @@ class Slurm:
     """
 
     def __init__(self, hosts: Hosts, directory: Path) -> None:
+        self.hosts, self.directory = hosts, directory
         self._controller = hosts[0]
         (directory / "state").mkdir()
         self._config = directory / "slurm.conf"
@@ -69,7 +74,7 @@ class Slurm:
         for host in hosts:
             (host.root / "run/reigen-slurmd").mkdir()
             self._daemons.append(self._daemon(host, "slurmd", "-D", "-N", host.name))
-        wait_for(lambda: self._num_idle() == len(hosts), "all nodes of the cluster to be idle")
+        wait_for(lambda: self.num_idle() == len(hosts), "all nodes of the cluster to be idle")
 
     def start(self, *command: str, env: dict[str, str] | None = None, cwd: str = "/") -> HostProcess:
         """Starts one of Slurm's commands on the controller."""
@@ -77,8 +82,29 @@ class Slurm:
 
     def run(self, *command: str, env: dict[str, str] | None = None, timeout: float = 60.0) -> tuple[int, str, str]:
         """Runs one of Slurm's commands to its end: exit code, stdout, stderr."""
-        done = self._controller.run(command, env={**self._environ, **(env or {})}, timeout=timeout)
-        return done.returncode, done.stdout, done.stderr
+        with contextlib.closing(self.start(*command, env=env)) as process:
+            return process.wait(timeout), *process.output()
+
+    @contextlib.contextmanager
+    def allocation(self, *options: str) -> Iterator[dict[str, str]]:
+        """An allocation without a process; yields the variables that a batch script on its first node would have."""
+        code, _, err = self.run("salloc", "--no-shell", *options)
+        assert code == 0, err
+        job_id = err.split("job allocation ")[1].split()[0]
+        try:
+            _, out, _ = self.run("squeue", "-h", "-j", job_id, "-O", "NodeList:50")
+            nodes = out.strip()
+            found = {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": self._controller.name}
+            yield {**self._environ, **found}
+        finally:
+            self.run("scancel", job_id)
+            wait_for(lambda: self.num_idle() == len(self.hosts), "the nodes to be idle again")
+
+    def stop_daemon(self, host: Host) -> None:
+        """Ends a node's slurmd, but nothing that it has started."""
+        for pid, command in host.processes().items():
+            if command.startswith("/usr/sbin/slurmd"):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def _environ(self) -> dict[str, str]:
@@ -95,6 +121,7 @@ class Slurm:
     def _await_file(self, host: Host, path: str) -> None:
         wait_for((host.root / path).exists, f"{path} on {host.name}")
 
-    def _num_idle(self) -> int:
+    def num_idle(self) -> int:
+        """How many nodes have nothing to do."""
         code, out, _ = self.run("sinfo", "-h", "-o", "%D", "-t", "idle")
         return sum(map(int, out.split())) if code == 0 else 0

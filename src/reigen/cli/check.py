@@ -113,7 +113,7 @@ def collect_results(environ: Mapping[str, str]) -> list[CheckResult]:
     """Collect the lines of the report, in order. Imports no framework."""
     names = (*FRAMEWORKS, "keras", "tf_keras")
     frameworks = (CheckResult("frameworks", name, _framework_version(name) or "not installed") for name in names)
-    return [*_versions(), *_kernel(), *_host(), *frameworks, *_backends(environ)]
+    return [*_versions(), *_kernel(), *_host(), *_launcher(environ), *frameworks, *_backends(environ)]
 
 
 def _versions() -> list[CheckResult]:
@@ -204,6 +204,28 @@ def _host() -> list[CheckResult]:
     if available.num_bytes is not None:
         memory += f", {available.num_bytes / _GIB:.1f} GiB available {available.limit}".rstrip()
     return [CheckResult("host", "processors", text), CheckResult("host", "memory", memory)]
+
+
+def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
+    """Find out in which engine this process is, how `reigen run` would start ranks there, and why not."""
+    from reigen.launch.engines import choose_launcher_in_engine, detect_engine
+    from reigen.launch.slurm.launcher import check_srun
+
+    try:
+        job, choice = detect_engine(environ), choose_launcher_in_engine(None, environ)
+    except ConfigError as error:  # the command itself can run as a rank
+        return [CheckResult("launcher", "reigen run", str(error))]
+    if job is None:
+        return [CheckResult("launcher", "engine", "none: `reigen run` uses this host, and others by ssh (-H)")]
+    found = [CheckResult("launcher", "engine", job.description)]
+    try:
+        if choice.uses_hosts_of_engine:
+            check_srun(environ)
+    except ConfigError as error:
+        return [*found, CheckResult("launcher", "reigen run", str(error), is_problem=True)]
+    listed = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+    way = f"by srun (--launcher {choice.launcher})" if choice.uses_hosts_of_engine else "without it: there is one host"
+    return [*found, CheckResult("launcher", "reigen run", f"{job.num_slots} ranks on {listed}, {way}")]
 
 
 def _backends(environ: Mapping[str, str]) -> list[CheckResult]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from reigen.cli.run_options import add_output_options, add_restart_option, add_ssh_options, parse_common_options
 from reigen.compat import as_mxnet
 from reigen.errors import ConfigError, LaunchError
+from reigen.launch.engines import ENGINES
 from reigen.launch.env_export import parse_exports
 from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile, read_hostfile
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
@@ -67,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         "--launcher",
         default="ssh",
         metavar="NAME",
-        help="how processes are started: local, on this host alone; ssh, on others (the default); mpi, by mpirun",
+        help="how processes are started: local, on this host alone; ssh, on others (the default); slurm, in a job of "
+        "Slurm's; mpi, by mpirun",
     )
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     for role in ("server", "worker"):
@@ -97,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:
     if chosen.launcher in _NOT_YET:
-        raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, mpi")
+        raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, slurm, mpi")
     if chosen.launcher == "local" and chosen.hostfile is not None:
         raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:
@@ -118,7 +120,7 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
     return LaunchOptions(
         **common,
         num_ranks=chosen.num_workers,
-        hosts=tuple(hosts) or (HostInfo("localhost", chosen.num_workers),),
+        hosts=tuple(hosts) or (() if chosen.launcher in ENGINES else (HostInfo("localhost", chosen.num_workers),)),
         network=network,
         exports=exports,
         servers=servers,

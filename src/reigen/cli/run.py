@@ -10,6 +10,8 @@ from pathlib import Path
 from reigen.cli.run_options import make_parser, parse_command, parse_common_options, split_words
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
+from reigen.launch.base import DEFAULT_LAUNCHER
+from reigen.launch.engines import LauncherChoice, choose_launcher_in_engine
 from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
 from reigen.launch.hosts import check_fixed_size, parse_hosts, resolve_hosts
@@ -30,15 +32,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if chosen.num_ranks is None and chosen.as_mxnet and os.environ.get("DMLC_ROLE"):
         return _run_by_dmlc_role(chosen)
-    if chosen.num_ranks is None:
-        parser.error("the following arguments are required: -np/--num-proc")
     try:
         document = _read_config_file(chosen.config_file)
         translation = translate_options(vars(chosen), document, os.environ)
         exports = parse_exports(os.environ, chosen.exports)
-        launcher = choose_launcher(vars(chosen), document)
+        choice = _choose_launcher(chosen, choose_launcher(vars(chosen), document))
+        launcher = choice.launcher
+        if _num_ranks(chosen, choice) is None:
+            raise ConfigError("the following arguments are required: -np/--num-proc")
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
-        options = _options(chosen, environ, tuple(exports), translation.launcher_options)
+        options = _options(chosen, environ, tuple(exports), translation.launcher_options, choice)
         _print_translation(translation)
         return run_job(options, _with_compat_path(environ, chosen), launcher=launcher)
     except ConfigError as error:
@@ -46,6 +49,24 @@ def main(arguments: Sequence[str]) -> int:
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
+
+
+def _choose_launcher(chosen: argparse.Namespace, named: str) -> LauncherChoice:
+    """Choose the launcher; ``named`` by the options or the configuration file, or the default one."""
+    is_named = chosen.launcher is not None or named != DEFAULT_LAUNCHER
+    has_hosts = chosen.hosts is not None or chosen.hostfile is not None
+    choice = choose_launcher_in_engine(named if is_named else None, os.environ, has_hosts=has_hosts)
+    if chosen.verbose:
+        complain(f"launcher {choice.launcher}: {choice.reason}")
+    return choice
+
+
+def _num_ranks(chosen: argparse.Namespace, choice: LauncherChoice) -> int | None:
+    """Return the number of processes: as given, or the slots of the engine's job; None: the user has to say it."""
+    has_hosts = chosen.hosts is not None or chosen.hostfile is not None
+    if chosen.num_ranks is not None or has_hosts or choice.engine_job is None:
+        return chosen.num_ranks  # type: ignore[no-any-return]
+    return choice.engine_job.num_slots
 
 
 def _torchrun_request(chosen: argparse.Namespace, launcher: str) -> dict[str, str]:
@@ -83,14 +104,16 @@ def _options(
     environ: Mapping[str, str],
     exports: tuple[str, ...],
     launcher_options: Mapping[str, str],
+    choice: LauncherChoice,
 ) -> LaunchOptions:
+    num_ranks = _num_ranks(chosen, choice) or 0
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
-    check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
+    check_fixed_size(num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
     return LaunchOptions(
         **parse_common_options(chosen),
-        num_ranks=chosen.num_ranks,
+        num_ranks=num_ranks,
         bind=chosen.bind,
-        hosts=tuple(resolve_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
+        hosts=() if choice.uses_hosts_of_engine else tuple(resolve_hosts(chosen.hosts, chosen.hostfile, num_ranks)),
         network=NetworkOptions.from_environ(environ),
         exports=exports,
         mpi_args=split_words("--mpi-args", launcher_options.get("mpi_args", "")),

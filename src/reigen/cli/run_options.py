@@ -20,6 +20,8 @@ The command and its arguments are passed on as they are, without a shell; `--` m
 line by line with the rank in front. When a process fails, the others are stopped, its last words are printed last, and
 its exit code is that of `reigen run` (128 + n for a signal n).
 
+In a job of Slurm's, the ranks run on its nodes, as many as it has tasks; nothing else has to be said.
+
 Other hosts are reached by ssh, which must work without a password; its configuration and known hosts are respected.
 They need the same Reigen. The ranks there have the environment of this shell, but for what belongs to a host or a
 login, and the same working directory, or a copy of it (--sync-dst-dir). Nothing starts unless all hosts are ready.
@@ -70,7 +72,14 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_general(add: AddArgument) -> None:
     add("-v", "--version", action="version", version=f"reigen {__version__}")
     add("-cb", "--check-build", action="store_true", help="say what there is, in the form of horovodrun, and end")
-    add("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="how many processes")
+    add(
+        "-np",
+        "--num-proc",
+        dest="num_ranks",
+        type=int,
+        metavar="N",
+        help="how many processes (default: the tasks of Slurm's job)",
+    )
     add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
     add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
     add("--torchrun-env", action="store_true", help="set RANK, WORLD_SIZE, MASTER_ADDR ... too, for torch.distributed")
@@ -134,9 +143,9 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--launcher",
         metavar="NAME",
-        help="how ranks are started: local, on this host alone; ssh, on others, too (the default); mpi, anywhere by "
-        "mpirun, of which --mpi-args and --binding-args hold further options; or one of another package, by "
-        "its name or as MODULE:FACTORY",
+        help="how ranks are started: local, on this host alone; ssh, on others, too (the default); slurm, in a job of "
+        "Slurm's (the default there); mpi, anywhere by mpirun, of which --mpi-args and --binding-args hold further "
+        "options; or one of another package, by its name or as MODULE:FACTORY",
     )
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):

@@ -41,6 +41,7 @@ from reigen.launch.options import LaunchOptions
 BUILT_IN_LAUNCHERS: Mapping[str, str] = {
     "local": "reigen.launch.local:local_launcher",
     "mpi": "reigen.launch.mpi.launcher:MpiLauncher",
+    "slurm": "reigen.launch.slurm.launcher:SlurmLauncher",
     "ssh": "reigen.launch.ssh.launcher:ssh_launcher",
 }
 #: Entry points of this group, in other packages, are launchers, too.
@@ -132,6 +133,8 @@ class JobPlan:
         addresses: of hosts whose names this one cannot resolve, by name.
         processes: the engine's own commands on this host that start the ranks; None: the ranks are started one by one.
         describe_end: makes the last message of such a job; None: the supervisor names the rank that failed first.
+        kept_variables: beginnings of names of variables that a host keeps where it has them, against the launcher's.
+        describe_notice: explains a signal that asks an agent to stop, from its client's output; None: nothing does.
     """
 
     assignments: Sequence[HostAssignment]
@@ -139,6 +142,8 @@ class JobPlan:
     addresses: Mapping[str, str] = field(default_factory=dict)
     processes: Sequence[ProcessSpec] | None = None
     describe_end: Callable[[FinishJob], str] | None = None
+    kept_variables: tuple[str, ...] = ()
+    describe_notice: Callable[[str], str] | None = None
 
 
 class Launcher(Protocol):
@@ -163,8 +168,12 @@ class Launcher(Protocol):
         """
 
 
-def assign_processes(options: LaunchOptions, hosts: Sequence[HostInfo] | None = None) -> list[HostAssignment]:
+def assign_processes(
+    options: LaunchOptions, hosts: Sequence[HostInfo] | None = None, is_local: Callable[[str], bool] = is_this_host
+) -> list[HostAssignment]:
     """Place ranks, servers and scheduler on the given hosts, in the order of ranks; None: those that the user named.
+
+    ``is_local`` says whether a name is this host's.
 
     Raises:
         ConfigError: too few slots.
@@ -172,8 +181,8 @@ def assign_processes(options: LaunchOptions, hosts: Sequence[HostInfo] | None = 
     if hosts is None:
         hosts = options.hosts or (HostInfo("localhost", options.num_ranks),)
     if options.servers is None:
-        return assign_ranks(hosts, options.num_ranks, is_this_host)
-    return assign_ranks_and_servers(hosts, options.num_ranks, options.servers, is_this_host)
+        return assign_ranks(hosts, options.num_ranks, is_local)
+    return assign_ranks_and_servers(hosts, options.num_ranks, options.servers, is_local)
 
 
 LauncherFactory = Callable[[LaunchOptions, Mapping[str, str]], Launcher]

@@ -19,7 +19,8 @@ PACKAGE_DIRECTORY = str(Path(__file__).resolve().parents[1])
 #: Variables that stay at home unless `-x` names them.
 _HOST_VARIABLES = re.compile(
     r"HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|_|HOSTNAME|HOST|HOSTTYPE|DISPLAY|XAUTHORITY|TTY|TMPDIR"
-    r"|SSH_.*|XDG_.*|DBUS_.*|BASH_FUNC_.*|.*CUDA_VISIBLE_DEVICES|LS_COLORS"
+    r"|SSH_.*|XDG_.*|DBUS_.*|BASH_FUNC_.*|LS_COLORS|KRB5CCNAME"
+    r"|.*CUDA_VISIBLE_DEVICES|ROCR_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -46,9 +47,18 @@ def select_exported(environ: Mapping[str, str], exports: Collection[str]) -> dic
     return {name: text for name, text in environ.items() if name in exports or not _HOST_VARIABLES.fullmatch(name)}
 
 
-def merge_remote_environ(remote: Mapping[str, str], exported: Mapping[str, str], package: str = "") -> dict[str, str]:
-    """Merge a host's own variables with the exported ones; ``package``: where Reigen is on the launcher's host."""
-    both = {**remote, **exported}
+def merge_remote_environ(
+    remote: Mapping[str, str], exported: Mapping[str, str], package: str = "", kept: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Merge a host's own variables with the exported ones.
+
+    Args:
+        remote: the host's own.
+        exported: from the launcher's host; they win, but for
+        package: where Reigen is on the launcher's host.
+        kept: beginnings of names of which the host's own win.
+    """
+    both = {**remote, **exported, **{name: text for name, text in remote.items() if name.startswith(kept)}}
     if paths := _entries(exported, "PATH") + _entries(remote, "PATH"):
         both["PATH"] = os.pathsep.join(dict.fromkeys(paths))
     if package and (modules := _entries(exported, "PYTHONPATH")):

@@ -150,13 +150,15 @@ def check_slots(hosts: Sequence[HostInfo], num_ranks: int) -> None:
 class HostAssignment:
     """Processes of one host: its ranks' topologies, ascending; its servers, and the scheduler if it runs there.
 
-    ``is_local``: it is this host, which is reached without an agent.
+    ``is_local``: it is this host, which is reached without an agent. ``rank_environs``: an engine's variables for each
+    rank, in their order, None where it is not to have one; empty: there are none.
     """
 
     host: str
     is_local: bool
     topologies: tuple[Topology, ...]
     ps_processes: tuple[PsProcess, ...] = ()
+    rank_environs: tuple[dict[str, str | None], ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

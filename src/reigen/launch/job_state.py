@@ -24,6 +24,8 @@ g. A host is lost (HostLost): its agent ends what runs there; here its processes
 h. Nothing is left (Swept): Finish, with the exit code and the failure that ended the job: DONE. So too when the timer
    ends a second time after a Kill: what SIGKILL does not end is stuck in the kernel, and waiting does not help.
 
+While the job runs, SIGUSR1 and SIGUSR2 are passed on to the ranks (Signal): their meaning is the program's.
+
 The exit code is that of the first failing process, 128 + n where a signal n ended it, 255 where it was lost with its
 host, 128 + n when a signal n stopped the launcher, else 0. Processes that were asked to stop do not fail. When the
 process that watches over the launcher has gone (Orphaned), everything is killed at once.
@@ -33,7 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
-from signal import SIGINT, SIGKILL
+from math import inf
+from signal import SIGINT, SIGKILL, SIGUSR1, SIGUSR2
 
 import msgspec
 
@@ -41,6 +44,8 @@ from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 
 #: A terminal, or a tool like `timeout`, may send one request to stop twice; a second Ctrl-C comes later than this.
 REPEATED_SIGNAL_SECONDS = 0.2
+#: A signal for the ranks may come several times at once, from each host: within this time it is the same.
+SAME_SIGNAL_SECONDS = 1.0
 #: Exit code of a process that was lost with its host: ssh's own code for a connection that failed.
 HOST_LOST_EXIT_CODE = 255
 #: The exit codes of a process that SIGKILL has ended, and of a shell that ran it.
@@ -126,6 +131,13 @@ class TerminateProcesses(JobMessage, tag=4, frozen=True):
     ranks: tuple[int, ...]
 
 
+class SignalProcesses(JobMessage, tag=25, frozen=True):
+    """Send a signal to these processes alone."""
+
+    ranks: tuple[int, ...]
+    signum: int
+
+
 class KillProcesses(JobMessage, tag=5, frozen=True):
     """Send SIGKILL to these processes and to every process below the launcher, or the agent."""
 
@@ -152,7 +164,7 @@ class FinishJob(JobMessage, frozen=True):
 
 
 JobEvent = ProcessExited | PsWorkerLeft | HostLost | SignalReceived | GraceExpired | WatchdogLost | ProcessesSwept
-ProcessInstruction = RestartProcess | TerminateProcesses | KillProcesses | SweepProcesses
+ProcessInstruction = RestartProcess | SignalProcesses | TerminateProcesses | KillProcesses | SweepProcesses
 JobInstruction = ProcessInstruction | StartGraceTimer | FinishJob
 
 
@@ -202,7 +214,9 @@ class JobState:
         self._reported_loss: JobFailure | None = None
         #: Set once, in RUNNING, by the first signal.
         self.signum: int | None = None
-        self._stopped_at = float("-inf")
+        self._stopped_at = -inf
+        #: When each signal was last passed on.
+        self._passed_on: dict[int, float] = {}
         #: A KillProcesses was returned in this phase.
         self._killed = False
 
@@ -288,6 +302,8 @@ class JobState:
         return instructions
 
     def _signalled(self, signum: int, seconds: float) -> list[JobInstruction]:
+        if signum in {SIGUSR1, SIGUSR2}:
+            return self._pass_on(signum, seconds)
         if self.phase is JobPhase.RUNNING:
             self.signum = signum
         if self.phase in {JobPhase.RUNNING, JobPhase.ENDING}:
@@ -296,6 +312,15 @@ class JobState:
         if signum == SIGINT and seconds - self._stopped_at > REPEATED_SIGNAL_SECONDS:
             return self._kill()
         return []
+
+    def _pass_on(self, signum: int, seconds: float) -> list[JobInstruction]:
+        """Pass a signal on to the ranks, once."""
+        last = self._passed_on.get(signum, -inf)
+        if self.phase is not JobPhase.RUNNING or seconds - last < SAME_SIGNAL_SECONDS:
+            return []
+        self._passed_on[signum] = seconds
+        ranks = tuple(number for number in sorted(self.running) if number < self._num_ranks)
+        return [SignalProcesses(ranks, signum)]
 
     def _stop(self) -> list[JobInstruction]:
         self.phase = JobPhase.STOPPING

@@ -164,6 +164,11 @@ def plan_host(
     specs, reason = plan_ranks(
         assignment.topologies, services, of_ranks, detect_cpus(), bind=bind, start_timeout_seconds=timeout
     )
+    if own := assignment.rank_environs:
+        specs = [
+            replace(spec, environ=_replace_variables(spec.environ, environ))
+            for spec, environ in zip(specs, own, strict=True)
+        ]
     if servers is not None:
         specs += plan_ps_processes(assignment.ps_processes, services, environ, servers.environ)
     ps_command = () if servers is None else servers.command
@@ -172,6 +177,11 @@ def plan_host(
         where = "any processor" if not spec.cpus else "processors " + ",".join(map(str, spec.cpus))
         lines.append(f"{where}, OMP_NUM_THREADS={spec.environ['OMP_NUM_THREADS']}")
     return [replace(spec, command=process_command(spec, options.command, ps_command)) for spec in specs], lines
+
+
+def _replace_variables(environ: Mapping[str, str], own: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the variables with those of ``own``; None removes one."""
+    return {name: text for name, text in {**environ, **own}.items() if text is not None}
 
 
 def plan_ranks(

@@ -10,7 +10,8 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from reigen.errors import ConfigError
-from reigen.launch.base import DEFAULT_LAUNCHER, find_launcher
+from reigen.launch.base import find_launcher
+from reigen.launch.engines import choose_launcher_in_engine
 from reigen.launch.hosts import HostInfo, check_fixed_size, check_slots, resolve_hosts
 from reigen.launch.ssh.command import SshOptions
 
@@ -44,14 +45,18 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
     Raises:
         ConfigError: an argument makes no sense, or asks for what is not possible yet.
     """
-    directory, launcher = arguments["output_filename"], arguments["launcher"] or DEFAULT_LAUNCHER
+    directory = arguments["output_filename"]
     num_ranks = _num_ranks(arguments["num_proc"])
     bounds = {"min_num_proc": arguments["min_num_proc"], "max_num_proc": arguments["max_num_proc"]}
     check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments["host_discovery_script"] else None)
     if arguments["hosts"] is not None and arguments["hostfile"] is not None:
         raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
-    hosts = resolve_hosts(arguments["hosts"], arguments["hostfile"], num_ranks)
-    check_slots(hosts, num_ranks)
+    has_hosts = arguments["hosts"] is not None or arguments["hostfile"] is not None
+    choice = choose_launcher_in_engine(arguments["launcher"], os.environ, has_hosts=has_hosts)
+    launcher, hosts = choice.launcher, []
+    if not choice.uses_hosts_of_engine:
+        hosts = resolve_hosts(arguments["hosts"], arguments["hostfile"], num_ranks)
+        check_slots(hosts, num_ranks)
     SshOptions(port=arguments["ssh_port"])  # raises
     find_launcher(launcher)  # raises
     timeout = arguments["start_timeout"]

@@ -44,6 +44,15 @@ def test_a_host_keeps_what_is_its_own():
     }
 
 
+def test_variables_that_an_engine_sets_on_each_host_are_kept_there():
+    there, travelled = {"SLURM_NODEID": "1", "A": "1"}, {"SLURM_NODEID": "0", "SLURM_SUBMIT_DIR": "/w", "A": "2"}
+    assert merge_remote_environ(there, travelled, kept=("SLURM_",)) == {
+        "SLURM_NODEID": "1",
+        "SLURM_SUBMIT_DIR": "/w",
+        "A": "2",
+    }
+
+
 def test_reigens_own_directories_are_found_where_reigen_is_installed_there():
     travelled = {"PYTHONPATH": os.pathsep.join(["/else/reigen/compat", "/else/reigenes", "/data"])}
     assert merge_remote_environ({}, travelled, "/else/reigen")["PYTHONPATH"] == os.pathsep.join(

@@ -1,7 +1,7 @@
 """The launcher's decisions: event in, instructions out."""
 
 import random
-from signal import SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM
+from signal import SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
@@ -18,6 +18,7 @@ from reigen.launch.job_state import (
     ProcessExited,
     PsWorkerLeft,
     RestartProcess,
+    SignalProcesses,
     SignalReceived,
     StartGraceTimer,
     SweepProcesses,
@@ -50,6 +51,17 @@ def test_the_first_failure_stops_the_others_and_gives_the_exit_code():
     assert job.handle(ProcessExited(0, -SIGTERM)) == []
     assert job.handle(ProcessExited(1, 9)) == END
     assert job.handle(ProcessesSwept()) == [FinishJob(7, JobFailure(2, 7, num_stopped=2), None)]
+
+
+def test_a_signal_for_the_ranks_is_passed_on_once_and_stops_nothing():
+    job = JobState(2, {2: 1})
+    assert job.handle(SignalReceived(SIGUSR1, 10.0)) == [SignalProcesses((0, 1), SIGUSR1)]
+    assert job.handle(SignalReceived(SIGUSR1, 10.5)) == []  # of another host, at the same time
+    assert job.handle(SignalReceived(SIGUSR2, 10.5)) == [SignalProcesses((0, 1), SIGUSR2)]
+    assert job.handle(ProcessExited(0, 0)) == []
+    assert job.handle(SignalReceived(SIGUSR1, 20.0)) == [SignalProcesses((1,), SIGUSR1)]
+    assert job.handle(SignalReceived(SIGTERM, 30.0)) == [TerminateProcesses((1, 2)), StartGraceTimer()]
+    assert job.handle(SignalReceived(SIGUSR1, 40.0)) == []
 
 
 def test_a_rank_that_a_signal_ended_gives_128_plus_its_number():
@@ -347,7 +359,8 @@ def test_whatever_happens_every_job_ends_with_one_exit_code():
             JobState(num_ranks, restarts, continue_on_failure=continue_on_failure), num_ranks, rng
         )
         assert len(finishes) == 1
-        expected = expected_exit_code(num_ranks, restarts, history, continue_on_failure)
+        decisive = [each for each in history if not (isinstance(each, SignalReceived) and each.signum == SIGUSR1)]
+        expected = expected_exit_code(num_ranks, restarts, decisive, continue_on_failure)
         assert finishes[0].exit_code == expected, f"seed {seed}: {history}"
 
 
@@ -358,7 +371,9 @@ def run_schedule(job, num_ranks, rng):
     num_processes = len(alive)
     while not finishes:
         choices = [ProcessExited(rank, rng.choice([0, 0, 1, WORKERS_LOST_EXIT_CODE, -9])) for rank in alive]
-        choices += [SignalReceived(rng.choice([SIGINT, SIGTERM]), float(len(history)))] if rng.random() < 0.2 else []
+        choices += (
+            [SignalReceived(rng.choice([SIGINT, SIGTERM, SIGUSR1]), float(len(history)))] if rng.random() < 0.2 else []
+        )
         choices += [GraceExpired()] if timer_runs else []
         choices += (
             [PsWorkerLeft(rng.choice(sorted(alive)))] if alive and num_left < num_ranks and rng.random() < 0.1 else []

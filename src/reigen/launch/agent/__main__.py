@@ -39,7 +39,7 @@ from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STREAMS, HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
-from reigen.launch.supervision.watchdog import run_under_watchdog
+from reigen.launch.supervision.watchdog import PASSED_SIGNALS, run_under_watchdog
 from reigen.net.interfaces import choose_address
 from reigen.resources.stdio import open_standard_streams
 
@@ -69,7 +69,12 @@ class Agent:
     def __init__(self, watchdog_pipe: int, descriptors: tuple[int, int]) -> None:
         self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self._pipes = MessagePipes(
-            self._loop, descriptors, (REPLY_CODEC, REQUEST_CODEC), self._on_request, self._on_end
+            self._loop,
+            descriptors,
+            (REPLY_CODEC, REQUEST_CODEC),
+            self._on_request,
+            self._on_end,
+            trailer=agent_protocol.LINE_END,
         )
         self._processes = LocalProcesses(self._loop, self)
         self._heartbeat: AgentHeartbeat | None = None
@@ -170,7 +175,7 @@ class Agent:
         return agent_protocol.HostReady(address, self._stack.enter_context(reserve_port()).getsockname()[1])
 
     def _start(self, request: agent_protocol.StartRequest) -> None:
-        environ = merge_remote_environ(os.environ, request.environ, request.package)
+        environ = merge_remote_environ(os.environ, request.environ, request.package, request.kept_variables)
         self._heartbeat = AgentHeartbeat(
             request.services.rendezvous,
             request.services.secret,
@@ -194,7 +199,10 @@ class Agent:
             self._end(f"the connection to the launcher has ended{reason and ': '}{reason}")
 
     def _on_signal(self, signum: int) -> None:
-        self._end(f"ended by {signal_name(signum)}", 128 + signum)
+        if self._processes.pids and not self._is_swept:
+            self._pipes.send(agent_protocol.SignalNotice(signum))
+        elif signum not in PASSED_SIGNALS:
+            self._end(f"ended by {signal_name(signum)}", 128 + signum)
 
     def _on_watchdog_lost(self) -> None:
         self._end("the process that watches over the agent has gone")

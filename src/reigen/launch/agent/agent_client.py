@@ -22,7 +22,7 @@ from reigen.launch.agent.agent_protocol import (
     GreetingParser,
 )
 from reigen.launch.agent.pipe_messages import MessagePipes
-from reigen.launch.base import AgentStarter, HostProblem
+from reigen.launch.base import AgentStarter, HostProblem, last_line
 from reigen.launch.job_state import ProcessesSwept, ProcessExited, ProcessInstruction, SweepProcesses
 from reigen.launch.payload import PayloadFile
 from reigen.launch.supervision.event_loop import LauncherLoop
@@ -49,6 +49,9 @@ class AgentListener(ProcessListener, Protocol):
 
     def rank_message(self, text: bytes, payload: int | None) -> None:
         """Rank has sent a message; the payload's descriptor is the client's to close."""
+
+    def signalled(self, agent: AgentClient, signum: int) -> None:
+        """Agent was sent a signal while its ranks run."""
 
     def stepped(self, agent: AgentClient) -> None:
         """Agent has reached another phase, has answered, or has gone: see the client's attributes."""
@@ -130,7 +133,8 @@ class AgentClient:
     def problem(self, starter: AgentStarter, seconds: float) -> HostProblem:
         """Explain why its host cannot take part: it has refused, it has gone, or it has not come within ``seconds``."""
         if self.refused is None:
-            return HostProblem(self.host, f"it has not answered within {seconds:g} s")
+            words = f" ({last_line(self.output)})" if self.output else ""
+            return HostProblem(self.host, f"it has not answered within {seconds:g} s{words}")
         if self.refused.reason:
             return HostProblem(self.host, self.refused.reason)
         return starter.explain_exit(self.host, self.exit_code, self.output)
@@ -220,6 +224,8 @@ class AgentClient:
                 self._incoming = text, PayloadFile()
             case agent_protocol.PayloadChunk():
                 self._take(answer)
+            case agent_protocol.SignalNotice(signum):
+                self._listener.signalled(self, signum)
             case agent_protocol.KeepAlive():
                 pass
             case _:

@@ -6,7 +6,8 @@ a. The agent writes its greeting, a line with its version. Text before it on std
 b. From then on both sides send frames (``net.codec``), and a KeepAlive at least every second; from StartRequest on the
    agent also asks the control service as often (``launch.agent.heartbeat``). A side that has received nothing in either
    way for ``silence_seconds`` takes the connection for cut: the launcher counts the host as lost, the agent ends
-   everything. When the job has failed, the launcher waits for no more than REIGEN_PEER_TIMEOUT.
+   everything. When the job has failed, the launcher waits for no more than REIGEN_PEER_TIMEOUT. The agent lets a
+   KeepAlive follow each message: srun passes on what a task writes up to the end of the last line, and no further.
 c. The agent sends AgentHello. The launcher sends PrepareRequest; the agent looks whether the job can run there, and
    answers HostReady, or HostRefused with the reason, in words.
 d. When all hosts are ready the launcher sends StartRequest; the agent starts its ranks and answers ProcessesStarted,
@@ -19,7 +20,8 @@ g. A payload for the ranks (``launch.payload``) comes before StartRequest, in Pa
    is followed by the PayloadChunks of its message, and later events of the rank come after those.
 h. `reigen check` asks for no job, but for HostFacts (FactsRequest), and for the time there (TimeRequest, TimeReply).
 i. A process that has ended is started again by RestartProcess; the agent refuses if it cannot be.
-j. When the agent's stdin ends, it kills everything that it started and exits: after ProcessesSwept there is nothing.
+j. A signal that the agent is sent goes to the launcher in a SignalNotice: what follows from it is decided there.
+k. When the agent's stdin ends, it kills everything that it started and exits: after ProcessesSwept there is nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from reigen.errors import WireError
 from reigen.launch.hosts import HostAssignment
 from reigen.launch.job_state import JobMessage, ProcessesSwept, ProcessExited, ProcessInstruction
 from reigen.launch.local_plan import JobServices, ProcessOptions
-from reigen.net.codec import MessageCodec
+from reigen.net.codec import MessageCodec, add_length_prefix
 
 #: An environment and a command line are bounded by the kernel, at 2 MiB together unless that was raised.
 MAX_FRAME_BYTES = 16 << 20
@@ -77,8 +79,8 @@ class GreetingParser:
         return b""
 
 
-class KeepAlive(JobMessage, tag=1, frozen=True):
-    """Sign of life."""
+class KeepAlive(JobMessage, tag=10, frozen=True):
+    """Sign of life. Its last byte is its tag, the end of a line (see b. above)."""
 
 
 class PrepareRequest(JobMessage, tag=2, frozen=True):
@@ -111,6 +113,7 @@ class StartRequest(JobMessage, tag=3, frozen=True):
         assignment, options, services: as in ``launch.local_plan.plan_host``.
         environ: variables from the launcher's host.
         package: where Reigen is installed on the launcher's host.
+        kept_variables: as in ``launch.base.JobPlan``.
     """
 
     number: int
@@ -119,6 +122,7 @@ class StartRequest(JobMessage, tag=3, frozen=True):
     services: JobServices
     environ: dict[str, str]
     package: str
+    kept_variables: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Describe it without the secret, and without the environment, which may hold others."""
@@ -140,7 +144,7 @@ class AgentHello(JobMessage, tag=9, frozen=True):
     client: str
 
 
-class HostReady(JobMessage, tag=10, frozen=True):
+class HostReady(JobMessage, tag=1, frozen=True):
     """Answer that the job can run there; others reach the host at ``address``, and ``port`` is held for rank 0."""
 
     address: str
@@ -212,11 +216,19 @@ class RankMessageHeader(JobMessage, tag=22, frozen=True):
     num_bytes: int | None
 
 
+class SignalNotice(JobMessage, tag=24, frozen=True):
+    """Notice of a signal that the agent was sent, by its engine or by a person, while its ranks run."""
+
+    signum: int
+
+
 _Start = AgentHello | HostReady | HostRefused | ProcessesStarted
 _RankEvent = OutputChunk | OutputClosed | ProcessExited | RankMessageHeader
 _Shared = KeepAlive | PayloadChunk
 AgentRequest = _Shared | PrepareRequest | StartRequest | ProcessInstruction | OutputCredit | FactsRequest | TimeRequest
-AgentReply = _Shared | _Start | _RankEvent | ProcessesSwept | HostFacts | TimeReply
+AgentReply = _Shared | SignalNotice | _Start | _RankEvent | ProcessesSwept | HostFacts | TimeReply
 
 REQUEST_CODEC: MessageCodec[AgentRequest] = MessageCodec(AgentRequest, MAX_FRAME_BYTES)
 REPLY_CODEC: MessageCodec[AgentReply] = MessageCodec(AgentReply, MAX_FRAME_BYTES)
+#: Frame behind each message of an agent; it ends as a line does.
+LINE_END = add_length_prefix(REPLY_CODEC.encode(KeepAlive()), MAX_FRAME_BYTES)

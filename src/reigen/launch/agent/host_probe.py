@@ -134,4 +134,4 @@ class _HostProber:
     def _ignore(self, *_: object, **__: object) -> None:
         """Ignore an event of ranks: there are none."""
 
-    rank_message = printed = closed = exited = swept = _ignore
+    rank_message = signalled = printed = closed = exited = swept = _ignore

@@ -27,6 +27,7 @@ class MessagePipes(Generic[_Out, _In]):
         on_message: called with each message.
         on_end: called once, when nothing more can come, with the reason: empty for the end of the file.
         greeting_parser: parser of the bytes before the first message; None: there are none.
+        trailer: frame that follows each message.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class MessagePipes(Generic[_Out, _In]):
         on_message: Callable[[_In], None],
         on_end: Callable[[str], None],
         greeting_parser: GreetingParser | None = None,
+        trailer: bytes = b"",
     ) -> None:
         self._loop = loop
         self._reading, self._writing = descriptors
         self._encode, self._decode = codecs[0].encode, codecs[1].decode
         self._on_message, self._on_end, self._greeting_parser = on_message, on_end, greeting_parser
+        self._trailer = trailer
         self._frames = FrameBuffer(MAX_FRAME_BYTES)
         self._pending = bytearray()
         self._is_open = self._is_writable = True
@@ -51,7 +54,7 @@ class MessagePipes(Generic[_Out, _In]):
 
     def send(self, message: _Out) -> None:
         """Send a message. A closed connection is noticed by reading, not here."""
-        self.send_bytes(add_length_prefix(self._encode(message), MAX_FRAME_BYTES))
+        self.send_bytes(add_length_prefix(self._encode(message), MAX_FRAME_BYTES) + self._trailer)
 
     def send_bytes(self, data: bytes) -> None:
         """Send bytes that are no message: a greeting."""

@@ -139,7 +139,13 @@ class RemoteStart:
                 agent.last_received_elsewhere = partial(last_received, number)
                 agent.send(
                     agent_protocol.StartRequest(
-                        number, assignment, self._options.processes, services, environ, PACKAGE_DIRECTORY
+                        number,
+                        assignment,
+                        self._options.processes,
+                        services,
+                        environ,
+                        PACKAGE_DIRECTORY,
+                        self._plan.kept_variables,
                     )
                 )
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Self
 
-from reigen.launch.supervision.watchdog import STOP_SIGNALS
+from reigen.launch.supervision.watchdog import PASSED_SIGNALS, STOP_SIGNALS
 from reigen.net.event_loop import EventLoop
 
 
@@ -17,7 +17,8 @@ class LauncherLoop(EventLoop):
 
     Args:
         watchdog_pipe: see ``launch.supervision.watchdog``; None where there is no watchdog.
-        on_signal: called with the number of a signal that asks to stop, sent to this process or to its watchdog.
+        on_signal: called with the number of a signal, sent to this process or to its watchdog, that asks to stop or is
+            for the ranks.
         on_watchdog_lost: called when the watchdog has gone.
     """
 
@@ -56,5 +57,5 @@ class LauncherLoop(EventLoop):
 
     def _dispatch(self, signals: bytes) -> None:
         for signum in signals:
-            if signum in STOP_SIGNALS:
+            if signum in STOP_SIGNALS or signum in PASSED_SIGNALS:
                 self._on_signal(signum)

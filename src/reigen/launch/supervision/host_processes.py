@@ -17,6 +17,7 @@ from reigen.launch.job_state import (
     ProcessExited,
     ProcessInstruction,
     RestartProcess,
+    SignalProcesses,
     SweepProcesses,
     TerminateProcesses,
 )
@@ -136,6 +137,8 @@ class LocalProcesses:
             case RestartProcess(number, attempt):  # without the payload
                 spec, stdin = self._started[number]
                 self.start(replace(spec, environ={**spec.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
+            case SignalProcesses(ranks, signum):
+                self._signal(ranks, signum)
             case TerminateProcesses(ranks):
                 self._signal_groups(ranks, signal.SIGTERM)
                 self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
@@ -179,6 +182,13 @@ class LocalProcesses:
                 pass
             if pipe in self._pipes:
                 self._close(pipe)
+
+    def _signal(self, ranks: Sequence[int], signum: int) -> None:
+        """Send a signal to the processes alone: their children may have no handler for it."""
+        for rank in ranks:
+            process = self._processes.get(rank)
+            if process is not None and process.returncode is None:
+                process.send_signal(signum)
 
     def _signal_groups(self, ranks: Sequence[int], signum: int) -> None:
         # A rank that has not been waited for keeps its number, and with it that of its group, from being used again.

@@ -31,7 +31,7 @@ from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
-from reigen.launch.supervision.watchdog import run_under_watchdog
+from reigen.launch.supervision.watchdog import STOP_SIGNALS, run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
 from reigen.resources.limits import explain_limit
 
@@ -170,6 +170,8 @@ class Supervisor:
         self._finish: job_state.FinishJob | None = None
         #: Do not wait until all output is written.
         self._is_forced = False
+        #: An agent was asked to stop by its engine, and the user knows.
+        self._is_noticed = False
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
@@ -305,6 +307,10 @@ class Supervisor:
                 if number not in self._names:
                     self._first_tails.setdefault(number, self._display.tail(number))
                 next(group for group in self._groups if self._of(group, [number])).execute(instruction)
+            case job_state.SignalProcesses(ranks, signum):
+                self._display.say(f"reigen run: {signal_name(signum)} is passed on to the ranks\n".encode())
+                for group in self._groups:
+                    group.execute(job_state.SignalProcesses(self._of(group, ranks), signum))
             case job_state.TerminateProcesses(ranks) | job_state.KillProcesses(ranks):
                 for group in self._groups:
                     group.execute(type(instruction)(self._of(group, ranks)))
@@ -398,8 +404,20 @@ class Supervisor:
             raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
         self._handle(job_state.WatchdogLost())
 
+    def signalled(self, agent: AgentClient, signum: int) -> None:
+        """Handle a signal that an agent was sent: it concerns the whole job."""
+        is_first = signum in STOP_SIGNALS and not self._is_noticed
+        self._is_noticed |= is_first
+        if is_first:
+            explain = self._plan.describe_notice
+            by = f" {explain(agent.output)}" if explain is not None else ""
+            self._display.say(f"reigen run: host {agent.host} was sent {signal_name(signum)}{by}\n".encode())
+        self._handle(job_state.SignalReceived(signum, time.monotonic()))
+
     def _on_signal(self, signum: int) -> None:
         if self.is_starting:
-            raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
-        self._is_forced = self._finish is not None
+            if signum in STOP_SIGNALS:
+                raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
+            return
+        self._is_forced = self._finish is not None and signum in STOP_SIGNALS
         self._handle(job_state.SignalReceived(signum, time.monotonic()))

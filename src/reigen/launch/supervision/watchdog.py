@@ -25,6 +25,8 @@ from reigen.resources.limits import explain_limit
 
 #: Signals that ask a job to stop. SIGHUP only where it is not ignored: nohup(1) says that it shall not matter.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Signals that mean something to the ranks, as with mpirun and srun: engines announce the end of a job by them.
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 _LAST_SECONDS = 5.0
 _INTERNAL_ERROR_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: our own bug
@@ -49,7 +51,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     become_subreaper()
     watchdog_pipe, sender = os.pipe()
     os.set_blocking(sender, False)
-    handled = [signum for signum in STOP_SIGNALS if _is_handled(signum)]
+    handled = [signum for signum in (*STOP_SIGNALS, *PASSED_SIGNALS) if _is_handled(signum)]
     for signum in handled:
         signal.signal(signum, lambda *_: None)  # the interpreter has written its number to the wake-up descriptor
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
@@ -103,4 +105,4 @@ def _supervise(work: Callable[[int], int], complain: Callable[[str], None], watc
 
 
 def _is_handled(signum: int) -> bool:
-    return signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
+    return signum in {signal.SIGINT, signal.SIGTERM} or signal.getsignal(signum) is not signal.SIG_IGN

@@ -1,0 +1,1 @@
+"""Launching in an allocation of Slurm's."""

@@ -1,0 +1,233 @@
+"""`reigen run` in jobs of a real Slurm: three nodes, which are stand-in machines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from reigen.launch.slurm.node_list import expand_node_list
+from reigen.testing import check_launcher
+from tests.lab import Hosts, Unavailable
+from tests.network.slurm import Slurm, why_no_slurm
+from tests.network.waiting import wait_for
+from tests.unit.launch.test_slurm import number_list
+
+pytestmark = pytest.mark.slow
+SOURCE = Path(__file__).parents[2]
+RUN = (sys.executable, "-m", "reigen", "run")
+#: Says which signals it gets; SIGTERM ends it, in good order.
+HEARING = """
+import os, signal, sys, time
+def hear(signum, frame):
+    os.write(1, f"heard {signal.Signals(signum).name}\\n".encode())
+    if signum == signal.SIGTERM:
+        sys.exit(0)
+for signum in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(signum, hear)
+os.write(1, f"ready {os.environ.get('SLURM_RESTART_COUNT', '0')}\\n".encode())
+while True:
+    time.sleep(0.1)
+"""
+#: What srun would obey, if it saw it.
+BENDING = {
+    "SLURM_LABELIO": "1",
+    "SLURM_STDOUTMODE": "none",
+    "SLURM_UNBUFFEREDIO": "1",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_CPUS_PER_TASK": "1",
+    "SLURM_EXCLUSIVE": "1",
+    "SLURM_KILL_BAD_EXIT": "1",
+    "SLURM_MPI_TYPE": "pmi2",
+    "PMI_RANK": "0",
+}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    directory = tmp_path_factory.mktemp("slurm")
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(Hosts(3, shared=[directory]))
+        except Unavailable as error:
+            pytest.skip(str(error))
+        yield Slurm(hosts, directory)
+
+
+def in_job(slurm: Slurm, allocation: dict[str, str], *arguments: str, **more: str) -> tuple[int, str, str]:
+    """`reigen run` on the first node of an allocation."""
+    return slurm.run(*RUN, *arguments, env={**allocation, **path_of_this_source(), **more}, timeout=90.0)
+
+
+def path_of_this_source() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@contextlib.contextmanager
+def batch(slurm: Slurm, name: str, *options: str, lines: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
+    """A batch job of these lines, or one that runs HEARING; its number and its output."""
+    program, script, output = (slurm.directory / f"{name}.{suffix}" for suffix in ("hear.py", "sh", "out"))
+    program.write_text(HEARING)
+    lines = lines or (f"exec {' '.join(RUN)} --verbose {sys.executable} -S {program}",)
+    script.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    arguments = ("--parsable", "--open-mode=append", "-o", str(output), *options, str(script))
+    code, out, err = slurm.run("sbatch", *arguments, env=path_of_this_source())
+    assert code == 0, err
+    try:
+        yield out.strip(), output
+    finally:
+        slurm.run("scancel", out.strip())
+        wait_for(lambda: slurm.num_idle() == 3, "the nodes to be idle again")
+
+
+def commands(slurm: Slurm) -> list[str]:
+    return [command for host in slurm.hosts for command in host.processes().values()]
+
+
+def count(output: Path, text: str) -> int:
+    return output.read_text().count(text) if output.exists() else 0
+
+
+@pytest.mark.timeout(600)
+def test_the_conformance_suite(slurm: Slurm) -> None:
+    with slurm.allocation("-N3", "-n5") as allocation:
+        outcome = check_launcher("slurm", "h1:1,h2:2,h3:2", prefix=slurm.hosts[0].entry(SOURCE), environ=allocation)
+    assert set(outcome.values()) == {"passed"}
+
+
+def test_node_lists_are_expanded_as_by_slurm(slurm: Slurm) -> None:
+    generator = random.Random(7)
+    lists = []
+    for _ in range(200):
+        words = [generator.choice(["n", "rack-", "gpu.", "x9y"]) + number_list(generator)[0] for _ in range(2)]
+        lists.append(generator.choice([",".join, "".join])(words))
+    script = "; ".join(f"scontrol show hostnames '{text}'; echo" for text in lists)
+    code, out, err = slurm.run("sh", "-c", script)
+    assert code == 0, err
+    assert [block.split() for block in out.split("\n\n")[:-1]] == [expand_node_list(text) for text in lists]
+
+
+def test_the_job_says_what_runs_where(slurm: Slurm) -> None:
+    names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURMD_NODENAME", "SLURM_STEP_ID"]
+    program = slurm.directory / "places.py"
+    program.write_text(f"import os\nprint(*[os.environ.get(name) for name in {names}])\n")
+    bending = "".join(f"export {name}={text}\n" for name, text in BENDING.items())
+    lines = (
+        f"{bending}{' '.join(RUN)} --no-prefix {sys.executable} -S {program}",
+        "echo ended $?",
+    )
+    with batch(slurm, "places", "-N3", "-n7", lines=lines) as (_, output):
+        wait_for(lambda: count(output, "ended"), "the job ends")
+    printed = output.read_text().splitlines()
+    places = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (2, 0)]
+    expected = [f"{rank} {local} {node} 7 h{node + 1} None" for rank, (node, local) in enumerate(places)]
+    assert (sorted(printed[:-1]), printed[-1]) == (expected, "ended 0")
+
+
+def test_components_of_a_heterogeneous_job_are_one_job(slurm: Slurm) -> None:
+    lines = (f"{' '.join(RUN)} hostname", "echo ended $?")
+    with batch(slurm, "components", "-N1", "-n1", ":", "-N2", "-n3", lines=lines) as (_, output):
+        wait_for(lambda: count(output, "ended"), "the job ends")
+    *printed, end = output.read_text().splitlines()
+    assert (sorted(printed), end) == (["[0] h1", "[1] h2", "[2] h2", "[3] h3"], "ended 0")
+
+
+def test_orders_that_cannot_be(slurm: Slurm) -> None:
+    with slurm.allocation("-N3", "-n3") as allocation:
+        status, _, err = in_job(slurm, allocation, "-np", "4", "true")
+        assert (status, "Slurm gave this job 3 tasks on 3 nodes" in err) == (2, True), err
+        status, _, err = in_job(slurm, allocation, "-np", "1", "--launcher", "slurm", "-H", "h4:1", "true")
+        assert (status, "h4: not among the nodes of Slurm job" in err) == (2, True), err
+        several = slurm.run("srun", "-N2", "-n2", *RUN, "true", env={**allocation, **path_of_this_source()})
+        assert several[0] != 0
+        assert several[2].count("srun has started `reigen run` 2 times") == 2, several[2]
+        # nor is there a hang where a job has ended
+        slurm.run("scancel", allocation["SLURM_JOB_ID"])
+        status, _, err = in_job(slurm, allocation, "hostname")
+        assert (status, err.count("the job has ended")) == (1, 2), err
+
+
+def test_functions_and_collectives_run_on_the_nodes_of_the_job(slurm: Slurm) -> None:
+    program = slurm.directory / "functions.py"
+    program.write_text(
+        "import socket, numpy, reigen\n"
+        "def work():\n"
+        "    reigen.init()\n"
+        "    return socket.gethostname(), float(reigen.allreduce(numpy.ones(3), op=reigen.Sum)[0])\n"
+        "if __name__ == '__main__':\n"
+        "    print(reigen.run(work, num_proc=5))\n"
+    )
+    with slurm.allocation("-N3", "-n5") as allocation:
+        environ = {**allocation, **path_of_this_source(), "SLURM_TASKS_PER_NODE": "3,1(x2)"}
+        status, out, err = slurm.run(sys.executable, str(program), env=environ)
+    assert (status, out) == (0, f"{[(host, 5.0) for host in ('h1', 'h1', 'h1', 'h2', 'h3')]}\n"), err
+
+
+def test_a_directory_is_copied_to_nodes_that_do_not_share_it(slurm: Slurm) -> None:
+    with slurm.allocation("-N2", "-n2") as allocation:
+        command = f"{' '.join(RUN)} --sync-dst-dir /root/copy cat file"
+        shell = f"mkdir /root/mine; cd /root/mine; echo text >file; exec {command}"
+        status, out, err = slurm.run("sh", "-c", shell, env={**allocation, **path_of_this_source()})
+    assert (status, sorted(out.splitlines())) == (0, ["[0] text", "[1] text"]), err
+
+
+def test_a_signal_of_slurms_reaches_every_rank_and_a_cancelled_job_ends_in_good_order(slurm: Slurm) -> None:
+    with batch(slurm, "cancelled", "-N3", "-n3") as (job, output):
+        wait_for(lambda: count(output, "ready") == 3, "ranks are ready")
+        slurm.run("scancel", "--signal=USR1", job)
+        wait_for(lambda: all(count(output, f"[{rank}] heard SIGUSR1") for rank in range(3)), "all ranks to hear of it")
+        assert count(output, "reigen run: SIGUSR1 is passed on to the ranks") == 1
+        slurm.run("scancel", job)
+        wait_for(lambda: count(output, "stopped by SIGTERM"), "the job ends")
+        assert all(count(output, f"[{rank}] heard SIGTERM") for rank in range(3))
+    wait_for(
+        lambda: not [each for each in commands(slurm) if "-m reigen" in each or "hear.py" in each], "nothing is left"
+    )
+
+
+def test_a_job_in_the_queue_again_says_so(slurm: Slurm) -> None:
+    with batch(slurm, "again", "-N2", "-n2", "--requeue") as (job, output):
+        wait_for(lambda: count(output, "ready 0") == 2, "ranks are ready")
+        slurm.run("scontrol", "requeue", job)
+        wait_for(lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T")[1].strip() == "PENDING", "it is in the queue")
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        wait_for(lambda: count(output, "ready 1") == 2, "ranks are ready again")
+        assert count(output, "with 2 tasks on 2 nodes (1(x2)), started again 1 time") == 1
+
+
+def test_a_step_that_is_cancelled_is_a_lost_host(slurm: Slurm) -> None:
+    with slurm.allocation("-N2", "-n2") as allocation:
+        environ = {**allocation, **path_of_this_source()}
+        with closing(slurm.start(*RUN, sys.executable, "-Sc", HEARING, env=environ)) as job:
+            wait_for(lambda: job.output()[0].count("ready") == 2, "ranks are ready")
+            steps = slurm.run("squeue", "-h", "-s", "-j", allocation["SLURM_JOB_ID"], "-o", "%i")[1].split()
+            slurm.run("scancel", steps[0])
+            assert job.wait() != 0
+            err = job.output()[1]
+    assert re.search(r"host h2 was (lost|sent SIGTERM).*Slurm.*: the job, or this step of it, was cancelled", err), err
+
+
+def test_nodes_that_do_not_answer(slurm: Slurm) -> None:
+    with slurm.allocation("-N3", "-n3") as allocation:
+        environ = {**allocation, **path_of_this_source(), "REIGEN_PEER_TIMEOUT": "3"}
+        with closing(slurm.start(*RUN, sys.executable, "-Sc", HEARING, env=environ)) as job:
+            wait_for(lambda: job.output()[0].count("ready") == 3, "ranks are ready")
+            slurm.hosts[2].cut()
+            assert job.wait() == 255
+            assert "host h3 was lost, with rank 2: nothing has been heard of it for" in job.output()[1]
+        slurm.hosts[2].join()
+        slurm.stop_daemon(slurm.hosts[2])
+        status, out, err = in_job(slurm, allocation, "hostname")
+        assert (status, out) == (1, ""), err
+        assert re.search(
+            r"1 of 2 other hosts cannot take part; nothing was started\n  h3  its slurmd does not answer", err
+        )
