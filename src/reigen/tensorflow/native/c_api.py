@@ -83,6 +83,8 @@ class CApi:
                 raise MissingFunctionError(f"{self.path.name} has no TF_{name}") from None
             function.restype, *function.argtypes = (_TYPES[letter] for letter in signature)
             setattr(self, name, function)
+        #: for calls whose result tells whether they succeeded; of all threads
+        self.status: int = self.NewStatus()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)

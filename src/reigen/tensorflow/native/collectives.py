@@ -106,7 +106,10 @@ def _begin(run: KernelRun, text: str) -> None:
     except ReigenError as error:
         run.finish(_status_of(error))
         return
-    handle.add_done_callback(partial(_end, run, handle, complete))
+    if handle.done:
+        _end(run, handle, complete)
+    else:
+        handle.add_done_callback(partial(_end, run, handle, complete))
 
 
 def _submit(run: KernelRun, call: NativeCall) -> tuple[Handle, Callable[[CollectiveResult], None]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,8 +40,9 @@ _CREATE = ctypes.CFUNCTYPE(_POINTER, _POINTER)
 _COMPUTE = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER)
 _SHAPES = ctypes.CFUNCTYPE(None, _POINTER, _POINTER)
 _MANAGER = ctypes.CFUNCTYPE(ctypes.c_bool, _POINTER, _POINTER, ctypes.c_int)
-#: `std::function` of libstdc++: its bytes, where its manager's address lies, and the manager's order to destroy
-_FUNCTION_BYTES, _MANAGER_AT, _INVOKER_AT, _DESTROY = 32, 16, 24, 3
+#: `std::function` of libstdc++: its words, which of them are its manager and invoker, the manager's order to destroy
+_FUNCTION = ctypes.c_uint64 * 4
+_MANAGER_AT, _INVOKER_AT, _DESTROY = 2, 3, 3
 _MAX_TEXT_BYTES = 16384
 _FROM_MEMORY = ctypes.pythonapi.PyMemoryView_FromMemory
 _FROM_MEMORY.restype, _FROM_MEMORY.argtypes = ctypes.py_object, (_POINTER, ctypes.c_ssize_t, ctypes.c_int)
@@ -68,53 +70,47 @@ class KernelRun:
 
     def __init__(self, api: CApi, context: int, done: int) -> None:
         self._api, self._context, self._done = api, context, done
-        self._own: ctypes.Array[ctypes.c_char] | None = None
+        self._own: ctypes.Array[ctypes.c_uint64] | None = None
         self.num_inputs: int = api.NumInputs(context)
 
     def input(self, index: int) -> tuple[Array, DType]:
         """Return an input's contents, in the storage type, and its element type."""
-        api, tensor, status = self._api, _POINTER(), api_status(self._api)
-        api.GetInput(self._context, index, ctypes.byref(tensor), status)
-        try:
-            _check(api, status)
-            return self._view(tensor.value)
-        finally:
-            api.DeleteTensor(tensor)  # the context has another one
-            api.DeleteStatus(status)
+        api, tensor = self._api, _POINTER()
+        api.GetInput(self._context, index, ctypes.byref(tensor), api.status)
+        if tensor.value is None:
+            raise KernelError(f"there is no input {index}")
+        dtype = _DTYPES[api.TensorType(tensor)]
+        shape = tuple([api.Dim(tensor, axis) for axis in range(api.NumDims(tensor))])
+        return self._take(tensor, dtype.storage, shape), dtype
 
     def output_like(self, index: int, source: Array) -> Array:
         """Return memory for the output in an input's place, of its shape: ``source`` itself, if it can be spared."""
-        api, status, own = self._api, api_status(self._api), (ctypes.c_int * 1)(index)
-        forwarded, dims = ctypes.c_int(-1), _dims(source.shape)
+        api, shape, forwarded = self._api, source.shape, ctypes.c_int(-1)
         tensor = api.ForwardInputOrAllocateOutput(
-            self._context, own, 1, index, dims, source.ndim, ctypes.byref(forwarded), status
+            self._context, _number(index), 1, index, _dims(shape), len(shape), ctypes.byref(forwarded), api.status
         )
-        try:
-            _check(api, status)
-            return source if forwarded.value == index else self._view(tensor)[0]
-        finally:
+        if tensor is None:
+            raise KernelError(f"no memory for output {index} of shape {shape}")
+        if forwarded.value == index:
             api.DeleteTensor(tensor)
-            api.DeleteStatus(status)
+            return source
+        return self._take(tensor, source.dtype, shape)
 
     def allocate(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Array:
         """Return memory for an output."""
-        api, status, number = self._api, api_status(self._api), _NUMBERS[dtype.name]
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        tensor = api.AllocateOutput(self._context, index, number, _dims(shape), len(shape), nbytes, status)
-        try:
-            _check(api, status)
-            return self._view(tensor)[0]
-        finally:
-            api.DeleteTensor(tensor)
-            api.DeleteStatus(status)
+        api, number = self._api, _NUMBERS[dtype.name]
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensor = api.AllocateOutput(self._context, index, number, _dims(shape), len(shape), nbytes, api.status)
+        if tensor is None:
+            raise KernelError(f"no memory for output {index} of shape {shape}")
+        return self._take(tensor, dtype.storage, shape)
 
     def take(self) -> None:
         """Make the run outlive the call that began it."""
-        check_layout(self._done)
-        own = ctypes.create_string_buffer(_FUNCTION_BYTES)
-        ctypes.memmove(own, self._done, _FUNCTION_BYTES)
-        ctypes.memset(self._done + _MANAGER_AT, 0, 8)
-        self._own = own
+        words = _FUNCTION.from_address(self._done)
+        check_layout(words[_MANAGER_AT], words[_INVOKER_AT])
+        self._own = _FUNCTION(*words)
+        words[_MANAGER_AT] = 0
 
     def finish(self, error: tuple[int, str] | None = None) -> None:
         """Tell TensorFlow that it is over: complete, or failed with a code of ``tf.errors`` and a text."""
@@ -129,21 +125,15 @@ class KernelRun:
             return
         address = ctypes.addressof(self._own)
         api.RunAsyncOpKernelDoneCallback(address)
-        manager = _POINTER.from_address(address + _MANAGER_AT).value
-        assert manager is not None
-        _MANAGER(manager)(address, address, _DESTROY)
+        _manager(self._own[_MANAGER_AT])(address, address, _DESTROY)
 
-    def _view(self, tensor: int | None) -> tuple[Array, DType]:
+    def _take(self, tensor: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return a tensor's memory and give the tensor back; the context keeps the memory."""
         api = self._api
-        dtype = _DTYPES[api.TensorType(tensor)]
-        shape = tuple([api.Dim(tensor, axis) for axis in range(api.NumDims(tensor))])
-        nbytes = dtype.itemsize
-        for length in shape:
-            nbytes *= length
-        if not nbytes:
-            return np.empty(shape, dtype.storage), dtype
-        memory = _FROM_MEMORY(api.TensorData(tensor), nbytes, _WRITABLE)
-        return np.frombuffer(memory, dtype.storage).reshape(shape), dtype
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = _FROM_MEMORY(api.TensorData(tensor), nbytes, _WRITABLE) if nbytes else None
+        api.DeleteTensor(tensor)
+        return np.ndarray(shape, dtype, memory)
 
 
 class AsyncKernelOperation:
@@ -255,20 +245,12 @@ class _KnownThreads(threading.local):
 _NUMBERS = {dtype.name: number for number, dtype in _DTYPES.items()}
 
 
-def api_status(api: CApi) -> int:
-    """Make a status, the caller's to delete."""
-    status: int = api.NewStatus()
-    return status
-
-
-def check_layout(function: int) -> None:
+def check_layout(manager: int, invoker: int) -> None:
     """Check that the addresses in a ``std::function`` lie where libstdc++ has them.
 
     Raises:
         KernelError: there is something else.
     """
-    manager = _POINTER.from_address(function + _MANAGER_AT).value
-    invoker = _POINTER.from_address(function + _INVOKER_AT).value
     if (manager, invoker) not in _known_functions:
         if not (manager and invoker and _is_code(manager) and _is_code(invoker)):
             raise KernelError("the callback of TensorFlow's asynchronous kernels is not a std::function of libstdc++")
@@ -293,6 +275,16 @@ def _is_code(address: int) -> bool:
 def _check(api: CApi, status: int) -> None:
     if api.GetCode(status):
         raise KernelError(api.Message(status).decode())
+
+
+@functools.lru_cache(maxsize=64)
+def _manager(address: int) -> Any:
+    return _MANAGER(address)
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(number: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * 1)(number)
 
 
 @functools.lru_cache(maxsize=4096)
