@@ -48,7 +48,7 @@ def get_handler() -> FfiHandler | None:
     jax.local_devices(backend="cpu")  # a handler that XLA refuses while it starts would keep it from that
     reason = ""
     for version in KNOWN_VERSIONS:
-        handler = FfiHandler(version, checks_order=True)
+        handler = FfiHandler(version, checks_order=True, device_index=_local_index)
         try:
             jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.function), platform="cpu")
         except Exception as error:  # noqa: BLE001  of JAX's classes, which depend on its version
@@ -58,6 +58,13 @@ def get_handler() -> FfiHandler | None:
             return handler
     _log.warning("collectives inside jax.jit go through host callbacks, which take longer: %s", reason)
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _local_index(number: int) -> int:
+    """Number of a device among those of this process; jax.distributed numbers the devices of all processes."""
+    numbers = [device.id for device in jax.local_devices(backend="cpu")]
+    return numbers.index(number) if number in numbers else number
 
 
 def drain() -> None:

@@ -84,6 +84,7 @@ class FfiHandler:
         checks_order: the runtime numbers its executions in the order of their dispatch, and is to make calls with one
             name in that order, or the job ends with an error.
         answer: answers a question, a ``call`` that begins with ``?``, with an integer; its one result is that.
+        device_index: makes of a device's number in the runtime, where it is not 0, its number in this process.
 
     Attributes:
         function: the handler for ctypes.
@@ -96,12 +97,13 @@ class FfiHandler:
         *,
         checks_order: bool = False,
         answer: Callable[[str], int] | None = None,
+        device_index: Callable[[int], int] = int,
     ) -> None:
         self.function = FUNCTION(self._handle)
         self.failures = RuntimeFailures()
         self.version = version
         self._checks_order = checks_order
-        self._answers = answer
+        self._answers, self._device_index = answer, device_index
         self._threads = _KnownThreads()
         #: calls that are in Python, and those whose future is not complete
         self._calls: dict[object, None] = {}
@@ -165,7 +167,8 @@ class FfiHandler:
             _views(frame.results)[0][0][...] = self._answers(text.decode())
             return False
         native = decode_call(text)
-        if device := _ask_context(frame, "device_ordinal_get") & _INT32:
+        device = _ask_context(frame, "device_ordinal_get") & _INT32
+        if device and (device := self._device_index(device)):
             native = structs.replace(native, name=f"{native.name}@device{device}")
         if self._checks_order:
             self._check_order(native, frame.attributes.values[0], _ask_context(frame, "run_id_get"))
