@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
-SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-ALL_SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3)]
 KERAS_3, LEGACY = {"TF_USE_LEGACY_KERAS": "0"}, {"TF_USE_LEGACY_KERAS": "1"}
 BOTH = [pytest.param(KERAS_3, id="keras3"), pytest.param(LEGACY, id="legacy")]
 
@@ -41,22 +39,21 @@ def assert_trained(out: str, size: int, least_accuracy: float = 0.8) -> None:
     assert float(found[1]) > least_accuracy
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_suite_for_tensorflow(size: int) -> None:
     _, err = ran(size, "suite_tensorflow.py")
     assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
     assert size == 1 or "skipped" not in err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_suite_for_tensorflow_with_legacy_keras(size: int) -> None:
+def test_a_suite_for_tensorflow_with_legacy_keras() -> None:
+    size = 3
     chosen = ["TensorFlowTests." + name for name in ("test_sync_batch_normalization", "test_partial_gradient_tape")]
     _, err = ran(size, "suite_tensorflow.py", *chosen, environ=LEGACY)
     assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("keras", BOTH)
 def test_a_suite_for_keras(keras: dict[str, str], size: int) -> None:
     _, err = ran(size, "suite_keras.py", environ=keras)
@@ -64,32 +61,29 @@ def test_a_suite_for_keras(keras: dict[str, str], size: int) -> None:
     assert "skipped" not in err
 
 
-@pytest.mark.parametrize("size", ALL_SLOW)
 @pytest.mark.parametrize("keras", BOTH)
 @pytest.mark.parametrize("option", ["", "--use-mixed-precision"])
-def test_a_loop_with_a_tape(option: str, keras: dict[str, str], size: int) -> None:
-    out, _ = ran(size, "tensorflow2_mnist.py", *option.split(), environ=keras)
-    assert_trained(out, size)
+def test_a_loop_with_a_tape(option: str, keras: dict[str, str]) -> None:
+    out, _ = ran(2, "tensorflow2_mnist.py", *option.split(), environ=keras)
+    assert_trained(out, 2)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "options",
+    ("options", "size"),
     [
-        "",
-        pytest.param("--gradient-predivide-factor 2", marks=pytest.mark.slow),
-        pytest.param("--backward-passes-per-step 2", marks=pytest.mark.slow),
-        pytest.param("--use-adasum", marks=pytest.mark.slow),
+        ("", 2),
+        ("", 3),
+        ("--gradient-predivide-factor 2", 2),
+        ("--backward-passes-per-step 2", 3),
+        ("--use-adasum", 2),
     ],
 )
 def test_a_session_of_version_1(options: str, size: int) -> None:
-    if size == 3 and "adasum" in options:
-        pytest.skip("Adasum is among a power of two ranks")
     out, _ = ran(size, "tensorflow_v1_mnist.py", *options.split())
     assert_trained(out, size, 0.7)
 
 
-@pytest.mark.parametrize("size", ALL_SLOW)
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("keras", BOTH)
 def test_fit_of_tf_keras(keras: dict[str, str], size: int) -> None:
     out, _ = ran(size, "tensorflow2_keras_mnist.py", environ=keras)
@@ -97,16 +91,15 @@ def test_fit_of_tf_keras(keras: dict[str, str], size: int) -> None:
     assert out.count(f"rate={0.001 * size:.4f} version=0.28.1") == size
 
 
-@pytest.mark.parametrize("size", ALL_SLOW)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_fit_of_keras(backend: str, size: int) -> None:
-    out, _ = ran(size, "keras_mnist.py", environ={"KERAS_BACKEND": backend})
-    assert_trained(out, size, 0.5)
+def test_fit_of_keras(backend: str) -> None:
+    out, _ = ran(2, "keras_mnist.py", environ={"KERAS_BACKEND": backend})
+    assert_trained(out, 2, 0.5)
 
 
-@pytest.mark.parametrize("size", ALL_SLOW)
 @pytest.mark.parametrize("keras", BOTH)
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path, keras: dict[str, str], size: int) -> None:
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path, keras: dict[str, str]) -> None:
+    size = 2
     rates = [0.02 * (1 + (size - 1) / 2), 0.02 * size, 0.02 * size, 0.002 * size, 0.002 * size]
     for first, last in ((0, 3), (3, 5)):
         options = [str(tmp_path), "--epochs", str(last), "--fp16-allreduce"]
@@ -117,10 +110,8 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, keras: dict[str, str
     assert sorted(path.stem for path in tmp_path.iterdir()) == [f"checkpoint-{epoch}" for epoch in range(1, 6)]
 
 
-@pytest.mark.parametrize("size", ALL_SLOW)
-@pytest.mark.parametrize("keras", BOTH)
-@pytest.mark.parametrize("option", ["--fp16-allreduce", "--eager"])
-def test_a_benchmark_of_made_data(option: str, keras: dict[str, str], size: int) -> None:
-    out, _ = ran(size, "synthetic_benchmark.py", option, environ=keras)
-    assert out.count("same=True\n") == size
+@pytest.mark.parametrize(("option", "keras"), [("--fp16-allreduce", LEGACY), ("--eager", KERAS_3)])
+def test_a_benchmark_of_made_data(option: str, keras: dict[str, str]) -> None:
+    out, _ = ran(2, "synthetic_benchmark.py", option, environ=keras)
+    assert out.count("same=True\n") == 2
     assert re.search(r"^Img/sec per CPU: \d", out, re.MULTILINE)
