@@ -22,7 +22,7 @@ COMBINATIONS = {
         [("tensorflow_step.py", ""), ("keras_fit.py", "tensorflow"), ("tensorflow_keras_fit.py", "legacy")],
     ),
     "oldest tensorflow": (
-        ["reigen[tensorflow]", "tensorflow==2.16.2", "keras==3.3.3"],
+        ["reigen[tensorflow]", "tensorflow==2.16.2", "keras==3.5.0"],
         [("tensorflow_step.py", ""), ("keras_fit.py", "tensorflow"), ("tensorflow_keras_fit.py", "tensorflow")],
     ),
     "jax": (["reigen[jax,keras]", "optax"], [("jax_step.py", ""), ("keras_fit.py", "jax")]),

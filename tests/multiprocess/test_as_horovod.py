@@ -122,7 +122,7 @@ def test_all_names_are_there_and_what_is_missing_says_so():
             "ModuleNotFoundError reigen.tensorflow needs TensorFlow: pip install tensorflow "
             "(No module named 'tensorflow')"
         ),
-        "ModuleNotFoundError reigen.keras needs Keras 3: pip install keras (No module named 'keras')",
+        "ModuleNotFoundError reigen.keras needs Keras 3: pip install 'keras>=3.5' (No module named 'keras')",
         (
             "ModuleNotFoundError reigen.mxnet needs MXNet: pip install mxnet==1.9.1 numpy==1.23.5 "
             "(No module named 'mxnet')"

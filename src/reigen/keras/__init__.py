@@ -1,9 +1,9 @@
-"""Reigen for Keras 3 (3.3 or later), on any of its backends: ``import reigen.keras as hvd``."""
+"""Reigen for Keras 3 (3.5 or later), on any of its backends: ``import reigen.keras as hvd``."""
 
 try:
     import keras.ops as _ops  # noqa: F401  before anything that needs it: this says what to do where it is missing
 except ModuleNotFoundError as error:  # Keras 2 has no such module
-    raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install 'keras>=3.3' ({error})", name="keras") from None
+    raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install 'keras>=3.5' ({error})", name="keras") from None
 
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *

@@ -19,6 +19,11 @@ from reigen.keras.compression import Compression, choose_compressor
 from reigen.keras.gradient_reducer import GradientReducer, ReduceOptions
 from reigen.types import ReduceOp
 
+#: since which Keras clips the gradients that it applies, after their accumulation
+_OLDEST = (3, 5)
+if tuple(map(int, keras.__version__.split(".")[:2])) < _OLDEST:
+    raise ImportError(f"reigen.keras needs Keras 3.5 or later, and this is {keras.__version__}: pip install -U keras")
+
 
 class DistributedOptimizerMixin:
     """First base of a wrapped optimizer's class: reduces the gradients that are applied, after their accumulation.
