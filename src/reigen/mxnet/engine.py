@@ -32,6 +32,7 @@ from typing import Any, Protocol
 from mxnet.base import _LIB, check_call
 
 from reigen import context
+from reigen.api.runtime_threads import KnownThreads
 from reigen.errors import ReigenError
 from reigen.mxnet.errors import EngineErrors, to_mxnet_error
 
@@ -78,22 +79,6 @@ class _Operation:
     thread: int | None = None
 
 
-class _KnownThreads(threading.local):
-    """Threads of MXNet's engine that Python knows.
-
-    ctypes has Python make, and forget, the state of a thread that is not its own with each call, which takes longer
-    than `EngineQueue._begin` itself. Ensured once more, it stays for as long as the thread.
-    """
-
-    _stays = False
-
-    def stay(self) -> None:
-        """Have Python keep the state of this thread."""
-        if not self._stays:
-            self._stays = True
-            ctypes.pythonapi.PyGILState_Ensure()
-
-
 class EngineQueue:
     """Queue of this process's collectives in MXNet's engine."""
 
@@ -105,7 +90,7 @@ class EngineQueue:
         #: MXNet's calls that are in Python now
         self._calls: dict[object, None] = {}
         self._failures = EngineErrors()
-        self._known_threads = _KnownThreads()
+        self._known_threads = KnownThreads()
         self._cpp = ctypes.CDLL("libstdc++.so.6")
         self._push = ctypes.CDLL(_LIB._name).MXEnginePushAsyncND  # of our own: other code may declare it otherwise
         self._push.argtypes = [

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from reigen import context
 from reigen.api.native_calls import NativeCall, decode_call
+from reigen.api.runtime_threads import KnownThreads
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.errors import CollectiveError, UnsupportedTypeError
 from reigen.types import DTYPES, DType
@@ -104,7 +105,7 @@ class FfiHandler:
         self.version = version
         self._checks_order = checks_order
         self._answers, self._device_index = answer, device_index
-        self._threads = _KnownThreads()
+        self._threads = KnownThreads()
         #: calls that are in Python, and those whose future is not complete
         self._calls: dict[object, None] = {}
         self._lock = threading.Lock()
@@ -324,22 +325,6 @@ class _Call:
                 np.copyto(array, found)
         if native.row.returns_splits and len(self.results) > 1:
             self.results[1][:] = np.asarray(outcome.received_splits).reshape(self.results[1].shape)
-
-
-class _KnownThreads(threading.local):
-    """Threads of a runtime that Python knows.
-
-    ctypes has Python make, and forget, the state of a thread that is not its own with each call, which takes longer
-    than to begin a collective. Ensured once more, it stays for as long as the thread.
-    """
-
-    _stays = False
-
-    def stay(self) -> None:
-        """Have Python keep the state of this thread."""
-        if not self._stays:
-            self._stays = True
-            ctypes.pythonapi.PyGILState_Ensure()
 
 
 def check_frame(frame: FfiCallFrame) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from reigen.api.runtime_threads import KnownThreads
 from reigen.tensorflow.adapter import DTYPE_OF
 from reigen.tensorflow.native.c_api import CApi
 from reigen.types import DType
@@ -157,7 +158,7 @@ class AsyncKernelOperation:
         self._lock = threading.Lock()
         #: TensorFlow's calls that are in Python now
         self.calls: dict[object, None] = {}
-        self._known_threads = _KnownThreads()
+        self._known_threads = KnownThreads()
         self._functions = _CREATE(self._create), _COMPUTE(self._compute), _SHAPES(self._set_shapes)
         _registered.append(self)
         self._register(has_rows)
@@ -224,22 +225,6 @@ class AsyncKernelOperation:
             else:
                 api.ShapeInferenceContextSetOutput(context, index, shape, status)
         api.DeleteShapeHandle(shape)
-
-
-class _KnownThreads(threading.local):
-    """Threads of TensorFlow that Python knows.
-
-    ctypes has Python make, and forget, the state of a thread that is not its own with each call, which takes longer
-    than the call itself. Ensured once more, it stays for as long as the thread.
-    """
-
-    _stays = False
-
-    def stay(self) -> None:
-        """Have Python keep the state of this thread."""
-        if not self._stays:
-            self._stays = True
-            ctypes.pythonapi.PyGILState_Ensure()
 
 
 _NUMBERS = {dtype.name: number for number, dtype in _DTYPES.items()}
