@@ -6,16 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import reigen.jax as rj
-from reigen.errors import MismatchError, PeerLostError
+from reigen.errors import DeadlineError, MismatchError, PeerLostError
 from reigen.jax import native
 from reigen.testing import RankError
 from tests.jax.test_jax_transformations import check_other_collectives, check_programs
+from tests.multiprocess.launcher import until
 
 
 def die_while_the_others_wait() -> tuple[int, ...]:
@@ -28,6 +30,22 @@ def die_while_the_others_wait() -> tuple[int, ...]:
     with pytest.raises(PeerLostError) as caught, rj.collective_errors():
         jax.block_until_ready(step(jnp.ones(100_000)))
     return caught.value.ranks
+
+
+def executions_and_a_late_rank(directory: str) -> None:
+    """A program that fails because rank 2 is late is not executed again: it would meet rank 2's first execution."""
+    step = jax.jit(lambda x: rj.allreduce(x, op=rj.Sum))
+
+    def execute(value: float) -> None:
+        with pytest.raises(DeadlineError, match=r"rank\(s\) 2 did not submit it"), rj.collective_errors():
+            jax.block_until_ready(step(jnp.full(2, value)))
+
+    if rj.rank() == 2:
+        until(lambda: {"0", "1"} <= set(os.listdir(directory)))
+    else:
+        execute(1.0)
+        Path(directory, str(rj.rank())).touch()
+    execute(2.0)
 
 
 def check_without_native() -> None:
@@ -66,6 +84,10 @@ def test_a_rank_that_dies_while_programs_wait(rank_pool) -> None:
     with pytest.raises(RankError) as caught:
         rank_pool(3).run(die_while_the_others_wait, init=True)
     assert {failure.rank for failure in caught.value.failures} == {1}, str(caught.value)
+
+
+def test_a_late_rank_meets_no_other_execution(rank_pool, tmp_path) -> None:
+    rank_pool(3).run(executions_and_a_late_rank, str(tmp_path), init=True, env={"REIGEN_DEADLINE": "1"})
 
 
 def test_host_callbacks(rank_pool) -> None:

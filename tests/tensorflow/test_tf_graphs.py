@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from reigen.tensorflow.native import trust
 from reigen.tensorflow.native.kernels import KernelError
 from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import ReduceOp
+from tests.multiprocess.launcher import until
 
 SUM = ReductionSpec(ReduceOp.SUM, 1.0, 1.0)
 
@@ -114,6 +116,32 @@ def unused_results() -> None:
 @pytest.mark.parametrize("func", [names, control_flow, two_functions_of_one_name, unused_results])
 def test_graphs(rank_pool, func):
     rank_pool(2).run(func, init=True)
+
+
+def executions_and_a_late_rank(directory: str) -> None:
+    """A graph that fails because rank 2 is late is not executed again: it would meet rank 2's first execution."""
+
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    def execute(value: float) -> str:
+        with pytest.raises(tf.errors.UnknownError) as caught:
+            step(tf.fill([2], value))
+        return caught.value.message
+
+    if hvd.rank() == 2:
+        until(lambda: {"0", "1"} <= set(os.listdir(directory)))
+    else:
+        assert "rank(s) 2 did not submit it" in execute(1.0)
+        Path(directory, str(hvd.rank())).touch()
+    assert "rank(s) 2 did not submit it" in execute(2.0)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_late_rank_meets_no_other_execution(rank_pool, tmp_path, native):
+    env = {"REIGEN_DEADLINE": "1", "REIGEN_TENSORFLOW_NATIVE": native}
+    rank_pool(3).run(executions_and_a_late_rank, str(tmp_path), init=True, env=env)
 
 
 def forwarded() -> None:

@@ -78,6 +78,7 @@ class NativeCall(msgspec.Struct, frozen=True):
         splits: tuple[int, ...] | None = None,
         make_output: MakeOutput | Sequence[MakeOutput] | None = None,
         blocking: bool = False,
+        in_program: bool = True,
     ) -> Handle:
         """Submit it; returns at once.
 
@@ -89,6 +90,7 @@ class NativeCall(msgspec.Struct, frozen=True):
             make_output: gives memory for a result of a shape that is not known beforehand, on whichever thread
                 completes the operation; one for all tensors, or one for each.
             blocking: the caller waits for the handle next.
+            in_program: see `Handle.is_in_program`.
 
         Raises:
             ReigenError: see `Context.start`; nothing was sent.
@@ -97,7 +99,7 @@ class NativeCall(msgspec.Struct, frozen=True):
         argument = splits if collective.returns_splits else self.argument
         given = [*map(as_rows, sources)] if collective.takes_scalars else sources
         if self.is_grouped:
-            return job.start_group(
+            handle = job.start_group(
                 collective.build,
                 given,
                 dtypes,
@@ -109,20 +111,20 @@ class NativeCall(msgspec.Struct, frozen=True):
                 process_set=self.process_set,
                 blocking=blocking,
             )
-        target = None if targets is None else targets[0]
-        if isinstance(make_output, Sequence):
-            make_output = make_output[0]
-        return job.start(
-            collective.build,
-            given[0],
-            dtypes[0],
-            argument,
-            target=target,
-            name=self.name or None,
-            make_output=make_output,
-            process_set=self.process_set,
-            blocking=blocking,
-        )
+        else:
+            handle = job.start(
+                collective.build,
+                given[0],
+                dtypes[0],
+                argument,
+                target=None if targets is None else targets[0],
+                name=self.name or None,
+                make_output=make_output[0] if isinstance(make_output, Sequence) else make_output,
+                process_set=self.process_set,
+                blocking=blocking,
+            )
+        handle.is_in_program = in_program
+        return handle
 
 
 @functools.lru_cache(maxsize=4096)

@@ -485,7 +485,11 @@ class Engine:
             else:
                 if observer is not None:
                     observer.failed(instruction.name)
-                self._outstanding.finish([(instruction.name, instruction.error)])
+                handle = self._outstanding.handles.get(instruction.name)
+                if handle is not None and handle.is_in_program and isinstance(instruction.error, DeadlineError):
+                    self._give_up(instruction.error)
+                else:
+                    self._outstanding.finish([(instruction.name, instruction.error)])
 
     def _break(self, error: CollectiveError) -> None:
         """From now on nothing works; fail all that is outstanding, taken in or not."""

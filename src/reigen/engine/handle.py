@@ -95,6 +95,8 @@ class Handle(msgspec.Struct, Generic[Result], eq=False):
         name: the operation's.
         task: its memory.
         done: whether `wait` would not block.
+        is_in_program: it is an execution of an operation that a runtime repeats. If a rank does not come in time, the
+            job ends: that rank's execution would meet the next one of the others, which has the same name.
     """
 
     _engine: HandleWaiter
@@ -103,6 +105,7 @@ class Handle(msgspec.Struct, Generic[Result], eq=False):
     #: makes the result of the outcome, once; None: the outcome is the result
     _deliver: Callable[[CollectiveResult], Any] | None = None
     done: bool = False
+    is_in_program: bool = False
     _outcome: CollectiveResult | None = None
     _error: CollectiveError | None = None
     #: called once each, by the thread that takes one out

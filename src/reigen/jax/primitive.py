@@ -128,6 +128,7 @@ def _run(*arrays: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool
         targets,
         splits=splits,
         blocking=True,
+        in_program=False,
         make_output=None if call.is_grouped else lambda shape: empty_aligned(shape, sources[0].dtype),
     ).wait()
     outcomes = outcome.members if call.is_grouped else (outcome,)

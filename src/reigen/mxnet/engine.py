@@ -33,6 +33,7 @@ from mxnet.base import _LIB, check_call
 
 from reigen import context
 from reigen.api.runtime_threads import KnownThreads
+from reigen.engine.handle import Handle
 from reigen.errors import ReigenError
 from reigen.mxnet.errors import EngineErrors, to_mxnet_error
 
@@ -207,6 +208,8 @@ class EngineQueue:
         self._known_threads.stay()
         try:
             pending = operation.begin()
+            if isinstance(pending, Handle):
+                pending.is_in_program = True  # the script goes on without its result
             pending.add_done_callback(lambda: self._end(operation, pending, end))
         except BaseException as error:  # noqa: BLE001  raised where the arrays are waited for
             self._fail(operation, error, end)

@@ -146,6 +146,28 @@ def test_an_expired_name_is_refused_in_time_although_rank_zero_had_been_driving(
     patiently(attempt, 0.3)
 
 
+def test_a_late_rank_ends_the_job_where_programs_repeat_operations() -> None:
+    """Its execution would meet the next one of the others, under the same name."""
+    given_up = threading.Barrier(3)
+
+    def execute(job: Context) -> tuple[int, ...]:
+        x = np.ones(3, np.float32)
+        handle = job.allreduce(x, x, FLOAT, name="in a program")
+        handle.is_in_program = True
+        with pytest.raises(DeadlineError) as caught:
+            handle.wait()
+        return caught.value.ranks
+
+    def act(job: Context) -> list[tuple[int, ...]]:
+        first = [] if job.rank == 2 else [execute(job)]
+        given_up.wait(20)
+        with pytest.raises(DeadlineError, match="in a program"):
+            reduce(job, "in a program")
+        return first
+
+    assert between(3, act, deadline_seconds=0.3) == [[(2,)], [(2,)], []]
+
+
 def test_what_is_outstanding_fails_when_a_rank_leaves() -> None:
     def act(job: Context) -> tuple[int, ...]:
         if job.rank == 2:
