@@ -133,7 +133,7 @@ class Config:
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
         tensorflow_native: collectives in graphs of TensorFlow are operations of our own: ``0`` never, ``1`` without a
             self-test, ``auto`` where they are known to work, or a self-test succeeds.
-        jax_native: collectives inside jax.jit are operations of XLA; else they are host callbacks.
+        jax_native: the same of collectives inside jax.jit, which are operations of XLA; else they are host callbacks.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
         kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by the transport.
         kv_threads: threads of a server that compute; None to choose by how many processors it may use.
@@ -184,7 +184,7 @@ class Config:
     host_id: str | None = _knob(None, _TEXT, "REIGEN_HOST_ID")
     nccl: bool = _knob(True, _SWITCH, "REIGEN_NCCL")
     tensorflow_native: str = _knob("auto", _choice_of(("auto", "0", "1")), "REIGEN_TENSORFLOW_NATIVE")
-    jax_native: bool = _knob(True, _SWITCH, "REIGEN_JAX_NATIVE")
+    jax_native: str = _knob("auto", _choice_of(("auto", "0", "1")), "REIGEN_JAX_NATIVE")
     kv_bigarray_bound: int = _knob(1_000_000, _COUNT, "REIGEN_KV_BIGARRAY_BOUND MXNET_KVSTORE_BIGARRAY_BOUND")
     kv_slice_bytes: int | None = _knob(None, _BYTES_ABOVE_0, "REIGEN_KV_SLICE_BYTES")
     kv_threads: int | None = _knob(None, _COUNT_ABOVE_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 
 import reigen.jax as rj
 from reigen.errors import DeadlineError, MismatchError, PeerLostError
-from reigen.jax import native
+from reigen.jax import native, primitive, self_test, tracing
 from reigen.testing import RankError
 from tests.jax.test_jax_transformations import check_other_collectives, check_programs
 from tests.multiprocess.launcher import until
@@ -41,25 +46,54 @@ def executions_and_a_late_rank(directory: str) -> None:
             jax.block_until_ready(step(jnp.full(2, value)))
 
     if rj.rank() == 2:
-        until(lambda: {"0", "1"} <= set(os.listdir(directory)))
+        until(lambda: len(list(Path(directory).iterdir())) == 2)
     else:
         execute(1.0)
         Path(directory, str(rj.rank())).touch()
     execute(2.0)
 
 
-def check_without_native() -> None:
-    native.get_handler.cache_clear()
+def check_host_callbacks(cache: str) -> None:
+    """They take the place of XLA's operations where these are not wanted, do not work, or JAX has changed."""
+    made = functools.cache(native.get_handler.__wrapped__)
+    failing = dataclasses.replace(native.self_test(), module="reigen.jax.missing", tested_versions=())
+    reasons = []
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=cache),
+        mock.patch.object(native, "get_handler", made),
+        mock.patch.object(primitive, "get_handler", made),
+        mock.patch.object(native._log, "warning", lambda text, reason: reasons.append(reason)),
+    ):
+        with mock.patch.object(native, "self_test", return_value=failing):
+            check_programs_by_callbacks()
+        made.cache_clear()
+        tracing.find_difference.cache_clear()
+        with mock.patch.object(tracing, "_import_error", "no name 'tokens'"):
+            check_programs_by_callbacks()
+    tracing.find_difference.cache_clear()
     jax.clear_caches()
-    try:
-        assert native.get_handler() is None
-        for check in (check_programs, check_other_collectives):
-            check()
-        with pytest.raises(MismatchError), rj.collective_errors():
-            jax.block_until_ready(jax.jit(lambda x: rj.allreduce(x, name="other shapes"))(jnp.ones(3 + rj.rank())))
-    finally:
-        native.get_handler.cache_clear()
-        jax.clear_caches()
+    assert [reason.partition("with JAX")[2] or reason.partition("versions")[2] for reason in reasons] == [
+        f"'s XLA {jaxlib.__version__} ended with exit code 1",
+        ": no name 'tokens'",
+    ]
+
+
+def check_programs_by_callbacks() -> None:
+    jax.clear_caches()
+    assert native.get_handler() is None
+    for check in (check_programs, check_other_collectives):
+        check()
+    with pytest.raises(MismatchError), rj.collective_errors():
+        jax.block_until_ready(jax.jit(lambda x: rj.allreduce(x, name="other shapes"))(jnp.ones(3 + rj.rank())))
+
+
+OTHER_JAX = """
+import types, jax, jax._src, jax.extend, jax.experimental
+jax._src.effects = types.ModuleType("jax._src.effects")  # JAX itself has the names that it needs
+import reigen.jax as rj
+rj.init()
+print(jax.jit(lambda x: rj.allgather(rj.allreduce(x)))(jax.numpy.arange(3.0)).tolist())
+"""
 
 
 TWO_DEVICES = """
@@ -90,8 +124,27 @@ def test_a_late_rank_meets_no_other_execution(rank_pool, tmp_path) -> None:
     rank_pool(3).run(executions_and_a_late_rank, str(tmp_path), init=True, env={"REIGEN_DEADLINE": "1"})
 
 
-def test_host_callbacks(rank_pool) -> None:
-    rank_pool(2).run(check_without_native, init=True, env={"REIGEN_JAX_NATIVE": "0"})
+def test_host_callbacks(rank_pool, tmp_path) -> None:
+    rank_pool(2).run(check_host_callbacks, str(tmp_path), init=True)
+
+
+def test_a_jax_without_a_name_that_it_does_not_promise() -> None:
+    environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_JAX], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[0.0, 1.0, 2.0]"), done.stderr
+    assert done.stderr.count("take longer") == 1
+    assert "has no attribute 'Effect'" in done.stderr
+
+
+def run_the_self_test() -> tuple[int, bool]:
+    return self_test.main(), importlib.util.find_spec(native.self_test().module) is not None
+
+
+def test_the_self_test_succeeds_with_this_version(rank_pool) -> None:
+    assert jaxlib.__version__ in native.TESTED_VERSIONS
+    assert rank_pool(1).run(run_the_self_test, init=True) == [(0, True)]
 
 
 def test_several_local_devices_and_the_end_of_a_script() -> None:

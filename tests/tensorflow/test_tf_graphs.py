@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import os
 import tempfile
 import threading
@@ -18,8 +20,8 @@ import tensorflow as tf
 import reigen.tensorflow as hvd
 from reigen import context
 from reigen.engine.operation_builders import ReductionSpec
-from reigen.errors import PeerLostError
-from reigen.tensorflow import graph
+from reigen.errors import PeerLostError, UnsupportedError
+from reigen.tensorflow import compiled, graph
 from reigen.tensorflow.collectives import reduce_gradients
 from reigen.tensorflow.errors import collective_error_of
 from reigen.tensorflow.native import collectives as native_collectives
@@ -131,7 +133,7 @@ def executions_and_a_late_rank(directory: str) -> None:
         return caught.value.message
 
     if hvd.rank() == 2:
-        until(lambda: {"0", "1"} <= set(os.listdir(directory)))
+        until(lambda: len(list(Path(directory).iterdir())) == 2)
     else:
         assert "rank(s) 2 did not submit it" in execute(1.0)
         Path(directory, str(hvd.rank())).touch()
@@ -302,22 +304,30 @@ def test_the_installed_version_is_one_of_the_tested():
     assert tf.__version__ in trust.TESTED_VERSIONS
 
 
-def test_the_self_test_and_its_verdict(tmp_path, monkeypatch):
-    """It succeeds with this build; its verdict is kept, and believed."""
+def self_tests() -> list[object]:
+    tests = [trust.kernels_test(), trust.xla_test()]
+    assert all(test.is_tested for test in tests)
+    return [importlib.import_module(test.module).main() for test in tests]
+
+
+def test_the_self_tests_succeed_with_this_version(rank_pool):
+    assert rank_pool(1).run(self_tests) == [[0, 0]]
+
+
+def test_other_versions_are_tested_first(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(trust, "TESTED_VERSIONS", ())
-    trust._remembered_verdict.cache_clear()
-    assert trust.judge() is None
-    kept = trust._verdict_path()
-    assert kept.read_text() == '"ok"'
-    kept.write_text('"no good"')
-    trust._remembered_verdict.cache_clear()
-    assert trust.judge() == "no good"
-    trust._remembered_verdict.cache_clear()
+    for name, judge in (("kernels_test", trust.judge), ("xla_test", trust.judge_xla)):
+        failing = dataclasses.replace(getattr(trust, name)(), tested_versions=(), module="reigen.tensorflow_of_mars")
+        monkeypatch.setattr(trust, name, lambda failing=failing: failing)
+        assert "ended with exit code 1" in judge()
     monkeypatch.setenv("REIGEN_TENSORFLOW_NATIVE", "0")
     assert trust.judge() == "REIGEN_TENSORFLOW_NATIVE=0"
     monkeypatch.setenv("REIGEN_TENSORFLOW_NATIVE", "1")
     assert trust.judge() is None
+    compiled._registered.cache_clear()
+    monkeypatch.setenv("REIGEN_TENSORFLOW_NATIVE", "auto")
+    with pytest.raises(UnsupportedError, match=r"cannot call collectives \(the self-test .*leave it outside"):
+        compiled._registered()
 
 
 def fallback_is_announced() -> tuple[list[float], int]:

@@ -56,7 +56,7 @@ VARIABLES = {
     "REIGEN_PEER_TIMEOUT": ("peer_timeout_seconds", "5", 5.0),
     "REIGEN_HOST_ID": ("host_id", "rack-1", "rack-1"),
     "REIGEN_TENSORFLOW_NATIVE": ("tensorflow_native", "0", "0"),
-    "REIGEN_JAX_NATIVE": ("jax_native", "0", False),
+    "REIGEN_JAX_NATIVE": ("jax_native", "0", "0"),
     "REIGEN_NCCL": ("nccl", "0", False),
     "REIGEN_KV_BIGARRAY_BOUND": ("kv_bigarray_bound", "5000", 5000),
     "MXNET_KVSTORE_BIGARRAY_BOUND": ("kv_bigarray_bound", "6000", 6000),

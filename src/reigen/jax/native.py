@@ -1,7 +1,9 @@
 """Registration of XLA's foreign function interface in JAX, and host callbacks in its place.
 
-Where it cannot be used, and with REIGEN_JAX_NATIVE=0, collectives of programs are ordered host callbacks of JAX
-(`io_callback`): each is called when the one before it is complete, in the order in which they stand in the program.
+It is used with the versions of XLA with which the tests have run, and with another one after a self-test in a process
+of its own has succeeded. Where it cannot be used, and with REIGEN_JAX_NATIVE=0, collectives of programs are ordered
+host callbacks of JAX (`io_callback`): each is called when the one before it is complete, in the order in which they
+stand in the program.
 That takes longer, and a program with them cannot be exported.
 """
 
@@ -13,23 +15,29 @@ import functools
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax.experimental import io_callback
 
 from reigen import context
 from reigen.api.native_calls import NativeCall
+from reigen.api.self_tests import SelfTest
 from reigen.config import load_config
 from reigen.errors import ReigenError
 from reigen.jax.adapter import dtype_of
+from reigen.jax.tracing import find_difference
 from reigen.xla import FfiHandler
 from reigen.xla.failures import RuntimeFailures
 from reigen.xla.ffi_structs import KNOWN_VERSIONS
 
 _log = logging.getLogger(__name__)
 TARGET = "reigen_collective"
+#: Versions of jaxlib with which the tests have run.
+TESTED_VERSIONS = ("0.6.2", "0.10.2")
 _callback_failures = RuntimeFailures()
 #: seconds that the end of a script waits for computations, beyond the deadline of each collective
 _GRACE_SECONDS = 5.0
@@ -41,23 +49,51 @@ def get_handler() -> FfiHandler | None:
 
     It begins with the first program that has a collective.
     """
-    is_initialized = context.is_initialized()
-    config = context.current().config if is_initialized else load_config(os.environ)
-    if not config.jax_native:
+    handler = None
+    reason = _judge()
+    if reason is None:
+        handler, reason = register(TARGET, device_index=_local_index)
+    if handler is None:
+        _log.warning("collectives inside jax.jit go through host callbacks, which take longer: %s", reason)
         return None
+    atexit.register(_drain_at_exit, os.getpid())
+    return handler
+
+
+def register(target: str, **options: Any) -> tuple[FfiHandler | None, str]:
+    """Register a handler with JAX, for a version of the interface that XLA takes; None, and why: it takes none.
+
+    Args:
+        target: its name, once in a process.
+        **options: as for `FfiHandler`.
+    """
     jax.local_devices(backend="cpu")  # a handler that XLA refuses while it starts would keep it from that
     reason = ""
     for version in KNOWN_VERSIONS:
-        handler = FfiHandler(version, checks_order=True, device_index=_local_index)
+        handler = FfiHandler(version, checks_order=True, **options)
         try:
-            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.function), platform="cpu")
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler.function), platform="cpu")
         except Exception as error:  # noqa: BLE001  of JAX's classes, which depend on its version
             reason = str(error)
         else:
-            atexit.register(_drain_at_exit, os.getpid())
-            return handler
-    _log.warning("collectives inside jax.jit go through host callbacks, which take longer: %s", reason)
-    return None
+            return handler, ""
+    return None, reason
+
+
+@functools.cache
+def self_test() -> SelfTest:
+    """Return the self-test of XLA's foreign function interface."""
+    environment = (("REIGEN_JAX_NATIVE", "1"), ("JAX_PLATFORMS", "cpu"))
+    library = Path(jaxlib.__file__).with_name("libjax_common.so")
+    return SelfTest("JAX's XLA", jaxlib.__version__, library, "reigen.jax.self_test", TESTED_VERSIONS, environment)
+
+
+def _judge() -> str | None:
+    """Return why the interface cannot be used; None: it can."""
+    config = context.current().config if context.is_initialized() else load_config(os.environ)
+    if config.jax_native == "0":
+        return "REIGEN_JAX_NATIVE=0"
+    return find_difference() or (None if config.jax_native == "1" else self_test().judge())
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.core import abstract_token
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -31,7 +30,7 @@ from reigen.engine.operation_builders import ReductionSpec, resolve_splits
 from reigen.errors import ArgumentError, UnsupportedError
 from reigen.jax.adapter import JaxAdapter, dtype_of, empty_aligned, over_memory
 from reigen.jax.native import TARGET, callback_effects, get_handler, run_by_callback
-from reigen.jax.tracing import ORDERED, is_traced, place_call
+from reigen.jax.tracing import ABSTRACT_TOKEN, ORDERED, TOKEN_SET, is_traced, place_call
 from reigen.types import DTYPES, ReduceOp
 
 _ADAPTER = JaxAdapter()
@@ -162,10 +161,10 @@ def _lower(ctx: Any, *operands: Any, call: NativeCall, splits: Any, shapes: Any,
     if not ordered:
         return lower(ctx, *operands, **attributes)
     with_token = dataclasses.replace(
-        ctx, avals_in=[abstract_token, *ctx.avals_in], avals_out=[abstract_token, *ctx.avals_out]
+        ctx, avals_in=[ABSTRACT_TOKEN, *ctx.avals_in], avals_out=[ABSTRACT_TOKEN, *ctx.avals_out]
     )
     token, *results = lower(with_token, ctx.tokens_in.get(ORDERED), *operands, **attributes)
-    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(TOKEN_SET({ORDERED: token})))
     return results
 
 

@@ -16,37 +16,68 @@ b. A trace within it (a ``jit`` in a ``jit``, the body of a loop, a rematerialis
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from pathlib import Path
 from typing import Any
 
-from jax._src import core, effects
+import jax
 
 _LIBRARIES = tuple(f"/site-packages/{name}/" for name in ("jax", "jaxlib", "optax", "flax", "equinox", "keras"))
 _OURS = str(Path(__file__).parent.parent)
 
 
-class OrderedCollective(effects.Effect):
-    """Effect of collectives that are called in the order in which they stand in the program."""
+try:
+    from jax._src import core, effects
+    from jax.interpreters import mlir
 
-    def __str__(self) -> str:
-        return "Collective"
+    class OrderedCollective(effects.Effect):
+        """Effect of collectives that are called in the order in which they stand in the program."""
 
+        def __str__(self) -> str:
+            return "Collective"
 
-ORDERED = OrderedCollective()
-for _allowed in (
-    effects.ordered_effects,
-    effects.shardable_ordered_effects,
-    effects.lowerable_effects,
-    effects.control_flow_allowed_effects,
-    effects.custom_derivatives_allowed_effects,
-    effects.remat_allowed_effects,
-):
-    _allowed.add_type(OrderedCollective)
+    for _allowed in (
+        effects.ordered_effects,
+        effects.shardable_ordered_effects,
+        effects.lowerable_effects,
+        effects.control_flow_allowed_effects,
+        effects.custom_derivatives_allowed_effects,
+        effects.remat_allowed_effects,
+    ):
+        _allowed.add_type(OrderedCollective)
+    ORDERED: Any = OrderedCollective()
+    ABSTRACT_TOKEN, TOKEN_SET = core.abstract_token, mlir.TokenSet
+    core.trace_ctx.trace  # noqa: B018
+    _import_error = ""
+except (ImportError, AttributeError, TypeError) as error:
+    core = ABSTRACT_TOKEN = TOKEN_SET = ORDERED = None
+    _import_error = str(error)
 
 #: how often a name was given in a trace, while that lasts
 _counts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def find_difference() -> str | None:
+    """Return what is other in this version of JAX than in the known ones, of what JAX does not promise; None: nothing.
+
+    Then collectives are host callbacks, which JAX keeps in order (`reigen.jax.native`).
+    """
+    if _import_error:
+        return f"JAX {jax.__version__} has other internals than the known versions: {_import_error}"
+    depths: list[int] = []
+
+    def note(x: Any) -> Any:
+        depths.append(len(_staging_traces()))
+        return x
+
+    note(0.0)
+    jax.make_jaxpr(lambda x: jax.jit(jax.grad(note))(note(x)))(0.0)
+    if depths != [0, 1, 2]:
+        return f"JAX {jax.__version__} traces in another way than the known versions"
+    return None
 
 
 def _staging_traces() -> list[Any]:
@@ -61,7 +92,9 @@ def _staging_traces() -> list[Any]:
 
 def is_traced() -> bool:
     """Return whether calls become part of a program, instead of being run."""
-    return bool(_staging_traces())
+    if find_difference() is None:
+        return bool(_staging_traces())
+    return isinstance(jax.lax.full((), 0.0), jax.core.Tracer)
 
 
 def place_call(kind: str, name: str | None) -> tuple[str, bool]:
@@ -69,11 +102,13 @@ def place_call(kind: str, name: str | None) -> tuple[str, bool]:
 
     Outside of a trace a call without a name has none, which is "".
     """
-    traces = _staging_traces()
-    if not traces:
+    if not is_traced():
         return name or "", False
     if name is None:
         name = f"{kind} at {_find_caller()}"
+    if find_difference() is not None:  # one of them runs at a time, so that they may have one name
+        return name, False
+    traces = _staging_traces()
     counts = _counts.setdefault(traces[0], {})
     count = counts[name] = counts.get(name, 0) + 1
     if count > 1:

@@ -30,6 +30,7 @@ from reigen.engine.handle import Handle
 from reigen.errors import ArgumentError, CollectiveError, UnsupportedError
 from reigen.tensorflow.errors import remember
 from reigen.tensorflow.native.c_api import library_path
+from reigen.tensorflow.native.trust import judge_xla
 from reigen.tensorflow.queries import Query, decode
 from reigen.xla import FfiHandler, FfiMismatchError, RuntimeFailures, register_handler
 
@@ -84,18 +85,26 @@ def emit(call: NativeCall | Query, tensors: Sequence[tf.Tensor], differentiate: 
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def collective(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[Any]]]:
-        outputs = gen_xla_ops.xla_call_module(
-            inputs,
-            version=_MODULE_VERSION,
-            module=_module_of(text, inputs, specs),
-            Sout=[spec.shape for spec in specs],
-            Tout=[spec.dtype for spec in specs],
-            platforms=["CPU"],
-            name=f"Reigen{what.title()}",
-        )
+        outputs = call_target(_TARGET, text, inputs, specs, f"Reigen{what.title()}")
         return outputs, lambda *gradients: differentiate(text, inputs, outputs, gradients)
 
     return list(collective(*tensors))
+
+
+def call_target(
+    target: str, text: str, inputs: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec], name: str
+) -> list[tf.Tensor]:
+    """Add a call of a handler, on tensors of known shapes, to the graph; returns its results."""
+    made: list[tf.Tensor] = gen_xla_ops.xla_call_module(
+        inputs,
+        version=_MODULE_VERSION,
+        module=_module_of(target, text, inputs, results),
+        Sout=[spec.shape for spec in results],
+        Tout=[spec.dtype for spec in results],
+        platforms=["CPU"],
+        name=name,
+    )
+    return made
 
 
 def _check_place(what: str) -> None:
@@ -139,7 +148,7 @@ def _results_of(call: NativeCall | Query, tensors: Sequence[tf.Tensor]) -> list[
     return specs
 
 
-def _module_of(text: str, inputs: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]) -> str:
+def _module_of(target: str, text: str, inputs: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]) -> str:
     """Return a module of StableHLO with one call of the handler, on buffers in the order of C."""
     given, made = ([_type_of(each) for each in tensors] for tensors in (inputs, results))
     names = ", ".join(f"%arg{index}" for index in range(len(given)))
@@ -154,7 +163,7 @@ def _module_of(text: str, inputs: Sequence[tf.Tensor], results: Sequence[tf.Tens
     )
     return (
         f"module @reigen {{ func.func public @main({arguments}) -> ({types}) {{\n"
-        f"  %0{count} = stablehlo.custom_call @{_TARGET}({names}) {{{attributes}}} "
+        f"  %0{count} = stablehlo.custom_call @{target}({names}) {{{attributes}}} "
         f": ({', '.join(given)}) -> ({types})\n"
         f"  return {outcomes} : {types}\n}} }}"
     )
@@ -197,9 +206,10 @@ def _registered() -> FfiHandler:
         UnsupportedError: there is no interface, or another one.
     """
     try:
-        get_api = ctypes.CDLL(str(library_path())).XLA_FFI_GetApi
-        get_api.restype = ctypes.c_void_p
-        handler = register_handler(get_api(), _TARGET, answer=_answer)
+        address = api_address()
+        if (reason := judge_xla()) is not None:
+            raise FfiMismatchError(reason)
+        handler = register_handler(address, _TARGET, answer=_answer)
     except (AttributeError, OSError, FfiMismatchError) as error:
         raise UnsupportedError(
             f"XLA of TensorFlow {tf.__version__} cannot call collectives ({error}){_INSTEAD}"
@@ -207,6 +217,17 @@ def _registered() -> FfiHandler:
     handler.failures = _Failures()
     atexit.register(_at_exit, handler, os.getpid())
     return handler
+
+
+def api_address() -> int:
+    """Return the address of the functions of TensorFlow's XLA.
+
+    Raises:
+        AttributeError, OSError: there are none.
+    """
+    get_api = ctypes.CDLL(str(library_path())).XLA_FFI_GetApi
+    get_api.restype = ctypes.c_void_p
+    return int(get_api())
 
 
 def _answer(text: str) -> int:

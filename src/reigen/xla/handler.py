@@ -86,6 +86,7 @@ class FfiHandler:
             name in that order, or the job ends with an error.
         answer: answers a question, a ``call`` that begins with ``?``, with an integer; its one result is that.
         device_index: makes of a device's number in the runtime, where it is not 0, its number in this process.
+        decode: reads a ``call``.
 
     Attributes:
         function: the handler for ctypes.
@@ -99,12 +100,13 @@ class FfiHandler:
         checks_order: bool = False,
         answer: Callable[[str], int] | None = None,
         device_index: Callable[[int], int] = int,
+        decode: Callable[[bytes], NativeCall] = decode_call,
     ) -> None:
         self.function = FUNCTION(self._handle)
         self.failures = RuntimeFailures()
         self.version = version
         self._checks_order = checks_order
-        self._answers, self._device_index = answer, device_index
+        self._answers, self._device_index, self._decode = answer, device_index, decode
         self._threads = KnownThreads()
         #: calls that are in Python, and those whose future is not complete
         self._calls: dict[object, None] = {}
@@ -167,7 +169,7 @@ class FfiHandler:
         if self._answers is not None and text.startswith(b"?"):
             _views(frame.results)[0][0][...] = self._answers(text.decode())
             return False
-        native = decode_call(text)
+        native = self._decode(text)
         device = _ask_context(frame, "device_ordinal_get") & _INT32
         if device and (device := self._device_index(device)):
             native = structs.replace(native, name=f"{native.name}@device{device}")
@@ -358,16 +360,14 @@ def check_api(api: FfiApi) -> tuple[int, int]:
     return version
 
 
-def register_handler(
-    api_address: int, name: str, platform: str = "Host", *, answer: Callable[[str], int] | None = None
-) -> FfiHandler:
+def register_handler(api_address: int, name: str, platform: str = "Host", **options: Any) -> FfiHandler:
     """Register a handler with the runtime whose `XLA_FFI_GetApi` has given an address.
 
     Args:
         api_address: of the runtime's `XLA_FFI_Api`.
         name: of the target of custom calls; once in a process and runtime.
         platform: as XLA calls it: ``Host`` for processors.
-        answer: as for `FfiHandler`.
+        **options: as for `FfiHandler`.
 
     Raises:
         FfiMismatchError: the runtime has another interface, or refuses the handler.
@@ -375,7 +375,7 @@ def register_handler(
     if not api_address:
         raise FfiMismatchError("the runtime has no foreign function interface of XLA")
     api = FfiApi.from_address(api_address)
-    handler = FfiHandler(check_api(api), answer=answer)
+    handler = FfiHandler(check_api(api), **options)
     texts = [(text, len(text)) for text in (name.encode(), platform.encode())]
     spans = [FfiSpan(ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), length) for text, length in texts]
     bundle = FfiHandlerBundle(None, None, None, handler.address)
