@@ -25,11 +25,19 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: Tests whose rank processes need a framework, by the beginnings of their files' names.
+_SHARES_RANKS = ("tests/torch/", "tests/keras/", "tests/jax/", "tests/tensorflow/test_tf_")
+
+
 class ByFile(LoadFileScheduling):
-    """A file's tests stay together, and so do those that need PyTorch in their rank processes: it is imported once."""
+    """A file's tests stay together, and so do those that need the same framework in their rank processes.
+
+    It takes seconds to import, and is imported once.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/torch" if nodeid.startswith("tests/torch/") else super()._split_scope(nodeid)
+        shared = next((each for each in _SHARES_RANKS if nodeid.startswith(each)), None)
+        return shared or super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from tests.keras import keras_models as models
 _LOAD_PLAINLY = """
 import sys
 import keras
-model = keras.saving.load_model(sys.argv[1])
-assert "reigen" not in sys.modules
-print(type(model.optimizer).__name__, len(model.optimizer.variables), int(model.optimizer.iterations.numpy()))
+for path in sys.argv[1:]:
+    model = keras.saving.load_model(path)
+    assert "reigen" not in sys.modules
+    print(type(model.optimizer).__name__, len(model.optimizer.variables), int(model.optimizer.iterations.numpy()))
 """
 
 
@@ -35,14 +38,16 @@ def save(path: str, passes: int) -> tuple[int, int]:
     return len(optimizer._saved_variables()), int(keras.ops.convert_to_numpy(optimizer._iterations))
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_saved_model_loads_without_reigen(keras_pools, keras_backend, tmp_path, passes):
-    path = str(tmp_path / "model.keras")
-    saved = keras_pools(2).run(save, path, passes, init=True)[0]
+def test_saved_models_load_without_reigen(keras_pools, keras_backend, tmp_path):
+    paths, expected = [], []
+    for passes in (1, 2):
+        paths.append(str(tmp_path / f"{passes} passes.keras"))
+        saved = keras_pools(2).run(save, paths[-1], passes, init=True)[0]
+        expected += ["Adam", *map(str, saved)]
     environment = {**os.environ, "KERAS_BACKEND": keras_backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-W", "error::UserWarning", "-c", _LOAD_PLAINLY, path]
+    command = [sys.executable, "-W", "error::UserWarning", "-c", _LOAD_PLAINLY, *paths]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
-    assert output.stdout.split()[-3:] == ["Adam", *map(str, saved)]
+    assert output.stdout.split()[-6:] == expected
 
 
 def go_on(path: str) -> tuple[bytes, bytes, str]:
@@ -66,6 +71,32 @@ def test_load_model_goes_on_where_the_saved_one_was(keras_pools, tmp_path):
     trained, loaded, name = results[0]
     assert trained == loaded
     assert name == "Adam"
+
+
+def load_horovods(path: str, registered: str) -> tuple[str, int]:
+    """Keras has written down that the class of the optimizer is Horovod's."""
+    model = models.make_model(1)
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    models.fit(model, *models.make_data(), 4)
+    model.save(f"{path}/plain.keras")
+    with zipfile.ZipFile(f"{path}/plain.keras") as plain, zipfile.ZipFile(f"{path}/horovods.keras", "w") as horovods:
+        for name in plain.namelist():
+            data = plain.read(name)
+            if name == "config.json":
+                config = json.loads(data)
+                config["compile_config"]["optimizer"] |= {"module": "horovod._keras", "registered_name": registered}
+                data = json.dumps(config).encode()
+            horovods.writestr(name, data)
+    loaded = hvd.load_model(f"{path}/horovods.keras")
+    assert models.bits(loaded) == models.bits(model)
+    models.fit(loaded, *models.make_data(), 4)
+    return type(loaded.optimizer).__name__, int(keras.ops.convert_to_numpy(loaded.optimizer.iterations))
+
+
+@pytest.mark.parametrize("registered", ["Adam", "Custom>Adam"])
+def test_a_model_that_horovod_saved(keras_pools, tmp_path, registered):
+    steps = 2 * models.ROWS // 4
+    assert keras_pools(1).run(load_horovods, str(tmp_path), registered, init=True) == [("Adam", steps)]
 
 
 class HalfSGD(keras.optimizers.SGD):

@@ -5,7 +5,10 @@ Single precision: both may differ by 2e-5, relative to weights of about one, for
 
 from __future__ import annotations
 
+import functools
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -296,19 +299,21 @@ def test_arguments_that_make_no_sense(keras_pools):
 
 
 def train_compiled() -> Any:
-    """The result; or the error, where the backend refuses."""
-    try:
+    # What PyTorch's code generator does with the graphs that it gets is PyTorch's own, and takes a minute.
+    with ExitStack() as stack:
+        if keras.backend.backend() == "torch":
+            import torch
+
+            stack.enter_context(
+                mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+            )
         return train("momentum", jit_compile=True)
-    except Exception as error:  # noqa: BLE001 - which kind it is depends on the backend
-        return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.slow  # PyTorch's compiler takes its time
-def test_compiled_steps_are_right_or_an_error(keras_pools, keras_backend):
+def test_compiled_steps(keras_pools, keras_backend):
+    if keras_backend == "tensorflow":
+        pytest.importorskip("tensorflow", "2.21", "XLA of older TensorFlow does not call collectives")
     results = keras_pools(2).run(train_compiled, init=True)
-    if keras_backend == "tensorflow" and isinstance(results[0], str):
-        assert all("XLA" in each for each in results)  # which does not run operations that it does not know
-        return
     assert len({bits for bits, _ in results}) == 1
     assert max(difference for _, difference in results) < TOLERANCE
 

@@ -15,12 +15,13 @@ KERAS_3, LEGACY = {"TF_USE_LEGACY_KERAS": "0"}, {"TF_USE_LEGACY_KERAS": "1"}
 BOTH = [pytest.param(KERAS_3, id="keras3"), pytest.param(LEGACY, id="legacy")]
 
 
-def ran(size: int, script: str, *arguments: str, environ: dict[str, str] = KERAS_3) -> tuple[str, str]:
-    """What the ranks wrote: (stdout, stderr)."""
+def ran(size: int, *arguments: str, environ: dict[str, str] = KERAS_3) -> tuple[str, str]:
+    """What the ranks of a script with arguments wrote: (stdout, stderr)."""
     command = [sys.executable, "-m", "reigen", "run", "--as-horovod", "-np", str(size), "--no-prefix", sys.executable]
     done = subprocess.run(
-        [*command, str(SCRIPTS / script), *arguments],
+        [*command, *arguments],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environ},
+        cwd=SCRIPTS,
         capture_output=True,
         text=True,
         timeout=400,
@@ -40,29 +41,25 @@ def assert_trained(out: str, size: int, least_accuracy: float = 0.8) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_suite_for_tensorflow(size: int) -> None:
-    _, err = ran(size, "suite_tensorflow.py")
+def test_suites(size: int) -> None:
+    _, err = ran(size, "-m", "unittest", "suite_tensorflow", "suite_keras")
     assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
     assert size == 1 or "skipped" not in err
 
 
-def test_a_suite_for_tensorflow_with_legacy_keras() -> None:
-    size = 3
-    chosen = ["TensorFlowTests." + name for name in ("test_sync_batch_normalization", "test_partial_gradient_tape")]
-    _, err = ran(size, "suite_tensorflow.py", *chosen, environ=LEGACY)
-    assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("keras", BOTH)
-def test_a_suite_for_keras(keras: dict[str, str], size: int) -> None:
-    _, err = ran(size, "suite_keras.py", environ=keras)
+@pytest.mark.parametrize("size", [2, 3])
+def test_suites_with_legacy_keras(size: int) -> None:
+    chosen = ["test_sync_batch_normalization", "test_partial_gradient_tape"]
+    suites = ["suite_keras", *(f"suite_tensorflow.TensorFlowTests.{name}" for name in chosen)]
+    _, err = ran(size, "-m", "unittest", *suites, environ=LEGACY)
     assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
     assert "skipped" not in err
 
 
-@pytest.mark.parametrize("keras", BOTH)
-@pytest.mark.parametrize("option", ["", "--use-mixed-precision"])
+@pytest.mark.parametrize(
+    ("option", "keras"),
+    [pytest.param("", LEGACY, id="legacy"), pytest.param("--use-mixed-precision", KERAS_3, id="keras3")],
+)
 def test_a_loop_with_a_tape(option: str, keras: dict[str, str]) -> None:
     out, _ = ran(2, "tensorflow2_mnist.py", *option.split(), environ=keras)
     assert_trained(out, 2)
@@ -71,8 +68,6 @@ def test_a_loop_with_a_tape(option: str, keras: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "size"),
     [
-        ("", 2),
-        ("", 3),
         ("--gradient-predivide-factor 2", 2),
         ("--backward-passes-per-step 2", 3),
         ("--use-adasum", 2),
@@ -83,8 +78,9 @@ def test_a_session_of_version_1(options: str, size: int) -> None:
     assert_trained(out, size, 0.7)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("keras", BOTH)
+@pytest.mark.parametrize(
+    ("keras", "size"), [pytest.param(KERAS_3, 3, id="keras3"), pytest.param(LEGACY, 2, id="legacy")]
+)
 def test_fit_of_tf_keras(keras: dict[str, str], size: int) -> None:
     out, _ = ran(size, "tensorflow2_keras_mnist.py", environ=keras)
     assert_trained(out, size, 0.7)
@@ -110,8 +106,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, keras: dict[str, str
     assert sorted(path.stem for path in tmp_path.iterdir()) == [f"checkpoint-{epoch}" for epoch in range(1, 6)]
 
 
-@pytest.mark.parametrize(("option", "keras"), [("--fp16-allreduce", LEGACY), ("--eager", KERAS_3)])
-def test_a_benchmark_of_made_data(option: str, keras: dict[str, str]) -> None:
-    out, _ = ran(2, "synthetic_benchmark.py", option, environ=keras)
+def test_a_benchmark_of_made_data() -> None:
+    out, _ = ran(2, "synthetic_benchmark.py", "--eager")
     assert out.count("same=True\n") == 2
     assert re.search(r"^Img/sec per CPU: \d", out, re.MULTILINE)

@@ -12,8 +12,7 @@ import pytest
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("keras", ["keras 3", "legacy"])
+@pytest.mark.parametrize(("keras", "size"), [("keras 3", 1), ("legacy", 2), ("keras 3", 3)])
 def test_the_script_of_the_slides(keras: str, size: int) -> None:
     environ = {**os.environ, "TF_USE_LEGACY_KERAS": "01"[keras == "legacy"], "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "reigen", "run", "--as-horovod", "-np", str(size), sys.executable]

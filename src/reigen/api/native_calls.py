@@ -18,6 +18,7 @@ from reigen.api.adapter import as_rows
 from reigen.api.operations import COLLECTIVES, Collective
 from reigen.engine.handle import Handle
 from reigen.engine.operation_builders import ReductionSpec
+from reigen.errors import DuplicateNameError
 from reigen.types import DType, ReduceOp
 
 MakeOutput = Callable[[tuple[int, ...]], NDArray[Any]]
@@ -93,36 +94,25 @@ class NativeCall(msgspec.Struct, frozen=True):
             in_program: see `Handle.is_in_program`.
 
         Raises:
-            ReigenError: see `Context.start`; nothing was sent.
+            ReigenError: see `Context.start`; nothing was sent. Where the name is still in flight in a program, the job
+                ends: the others wait for this rank's part, and which of the two they should get is not known.
         """
         job, collective = context.current(), _BY_NAME[self.collective]
         argument = splits if collective.returns_splits else self.argument
         given = [*map(as_rows, sources)] if collective.takes_scalars else sources
-        if self.is_grouped:
-            handle = job.start_group(
-                collective.build,
-                given,
-                dtypes,
-                argument,
-                targets=targets,
-                name=self.name or None,
-                labels=self.labels,
-                make_output=make_output,
-                process_set=self.process_set,
-                blocking=blocking,
-            )
-        else:
-            handle = job.start(
-                collective.build,
-                given[0],
-                dtypes[0],
-                argument,
-                target=None if targets is None else targets[0],
-                name=self.name or None,
-                make_output=make_output[0] if isinstance(make_output, Sequence) else make_output,
-                process_set=self.process_set,
-                blocking=blocking,
-            )
+        options: Any = {"name": self.name or None, "process_set": self.process_set, "blocking": blocking}
+        try:
+            if self.is_grouped:
+                options |= {"targets": targets, "labels": self.labels, "make_output": make_output}
+                handle = job.start_group(collective.build, given, dtypes, argument, **options)
+            else:
+                options["target"] = None if targets is None else targets[0]
+                options["make_output"] = make_output[0] if isinstance(make_output, Sequence) else make_output
+                handle = job.start(collective.build, given[0], dtypes[0], argument, **options)
+        except DuplicateNameError as error:
+            if in_program:
+                job.give_up(error)
+            raise
         handle.is_in_program = in_program
         return handle
 

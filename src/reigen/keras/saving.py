@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
+from reigen.api.saved_models import find_horovods, read_optimizer
 from reigen.errors import ArgumentError
 from reigen.keras.compression import Compression
 from reigen.keras.distributed_optimizer import DistributedOptimizer, DistributedOptimizerMixin
@@ -40,8 +39,10 @@ def load_model(
     """
     if legacy_opts:
         raise ArgumentError("Keras 3 has no legacy optimizers: legacy_opts must be False")
-    known = {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
-    name = _optimizer_class(filepath)
+    saved = read_optimizer(filepath)
+    known = find_horovods(saved, keras.optimizers) | {each.__name__: each for each in custom_optimizers or ()}
+    known |= dict(custom_objects or {})
+    name = str(saved.get("class_name", ""))
     if inspect.isfunction(known.get(name)):
         known[name] = _class_of(known[name], name)
     model = keras.saving.load_model(filepath, custom_objects=known)
@@ -61,16 +62,6 @@ def _with_variables(optimizer: Any, variables: list[Any]) -> Any:
     made.build(variables)
     made.iterations.assign(optimizer.iterations)
     return made
-
-
-def _optimizer_class(filepath: str | Path) -> str:
-    """Return the name of the class of a saved model's optimizer; "" if it has none, or the file is of another kind."""
-    try:
-        with zipfile.ZipFile(filepath) as file:
-            optimizer = json.loads(file.read("config.json"))["compile_config"]["optimizer"]
-    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError):
-        return ""
-    return str(optimizer["class_name"]) if isinstance(optimizer, dict) else ""
 
 
 def _class_of(make: Any, name: str) -> type:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from reigen.api.operations import Average, Sum
 from reigen.api.process_sets import ProcessSet, global_process_set
+from reigen.api.saved_models import find_horovods, read_optimizer
 from reigen.errors import ArgumentError
 from reigen.tensorflow.compression import Compression
 from reigen.tensorflow.gradient_aggregation import LocalGradientAggregator
@@ -232,7 +233,8 @@ def load_model(
         ValueError: Keras cannot read the file.
     """
     del legacy_opts
-    known = {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
+    known = find_horovods(read_optimizer(filepath), tf.keras.optimizers)
+    known |= {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=known)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not isinstance(inner_optimizer(optimizer), _Distributed):
