@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
+import time
+from collections.abc import Sized
+
+#: seconds between looks of `wait_until_left`
+_LOOK_SECONDS = 0.0005
 
 
 class KnownThreads(threading.local):
@@ -20,3 +26,20 @@ class KnownThreads(threading.local):
         if not self._stays:
             self._stays = True
             ctypes.pythonapi.PyGILState_Ensure()
+
+
+def wait_until_left(calls: Sized, seconds: float = math.inf) -> bool:
+    """Wait, so long at most, until no thread of a runtime is in Python; return whether none is.
+
+    For the end of the interpreter, and before a fork: a thread that needed the interpreter's lock afterwards would end
+    the process, or never get it. Threads cannot report that they have left.
+
+    Args:
+        calls: those that are in Python. Each is taken out by the last instruction of the function that was called:
+            between that and the thread's leave of Python no other thread gets the lock.
+        seconds: at most.
+    """
+    latest = time.monotonic() + seconds
+    while calls and time.monotonic() < latest:
+        time.sleep(_LOOK_SECONDS)
+    return not calls

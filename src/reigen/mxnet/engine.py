@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from mxnet.base import _LIB, check_call
 
 from reigen import context
-from reigen.api.runtime_threads import KnownThreads
+from reigen.api.runtime_threads import KnownThreads, wait_until_left
 from reigen.engine.handle import Handle
 from reigen.errors import ReigenError
 from reigen.mxnet.errors import EngineErrors, to_mxnet_error
@@ -47,8 +47,6 @@ _PRIORITIZED = ctypes.c_int(3)
 _ERROR_BYTES = 64
 #: seconds that the end of a script waits for pending reductions, beyond the deadline of each collective
 _GRACE_SECONDS = 5.0
-#: seconds between looks of `EngineQueue.wait_for_engine_threads`: threads cannot report that they have left Python
-_LOOK_SECONDS = 0.0005
 
 
 class _CContext(ctypes.Structure):
@@ -166,11 +164,9 @@ class EngineQueue:
     def wait_for_engine_threads(self) -> None:
         """Return when no thread of MXNet's is in Python.
 
-        After the end of the operations, and before the interpreter is stopped for such a thread: by its end, or a
-        fork. A thread that then still needed the interpreter's lock would end the process, or never get it.
+        After the end of the operations, and before the interpreter is stopped for such a thread: by its end, or a fork.
         """
-        while self._calls:
-            time.sleep(_LOOK_SECONDS)
+        wait_until_left(self._calls)
 
     def prepare_fork(self) -> None:
         """Wait until all pushed operations are over.
@@ -184,8 +180,7 @@ class EngineQueue:
 
     # -- on threads of MXNet's engine ---------------------------------------------------------------------------------
 
-    # Each call notes that it is in Python. To take that back is the last that it does, with one instruction: between
-    # that and the thread's leave of Python no other thread gets the interpreter's lock.
+    # Each call notes that it is in Python. To take that back is the last that it does: see `wait_until_left`.
 
     def _begin(self, run_context: int, on_complete: int, number: int) -> None:
         call = object()

@@ -16,7 +16,6 @@ import ctypes
 import functools
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from ctypes import addressof, sizeof
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from reigen import context
 from reigen.api.native_calls import NativeCall, decode_call
-from reigen.api.runtime_threads import KnownThreads
+from reigen.api.runtime_threads import KnownThreads, wait_until_left
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.errors import CollectiveError, UnsupportedTypeError
 from reigen.types import DTYPES, DType
@@ -60,8 +59,6 @@ from reigen.xla.ffi_structs import (
 
 _Array = NDArray[Any]
 _DTYPES = {code: DTYPES[name] for code, name in ELEMENT_TYPES.items()}
-#: seconds between looks of `FfiHandler.drain`: threads cannot report that they have left Python
-_LOOK_SECONDS = 0.0005
 #: seconds for which a call holds its thread: the other ranks' part in a small sum is there sooner than another thread
 #: could be woken. Threads that all wait for calls which none of them makes go on after it.
 _WAIT_SECONDS = 0.002
@@ -122,14 +119,8 @@ class FfiHandler:
         return ctypes.cast(self.function, ctypes.c_void_p).value or 0
 
     def drain(self, seconds: float) -> bool:
-        """Wait, so long at most, until no call is in Python or incomplete; return whether there is none.
-
-        For the end of the interpreter: a thread of the runtime that needs it afterwards would end the process.
-        """
-        latest = time.monotonic() + seconds
-        while self._calls and time.monotonic() < latest:
-            time.sleep(_LOOK_SECONDS)
-        return not self._calls
+        """Wait, so long at most, until no call is in Python or incomplete; return whether there is none."""
+        return wait_until_left(self._calls, seconds)
 
     # -- on threads of XLA --------------------------------------------------------------------------------------------
 

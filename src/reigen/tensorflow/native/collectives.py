@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from tensorflow.python.framework import auto_control_deps, op_def_library, op_de
 
 from reigen import context
 from reigen.api.native_calls import NativeCall
+from reigen.api.runtime_threads import wait_until_left
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.errors import CollectiveError, ReigenError
 from reigen.tensorflow.errors import remember, tensorflow_code
@@ -24,8 +24,6 @@ from reigen.tensorflow.queries import decode
 from reigen.types import DTYPES
 
 _LIKE, _ROWS = "ReigenCollective", "ReigenCollectiveOfRows"
-#: seconds between looks whether TensorFlow's threads have left Python, which they cannot report
-_LOOK_SECONDS = 0.0005
 #: seconds for which an operation of so many bytes holds its thread of TensorFlow's
 _WAIT_SECONDS, _SMALL_BYTES = 0.0005, 65536
 #: not empty while one does
@@ -78,15 +76,11 @@ class NativeCollectives:
         return results
 
     def _at_exit(self, pid: int) -> None:
-        """Leave the job, and return when no thread of TensorFlow's is in Python.
-
-        A thread that then still needed the interpreter's lock would end the process, or never get it.
-        """
-        if os.getpid() != pid:
-            return
-        context.shutdown()
-        while self._like.calls or self._rows.calls:
-            time.sleep(_LOOK_SECONDS)
+        """Leave the job, and return when no thread of TensorFlow's is in Python."""
+        if os.getpid() == pid:
+            context.shutdown()
+            for operation in (self._like, self._rows):
+                wait_until_left(operation.calls)
 
 
 def _begin(run: KernelRun, text: str) -> None:

@@ -199,8 +199,7 @@ class AsyncKernelOperation:
             return number
 
     def _compute(self, number: int, context: int, done: int) -> None:
-        # To take it back is the last that the call does: between that and the thread's leave of Python no other thread
-        # gets the interpreter's lock.
+        # To take it back is the last that the call does: see `wait_until_left`.
         call = object()
         self.calls[call] = None
         self._known_threads.stay()
