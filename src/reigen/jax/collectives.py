@@ -15,7 +15,7 @@ from reigen.api.operations import ALLREDUCE, Collective, as_group
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError
-from reigen.jax.adapter import JaxAdapter, dtype_of
+from reigen.jax.adapter import JaxAdapter, dtype_of, is_communicable
 from reigen.jax.compression import COMPRESSION_NAMES, Compression, Compressor
 from reigen.jax.primitive import run_collective
 from reigen.jax.tracing import is_traced
@@ -133,6 +133,8 @@ def _as_communicable(array: Any, reduces: bool) -> tuple[Any, Restore]:
     where nothing is calculated with them.
     """
     dtype = array.dtype
+    if is_communicable(dtype):
+        return array, _keep
     if jnp.issubdtype(dtype, jax.dtypes.prng_key) and not reduces:
         implementation = jax.random.key_impl(array)
         data, restore = _as_communicable(jax.random.key_data(array), reduces)

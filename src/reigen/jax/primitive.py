@@ -75,9 +75,12 @@ def run_collective(
     name, ordered = place_call(kind, name)
     splits = argument if collective is ALLTOALL else None
     call = NativeCall.of(collective, None if splits else argument, name, process_set, is_grouped=grouped)
+    traced = is_traced()
+    if not traced and not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return _run(*arrays, call=call, splits=splits)  # as the primitive would, in less time
     if shapes is None:
         shapes = [_result_shape(collective, np.shape(array), argument, process_set) for array in arrays]
-    if is_traced():
+    if traced:
         _check_arguments(collective, arrays, argument, process_set)
     return list(
         collective_p.bind(*arrays, call=call, splits=splits, shapes=tuple(shapes), ordered=ordered, received=None)
@@ -116,7 +119,7 @@ def _check_arguments(collective: Collective, arrays: Sequence[Any], argument: An
 # -- run here ---------------------------------------------------------------------------------------------------------
 
 
-def _run(*arrays: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool, received: Any) -> list[Any]:
+def _run(*arrays: Any, call: NativeCall, splits: Any, **_: Any) -> list[Any]:
     tensors = [_ADAPTER.as_tensor(array) for array in arrays]
     dtypes = [dtype_of(tensor.dtype) for tensor in tensors]
     sources = [_ADAPTER.array(tensor)[0] for tensor in tensors]
@@ -157,7 +160,9 @@ def _lower(ctx: Any, *operands: Any, call: NativeCall, splits: Any, shapes: Any,
         by_callback = mlir.lower_fun(lambda *xs: run_by_callback(xs, results, call, splits), multiple_results=True)
         return by_callback(ctx, *operands)
     attributes = {"call": call.encode()} | ({"splits": ",".join(map(str, splits))} if splits else {})
-    lower = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
+    # The sums of tensors that nobody needs any more, as a step's gradients, take their memory; XLA copies all others.
+    aliases = {index + ordered: index + ordered for index in range(len(operands) if call.row.in_place else 0)}
+    lower = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases, has_side_effect=True)
     if not ordered:
         return lower(ctx, *operands, **attributes)
     with_token = dataclasses.replace(
