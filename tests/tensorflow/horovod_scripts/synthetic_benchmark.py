@@ -46,7 +46,7 @@ def benchmark_step(first_batch):
     opt.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     if first_batch:
         hvd.broadcast_variables(model.variables, root_rank=0)
-        hvd.broadcast_variables(opt.variables() if callable(opt.variables) else opt.variables, root_rank=0)
+        hvd.broadcast_variables(opt.variables(), root_rank=0)
 
 
 if not args.eager:

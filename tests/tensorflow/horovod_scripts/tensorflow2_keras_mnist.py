@@ -34,9 +34,12 @@ scaled_lr = 0.001 * hvd.size()
 opt = tf.optimizers.Adam(scaled_lr)
 opt = hvd.DistributedOptimizer(opt, backward_passes_per_step=1, average_aggregated_gradients=True)
 
-# Since its version 2.16 TensorFlow has another Keras, which does not know the argument.
-options = {} if hasattr(tf.keras, "ops") else {"experimental_run_tf_function": False}
-model.compile(loss=tf.losses.SparseCategoricalCrossentropy(), optimizer=opt, metrics=["accuracy"], **options)
+model.compile(
+    loss=tf.losses.SparseCategoricalCrossentropy(),
+    optimizer=opt,
+    metrics=["accuracy"],
+    experimental_run_tf_function=False,
+)
 
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -46,8 +49,7 @@ callbacks = [
 with tempfile.TemporaryDirectory() as directory:
     # Checkpoints only on worker 0.
     if hvd.rank() == 0:
-        suffix = "keras" if hasattr(tf.keras, "ops") else "h5"
-        path = os.path.join(directory, "checkpoint-{epoch}." + suffix)  # noqa: PTH118
+        path = os.path.join(directory, "checkpoint-{epoch}.h5")  # noqa: PTH118
         callbacks.append(tf.keras.callbacks.ModelCheckpoint(path))
     verbose = 2 if hvd.rank() == 0 else 0
     history = model.fit(

@@ -59,8 +59,7 @@ def training_step(images, labels, first_batch):
     # The broadcast comes after the first step, when the optimizer's variables are there.
     if first_batch:
         hvd.broadcast_variables(mnist_model.variables, root_rank=0)
-        variables = opt.variables() if callable(opt.variables) else opt.variables
-        hvd.broadcast_variables(variables, root_rank=0)
+        hvd.broadcast_variables(opt.variables(), root_rank=0)
 
     return loss_value
 
