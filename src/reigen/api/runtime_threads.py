@@ -29,7 +29,7 @@ class KnownThreads(threading.local):
 
 
 def wait_until_left(calls: Sized, seconds: float = math.inf) -> bool:
-    """Wait, so long at most, until no thread of a runtime is in Python; return whether none is.
+    """Wait, so long at most, until no thread of a runtime is in Python; return whether that came.
 
     For the end of the interpreter, and before a fork: a thread that needed the interpreter's lock afterwards would end
     the process, or never get it. Threads cannot report that they have left.

@@ -2,13 +2,14 @@
 
 Horovod's own examples have them: ``compile(..., experimental_run_tf_function=False)``, which has meant nothing for
 long, and ``hvd.broadcast_variables(optimizer.variables(), root_rank=0)``, where ``variables`` is no method any more.
-Both are accepted in processes that import Horovod's names.
+Both are accepted once this module is imported, as it is by the modules of Horovod's names.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 _DONE = "_reigen_accepts_keras2_calls"
@@ -20,6 +21,10 @@ class CallableList(list[Any]):
     def __call__(self) -> CallableList:
         """Return it."""
         return self
+
+
+def _callable_list(listed: Callable[[Any], list[Any]]) -> property:
+    return property(lambda self: CallableList(listed(self)))
 
 
 def accept_keras2_calls() -> None:
@@ -40,6 +45,8 @@ def accept_keras2_calls() -> None:
 
     keras.Model.compile = compile_without
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-        listed = optimizer.variables.fget
-        optimizer.variables = property(lambda self, listed=listed: CallableList(listed(self)))
+        optimizer.variables = _callable_list(optimizer.variables.fget)
     setattr(keras.Model, _DONE, True)
+
+
+accept_keras2_calls()

@@ -47,7 +47,7 @@ def _double(x: Any, how: str) -> list[Any]:
 
 
 def _runs_programs() -> bool:
-    """Return whether collectives, and the tokens between those of a loop, give what they should."""
+    """Return whether collectives, and the tokens between those of a loop, give the right results."""
     rj.init()
 
     @jax.jit  # type: ignore[untyped-decorator]

@@ -61,7 +61,7 @@ _counts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDiction
 
 @functools.cache
 def find_difference() -> str | None:
-    """Return what is other in this version of JAX than in the known ones, of what JAX does not promise; None: nothing.
+    """Return the difference of this version of JAX, if it has another interior than the known ones; None: it has not.
 
     Then collectives are host callbacks, which JAX keeps in order (`reigen.jax.native`).
     """

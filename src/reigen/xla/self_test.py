@@ -60,7 +60,7 @@ def decode_delayed(text: str | bytes) -> DelayedCall:
 
 
 class _Timers:
-    """What completes the handles."""
+    """Stands for the engine: timers complete the handles."""
 
     def wait_for(self, handle: Handle) -> None:
         """Do nothing: only handles that are complete are waited for."""

@@ -1,9 +1,7 @@
 """``reigen.keras`` under Horovod's name, with Horovod's inner modules."""
 
-from reigen.compat.keras2_calls import accept_keras2_calls as _accept_keras2_calls
+from reigen.compat import keras2_calls as _keras2_calls  # noqa: F401  Keras 3 takes calls of Keras 2 from here on
 from reigen.keras import *
 
 from . import callbacks as callbacks  # type: ignore[no-redef]
 from . import elastic as elastic
-
-_accept_keras2_calls()

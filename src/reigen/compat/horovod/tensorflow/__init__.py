@@ -1,7 +1,7 @@
 """``reigen.tensorflow`` under Horovod's name, with Horovod's inner modules."""
 
 from reigen import tensorflow as _reigen
-from reigen.compat.keras2_calls import accept_keras2_calls as _accept_keras2_calls
+from reigen.compat import keras2_calls as _keras2_calls  # noqa: F401  Keras 3 takes calls of Keras 2 from here on
 from reigen.tensorflow import *
 
 from . import compression as compression
@@ -10,5 +10,4 @@ from . import functions as functions
 from . import gradient_aggregation as gradient_aggregation
 from . import mpi_ops as mpi_ops
 
-_accept_keras2_calls()
 __getattr__ = _reigen.__getattr__
