@@ -37,13 +37,15 @@ def accept_keras2_calls() -> None:
         return
     if not hasattr(keras, "ops") or getattr(keras.Model, _DONE, False):
         return
-    compile_model = keras.Model.compile
+    # Keras asks whether a model has another compile() than this class.
+    trainer = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    compile_model = trainer.compile
 
     @functools.wraps(compile_model)
     def compile_without(self: Any, *args: Any, experimental_run_tf_function: bool = False, **kwargs: Any) -> None:
         compile_model(self, *args, **kwargs)
 
-    keras.Model.compile = compile_without
+    trainer.compile = compile_without
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer.variables = _callable_list(optimizer.variables.fget)
     setattr(keras.Model, _DONE, True)

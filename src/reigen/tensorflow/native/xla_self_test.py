@@ -31,7 +31,7 @@ def main() -> int:
     return 1
 
 
-@tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+@tf.function(jit_compile=True, autograph=False)  # type: ignore[untyped-decorator]
 def _double(tensor: tf.Tensor, how: str) -> list[tf.Tensor]:
     spec = tf.TensorSpec(tensor.shape, tensor.dtype)
     texts = [DelayedCall.named(f"{how} {index}").encode() for index in range(_COUNT)]
