@@ -1,4 +1,4 @@
-"""Programs of JAX's users, by `reigen run`, on 1, 2, 3 ranks."""
+"""Programs of JAX's users, by `reigen run`, on 1 and 3 ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 3])
 def test_collectives_gradients_and_training(size: int) -> None:
     command = [sys.executable, "-m", "reigen", "run", "-np", str(size), "--no-prefix", sys.executable]
     done = subprocess.run(

@@ -41,14 +41,14 @@ def fit(model: Any, x: Any, y: Any, batch_size: int, **options: Any) -> Any:
 
 
 def fit_both(make_optimizer: Any, wrap: Any = hvd.DistributedOptimizer, **compile_options: Any) -> tuple[Any, Any, Any]:
-    """Train with all ranks, and the whole batches with plain Keras alone.
+    """Train with all ranks, compiled with these options, and the whole batches with plain Keras alone.
 
     Returns:
         Both models, and the history of the first one.
     """
     x, y = make_data()
     shared, alone = make_model(seed=hvd.rank() + 1), make_model(seed=1)
-    alone.compile(optimizer=make_optimizer(), loss="mse", metrics=["mae"], **compile_options)
+    alone.compile(optimizer=make_optimizer(), loss="mse", metrics=["mae"])
     history = fit(alone, x, y, 4 * hvd.size(), epochs=2)
     shared.compile(optimizer=wrap(make_optimizer()), loss="mse", metrics=["mae"], **compile_options)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]

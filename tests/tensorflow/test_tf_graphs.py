@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -256,8 +257,8 @@ def forks() -> None:
     assert step(tf.ones([2])).numpy()[0] == hvd.size()
 
 
-def test_forks():
-    run_ranks(forks, 2, init=True, timeout=90)
+def test_forks(rank_pool):
+    rank_pool(2).run(forks, init=True)
 
 
 def lost_peer() -> str:
@@ -343,17 +344,16 @@ def test_other_versions_are_tested_first(monkeypatch, tmp_path):
 
 
 def fallback_is_announced() -> tuple[list[float], int]:
-    from unittest import mock
-
-    with mock.patch.object(graph, "_log") as log:
+    find_anew = functools.cache(graph._native_or_none.__wrapped__)
+    with mock.patch.object(graph, "_log") as log, mock.patch.object(graph, "_native_or_none", find_anew):
         step = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
         made = step(tf.ones([2])).numpy().tolist(), step(tf.ones([3])).numpy().tolist()
     assert "REIGEN_TENSORFLOW_NATIVE=0" in str(log.warning.call_args)
     return np.concatenate(made).tolist(), log.warning.call_count
 
 
-def test_the_fallback_is_announced_once():
-    made = run_ranks(fallback_is_announced, 2, init=True, timeout=90, env={"REIGEN_TENSORFLOW_NATIVE": "0"})
+def test_the_fallback_is_announced_once(rank_pool):
+    made = rank_pool(2).run(fallback_is_announced, init=True, env={"REIGEN_TENSORFLOW_NATIVE": "0"})
     assert made == [([2.0] * 5, 1)] * 2
 
 

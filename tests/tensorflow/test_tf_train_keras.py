@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,10 @@ from tests.tensorflow.tf_training import assert_identical_everywhere
 ROWS, EPOCHS = 24, 3
 
 
-@pytest.fixture(scope="module", params=["keras 3", "legacy"])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """TensorFlow looks at the variable when it is imported, so these processes are of their own."""
-    env = {"TF_USE_LEGACY_KERAS": "1" if request.param == "legacy" else "0"}
-    with RankPool(2, env=env) as made:
-        yield made
-
-
-@pytest.fixture
-def no_leaks() -> None:
-    """The module's processes are not those of the session's pools."""
+@pytest.fixture(params=["keras 3", "legacy"])
+def pool(request: pytest.FixtureRequest, legacy_pool: RankPool, rank_pool: Callable[[int], RankPool]) -> RankPool:
+    """Two ranks."""
+    return legacy_pool if request.param == "legacy" else rank_pool(2)
 
 
 def data() -> tuple[Any, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +12,7 @@ import pytest
 import tensorflow as tf
 
 import reigen.tensorflow as hvd
-from reigen.errors import CollectiveError
-from reigen.testing import RankError
-from tests.tensorflow.tf_training import LR, Net, assert_identical_everywhere, batches, loss_of, mine
+from tests.tensorflow.tf_training import assert_identical_everywhere, mine
 
 
 def mixed_precision(how: str) -> None:
@@ -113,33 +109,6 @@ def adversaries() -> None:
 
 def test_two_networks_in_one_function(rank_pool):
     rank_pool(2).run(adversaries, init=True)
-
-
-def dies(how: str) -> None:
-    model = Net()
-
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, x, y)
-        gradients = hvd.DistributedGradientTape(tape, groups=2, sparse_as_dense=True).gradient(loss, model.all[:3])
-        for variable, gradient in zip(model.all, gradients, strict=False):
-            variable.assign_sub(LR * gradient)
-
-    run = step if how == "eager" else tf.function(step)
-    with pytest.raises(  # noqa: PT012 - which step it is does not matter
-        (tf.errors.OpError, CollectiveError), match=r"rank\(s\) 1 died"
-    ):
-        for number, (x, y) in enumerate(batches(100)):
-            if number == 3 and hvd.rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            run(tf.constant(mine(x)), tf.constant(mine(y)))
-
-
-@pytest.mark.parametrize("how", ["eager", "function"])
-def test_a_rank_that_dies_ends_the_others_with_its_name(rank_pool, how):
-    with pytest.raises(RankError) as caught:
-        rank_pool(3).run(dies, how, init=True, timeout=60.0)
-    assert [failure.rank for failure in caught.value.failures] == [1], str(caught.value)
 
 
 def test_the_example_runs():

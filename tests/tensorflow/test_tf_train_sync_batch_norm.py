@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import reigen.tensorflow as hvd
-from reigen.testing import RankPool
 from tests.tensorflow.tf_training import assert_identical_everywhere
 
 CHANNELS = 4
@@ -83,7 +82,6 @@ def test_it_trains_in_a_model(rank_pool):
     rank_pool(2).run(in_a_model, init=True)
 
 
-def test_it_works_with_the_legacy_keras():
-    with RankPool(2, env={"TF_USE_LEGACY_KERAS": "1"}) as pool:
-        pool.run(every_shape, 2, "function", init=True)
-        pool.run(in_a_model, init=True)
+def test_it_works_with_the_legacy_keras(legacy_pool):
+    legacy_pool.run(every_shape, 2, "function", init=True)
+    legacy_pool.run(in_a_model, init=True)
