@@ -68,7 +68,7 @@ def _is_at_default_place(array: jax.Array) -> bool:
     if len(devices) != 1:
         return False
     (device,) = devices
-    return device.id == 0 and device.platform == "cpu"
+    return bool(device.id == 0 and device.platform == "cpu")
 
 
 class JaxAdapter(TensorAdapter[jax.Array]):
