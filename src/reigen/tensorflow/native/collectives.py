@@ -25,7 +25,7 @@ from reigen.types import DTYPES
 
 _LIKE, _ROWS = "ReigenCollective", "ReigenCollectiveOfRows"
 #: seconds for which an operation of so many bytes holds its thread of TensorFlow's
-_WAIT_SECONDS, _SMALL_BYTES = 0.0005, 65536
+_WAIT_SECONDS, _SMALL_BYTES = 0.00005, 65536
 #: not empty while one does
 _waiting: list[None] = []
 _INT32 = DTYPES["int32"]
