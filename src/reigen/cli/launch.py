@@ -165,7 +165,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:
     if chosen.launcher in _NOT_YET:
-        raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, slurm, sge, lsf, pbs, mpi")
+        raise ConfigError(
+            f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, slurm, sge, lsf, pbs, mpi"
+        )
     if chosen.launcher == "local" and chosen.hostfile is not None:
         raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:

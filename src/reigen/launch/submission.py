@@ -164,7 +164,7 @@ class Submission(Protocol):
         """Return what the job has printed since the last call: pieces for descriptor 1 or 2. Never waits."""
 
     def cancel(self) -> None:
-        """Have the engine end the job, and return without waiting for that; raises LaunchError if it does not want to."""
+        """Have the engine end the job, and return without waiting for that; raises LaunchError where it refuses."""
 
     def close(self) -> Sequence[str]:
         """Remove what was made for the job; returns what could not be, each with the command that does it."""
@@ -324,8 +324,9 @@ def _stop_signals() -> Iterator[_StopSignals]:
 
 def _write_all(descriptor: int, data: bytes) -> None:
     stream = sys.stdout.buffer if descriptor == 1 else sys.stderr.buffer
-    try:
-    XX
+    stream.write(data)
+    stream.flush()
+
 
 def run_client(
     command: Sequence[str], *, input_text: str | None = None, timeout_seconds: float = _CLIENT_SECONDS
@@ -351,5 +352,3 @@ def run_client(
         raise LaunchError(f"{command[0]} has not answered within {timeout_seconds:g} s") from None
     except OSError as error:
         raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from None
-
-
