@@ -119,6 +119,12 @@ def add_output_options(add: AddArgument) -> None:
         help="time between asking a process to stop and killing it (default: 5)",
     )
     add(
+        "--gpus-per-rank",
+        type=int,
+        metavar="N",
+        help="let each rank see N GPUs of its host alone (default: all see all, and choose by their local rank)",
+    )
+    add(
         "--requeue-on-notice",
         action="store_true",
         help="when the job has ended after its engine announced an end, run it again (Grid Engine: exit code 99)",
