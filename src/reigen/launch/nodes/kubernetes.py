@@ -94,6 +94,7 @@ def find_indexed_job(environ: Mapping[str, str], read_file: ReadFile) -> NodeJob
         )
     name = INDEX_VARIABLE if INDEX_VARIABLE in environ else "JOB_COMPLETION_INDEX"
     index, size = read_number(environ, name), read_number(environ, NODES_VARIABLE, 1)
+    check_index((name, index), (NODES_VARIABLE, size))
     leader = _derive_leader(environ, _read_pod(read_file), size)
     return _make_job(environ, read_file, "Kubernetes Indexed Job", (name, index), (NODES_VARIABLE, size), leader)
 
@@ -112,6 +113,7 @@ def find_stateful_set(environ: Mapping[str, str], read_file: ReadFile) -> NodeJo
             f"{NODES_VARIABLE} is {size}, but nothing says which node this is: there is neither JOB_COMPLETION_INDEX "
             f"nor {INDEX_VARIABLE}, and the host name {pod.host!r} does not end in -NUMBER as a StatefulSet's"
         )
+    check_index((name, index), (NODES_VARIABLE, size))
     leader = _derive_leader(environ, pod, size)
     return _make_job(environ, read_file, "StatefulSet", (name, index), (NODES_VARIABLE, size), leader)
 

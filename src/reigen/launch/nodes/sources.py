@@ -1,4 +1,4 @@
-"""Nodes of a job whose engine runs the same command on each: what it tells a node, and who can read that. No I/O.
+"""Nodes of a job whose engine runs the same command on each of them, and the sources of that knowledge. No I/O.
 
 A source is a function of the environment and of files, which are read by a function that it is given.
 """
@@ -80,7 +80,7 @@ def find_node_job(environ: Mapping[str, str], read_file: ReadFile) -> NodeJob | 
 
 
 def require_node_job(environ: Mapping[str, str], read_file: ReadFile) -> NodeJob:
-    """Find the job, or raise ConfigError, which lists what was looked for."""
+    """Find the job, or raise ConfigError, which lists all sources."""
     job = find_node_job(environ, read_file)
     if job is None:
         raise ConfigError(f"--nodes-from-env: nothing says which node this is. Looked for: {'; '.join(SOURCES)}")
