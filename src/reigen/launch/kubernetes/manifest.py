@@ -131,7 +131,6 @@ def make_manifests(job: KubernetesJob, owner_uid: str | None = None) -> list[Man
 
     ``owner_uid`` is the Job's: they are removed with it.
     """
-    own = {"matchLabels": {JOB_LABEL: job.name}}
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -143,7 +142,11 @@ def make_manifests(job: KubernetesJob, owner_uid: str | None = None) -> list[Man
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": _metadata(job, job.name, owner_uid),
-        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
+        "spec": {
+            "podSelector": {"matchLabels": {JOB_LABEL: job.name}},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": {"matchLabels": {JOB_LABEL: job.name}}}]}],
+        },
     }
     return [service, policy]
 

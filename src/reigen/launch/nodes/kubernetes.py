@@ -25,7 +25,7 @@ LEADER_VARIABLE = "REIGEN_LEADER"
 #: Seconds from SIGTERM to SIGKILL (terminationGracePeriodSeconds), which no pod can find out.
 GRACE_VARIABLE = "REIGEN_GRACE"
 #: Where the Secret is mounted, in manifests of ours.
-SECRET_FILE = "/var/run/reigen/secret/secret"
+SECRET_FILE = "/var/run/reigen/secret"
 #: Grace of a pod whose manifest says nothing.
 _DEFAULT_GRACE_SECONDS = 30.0
 _ORDINAL = re.compile(r"(?P<base>.*\S)-(?P<ordinal>\d+)")

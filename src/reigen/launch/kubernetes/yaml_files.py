@@ -1,7 +1,8 @@
-"""Templates of users, to which manifests are fitted."""
+"""Manifests as YAML: templates of users, and what is shown to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +27,11 @@ def read_template(path: Path) -> dict[str, Any]:
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise ConfigError(f"--kube-worker-template {path}: it must have one document, an object")
     return documents[0]
+
+
+def dump_manifests(manifests: Sequence[dict[str, Any]]) -> str:
+    """Return the text of manifests, a document each, in the order of their keys."""
+    import yaml
+
+    text: str = yaml.safe_dump_all(manifests, sort_keys=False, explicit_start=True)
+    return text
