@@ -29,6 +29,7 @@ from reigen.files import write_atomically
 from reigen.launch.engines import ENGINES, choose_launcher_in_engine
 from reigen.launch.env_export import parse_exports
 from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile, read_hostfile
+from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.slurm.allocation import divide_nodes, find_allocation
@@ -60,11 +61,12 @@ def main(arguments: Sequence[str]) -> int:
         environ = {**os.environ, **exports}
         if _is_submitted(chosen):
             return _submit(chosen, _request(chosen, list(arguments), environ, tuple(exports)))
-        code = run_job(
-            _options(chosen, NetworkOptions.from_environ(environ), tuple(exports)),
-            as_mxnet(environ) if chosen.as_mxnet else environ,
-            launcher=chosen.launcher,
-        )
+        options = _options(chosen, NetworkOptions.from_environ(environ), tuple(exports))
+        environ = as_mxnet(environ) if chosen.as_mxnet else environ
+        if chosen.launcher == NODES_LAUNCHER:
+            code = SelfStart(os.environ, options.num_ranks).run(options, environ)
+        else:
+            code = run_job(options, environ, launcher=chosen.launcher)
     except ConfigError as error:
         parser.error(str(error))
     except LaunchError as error:

@@ -174,6 +174,7 @@ class JobListener:
         started: all processes were started, with these services.
         lost: these ranks are lost with their host, for this reason.
         finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
+        described: gets that message.
     """
 
     complain: Callable[[str], None] = complain
@@ -181,3 +182,4 @@ class JobListener:
     started: Callable[[JobServices], None] = lambda services: None
     lost: Callable[[Sequence[int], str], None] = lambda ranks, reason: None
     finished: Callable[[FinishJob], None] | None = None
+    described: Callable[[str], None] = lambda message: None
