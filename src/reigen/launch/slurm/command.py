@@ -87,7 +87,7 @@ def rank_variables(rank: int, place: tuple[int, int], counts: list[int]) -> dict
     """
     node, local_rank = place
     size = str(sum(counts))
-    return dict.fromkeys(_STEP_VARIABLES) | {
+    return dict.fromkeys(STEP_VARIABLES) | {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(local_rank),
         "SLURM_NODEID": str(node),
@@ -99,7 +99,7 @@ def rank_variables(rank: int, place: tuple[int, int], counts: list[int]) -> dict
 
 
 #: Those of an agent's step, and of a task, which are not the rank's.
-_STEP_VARIABLES = (
+STEP_VARIABLES = (
     *("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_LAUNCHER_PORT", "SLURM_GTIDS", "SLURM_TASK_PID"),
     *("SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT", "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST"),
