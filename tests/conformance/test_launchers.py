@@ -19,13 +19,16 @@ from reigen.launch.slurm.launcher import SlurmLauncher
 from reigen.launch.supervision.spawn import spawn_client
 from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
+from tests.conformance.dialing_launcher import DialingLauncher
 from tests.conformance.plain_launcher import PlainLauncher
 from tests.multiprocess.launcher import launched, run
 from tests.network.conftest import make_hosts  # noqa: F401  a fixture
 
 PLAIN = f"{PlainLauncher.__module__}:{PlainLauncher.__qualname__}"
 SOURCE = Path(__file__).parents[2]
-NO_AGENT = dict.fromkeys(("killed_agent", "agent_environment", "missing_python"), "it has none")
+NO_AGENT = dict.fromkeys(
+    ("killed_agent", "stopped_agent", "notice", "agent_environment", "missing_python"), "it has none"
+)
 #: What `mpirun` does by itself, in its own way.
 OF_MPIRUN = NO_AGENT | {
     "placement": "mpirun places ranks, and tells them in variables of its own",
@@ -36,6 +39,7 @@ OF_MPIRUN = NO_AGENT | {
     "bytes": "mpirun gives ranks a terminal, which changes some bytes",
     "orphans": "mpirun waits for all who have a rank's output open",
     "secret": "rank 0 makes it when all ranks are there",
+    "strangers": "rank 0 has the service, where it says when it begins",
 }
 
 
@@ -65,6 +69,13 @@ def test_ssh(make_hosts):  # noqa: F811
 @pytest.mark.timeout(600)
 def test_a_launcher_of_somebody_else():
     outcome = check_launcher(PlainLauncher, "localhost:1,a.invalid:2")
+    assert set(outcome.values()) == {"passed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_launcher_whose_agents_dial_back():
+    outcome = check_launcher(DialingLauncher, "localhost:1,a.invalid:2")
     assert set(outcome.values()) == {"passed"}
 
 

@@ -20,8 +20,9 @@ from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import LaunchError, format_ranks
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.lines import DialedLine, PipedLine
 from reigen.launch.agent.remote_start import RemoteStart
-from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
+from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, LauncherFactory, find_launcher
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.options import JobListener, LaunchOptions, complain
@@ -31,7 +32,7 @@ from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
-from reigen.launch.supervision.watchdog import STOP_SIGNALS, run_under_watchdog
+from reigen.launch.supervision.watchdog import PASSED_SIGNALS, STOP_SIGNALS, run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
 from reigen.resources.limits import explain_limit
 
@@ -46,7 +47,7 @@ def run_job(
     environ: Mapping[str, str],
     listener: JobListener | None = None,
     *,
-    launcher: str = DEFAULT_LAUNCHER,
+    launcher: str | LauncherFactory = DEFAULT_LAUNCHER,
 ) -> int:
     """Run a job to its end; returns its exit code. Call it before any thread is started.
 
@@ -59,7 +60,8 @@ def run_job(
     """
     listener = listener or JobListener()
     try:
-        engine = find_launcher(launcher)(options, environ)
+        make = find_launcher(launcher) if isinstance(launcher, str) else launcher
+        engine = make(options, environ)
         try:
             return run_under_watchdog(lambda end: _run_supervised(engine, environ, end, listener), listener.complain)
         finally:
@@ -85,16 +87,17 @@ def _run_supervised(launcher: Launcher, environ: Mapping[str, str], watchdog_pip
             supervisor.start_all(plan.processes)
             supervisor.is_starting = False
         else:
-            _start_ranks(options, plan, environ, supervisor, stack)
+            listener.started(_start_ranks(options, plan, environ, supervisor, stack))
         return supervisor.run()
 
 
 def _start_ranks(
     options: LaunchOptions, plan: JobPlan, environ: Mapping[str, str], supervisor: Supervisor, stack: ExitStack
-) -> None:
-    """Start ranks and servers on all hosts, with the services that they need."""
+) -> JobServices:
+    """Start ranks and servers on all hosts, with the services that they need, which are returned."""
     secret = secrets.token_bytes(SECRET_BYTES)
     start = RemoteStart(options, plan, environ, supervisor)
+    stack.callback(start.close)
     network = options.network
     server = ControlService(
         secret, start.call() or _LOOPBACK, peer_timeout_seconds=network.peer_timeout_seconds, tls=network.make_tls()
@@ -111,6 +114,7 @@ def _start_ranks(
     start.start(services, server.heard_at)
     supervisor.is_starting = False
     server.start()
+    return services
 
 
 def _add_scheduler(
@@ -172,6 +176,8 @@ class Supervisor:
         self._is_forced = False
         #: An agent was asked to stop by its engine, and the user knows.
         self._is_noticed = False
+        #: A signal has come by which engines announce an end.
+        self._has_notice = False
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
@@ -203,6 +209,8 @@ class Supervisor:
             raise LaunchError(f"the launcher's plan has rank(s) {format_ranks(placed)}; the job has 0 to {wanted - 1}")
         self._numbers = {each.host: each.numbers for each in plan.assignments}
         # what an engine has started, it ends: none of that can be started again
+        if self._options.requeue_on_notice and plan.requeue is None:
+            raise LaunchError("--requeue-on-notice: this launcher has no queue that takes the job again")
         environ = self._environ if plan.processes is None else {}
         policy = choose_restart_policy(self._options.num_ranks, self._options.servers, environ)
         self._job = job_state.JobState(
@@ -233,8 +241,19 @@ class Supervisor:
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """Talk to the agent of another host through this client process."""
-        self.agents[host] = AgentClient(host, process, self.loop, self, self._options.network.silence_seconds)
+        line = PipedLine(process, self.loop)
+        self.agents[host] = AgentClient(host, line, self, self._options.network.silence_seconds)
         self.exclude_child(process.pid)
+
+    def await_agent(self, host: str) -> DialedLine:
+        """Wait for the agent of another host, which dials back; returns the line that it will have."""
+        line = DialedLine(self.loop)
+        self.agents[host] = AgentClient(host, line, self, self._options.network.silence_seconds)
+        return line
+
+    def agent_ended(self, host: str, problem: HostProblem) -> None:
+        """Take note that an agent cannot come, or has ended, as its engine says."""
+        self.agents[host].give_up(problem)
 
     def exclude_child(self, pid: int) -> None:
         """Exclude a child of this process from the job's."""
@@ -250,10 +269,15 @@ class Supervisor:
         message = b"" if self._listener.finished is not None else self._describe_end(self._finish)
         self._display.say_repeats()
         self._display.say(message)
+        if message:
+            self._listener.described(message.decode(errors="replace"))
         timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
         self._display.write_all(timeout_seconds, lambda: self._is_forced)
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
+        if self._options.requeue_on_notice and self._has_notice and self._plan.requeue is not None:
+            complain("the job has ended after a notice, and is to run again")
+            return self._plan.requeue()
         return self._finish.exit_code
 
     def _describe_end(self, finish: job_state.FinishJob) -> bytes:
@@ -268,7 +292,10 @@ class Supervisor:
         is_above = first is None and self._display.is_error_last(number)
         tail = first or self._display.tail(number)
         sharing = [] if first is not None else self._display.take_sharing(number)
-        return format_exit_report(finish, tail, locations, is_above=is_above, sharing=sharing)
+        hint = "" if self._plan.hint is None else self._plan.hint(finish)
+        return format_exit_report(finish, tail, locations, is_above=is_above, sharing=sharing) + (
+            f"  {hint}\n".encode() if hint else b""
+        )
 
     # ---------------------------------------------------------------- one turn
 
@@ -406,6 +433,7 @@ class Supervisor:
 
     def signalled(self, agent: AgentClient, signum: int) -> None:
         """Handle a signal that an agent was sent: it concerns the whole job."""
+        self._has_notice = True
         is_first = signum in STOP_SIGNALS and not self._is_noticed
         self._is_noticed |= is_first
         if is_first:
@@ -419,5 +447,6 @@ class Supervisor:
             if signum in STOP_SIGNALS:
                 raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
             return
+        self._has_notice |= signum in PASSED_SIGNALS or signum == signal.SIGTERM
         self._is_forced = self._finish is not None and signum in STOP_SIGNALS
         self._handle(job_state.SignalReceived(signum, time.monotonic()))
