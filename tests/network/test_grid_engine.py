@@ -1,4 +1,4 @@
-"""`reigen run` and `reigen launch` in jobs of a real Grid Engine: three execution hosts, which are stand-in machines."""
+"""`reigen run` and `reigen launch` in jobs of a real Grid Engine: three hosts, which are stand-in machines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ while True:
     time.sleep(0.1)
 """
 #: An execution daemon kills a job one of whose tasks a signal ends: these need a job of their own.
-DEADLY = ("killed_supervisor", "killed_watchdog", "killed_agent")
+DEADLY = ("killed_supervisor", "killed_agent")
 EXPORT = f"export PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"
 
 
@@ -102,12 +102,17 @@ def test_a_job_script_runs_on_its_slots_and_lives_on_when_a_rank_is_killed(engin
     program = directory / "the places.py"
     program.write_text(
         "import os, socket\n"
-        f"print(socket.gethostname(), os.getcwd(), os.path.isdir(os.environ['TMPDIR']), *map(os.environ.get, {names}))\n"
+        "has_own = os.path.isdir(os.environ['TMPDIR'])\n"
+        f"print(socket.gethostname(), os.getcwd(), has_own, *map(os.environ.get, {names}))\n"
+    )
+    killed = directory / "killed.py"
+    killed.write_text(
+        "import os, time\nos.environ['REIGEN_RANK'] == '4' and os.kill(os.getpid(), 9)\ntime.sleep(600)\n"
     )
     lines = (
         EXPORT,
         f"{' '.join(RUN)} --no-prefix {sys.executable} -S 'the places.py'",
-        f'{" ".join(RUN)} {sys.executable} -Sc \'import os, time; os.environ["REIGEN_RANK"] == "4" and os.kill(os.getpid(), 9); time.sleep(600)\'',
+        f"{' '.join(RUN)} {sys.executable} -S killed.py",
         "echo killed $?",
         f"{' '.join(RUN)} no-such-program",
         "echo missing $?",

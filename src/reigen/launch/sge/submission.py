@@ -59,8 +59,8 @@ class SgeSubmission:
             raise ConfigError(f"--sge-log-dir {self._logs}: Grid Engine takes no path with a comma")
         if shutil.which("qsub", path=request.environ.get("PATH")) is None:
             raise ConfigError(
-                "--launcher sge: this is in no parallel job of Grid Engine's, and there is no qsub in PATH to submit one: "
-                ". $SGE_ROOT/default/common/settings.sh"
+                "--launcher sge: this is in no parallel job of Grid Engine's, and there is no qsub in PATH for one "
+                "(. $SGE_ROOT/default/common/settings.sh)"
             )
 
     @property
@@ -279,7 +279,7 @@ def _resources(request: SubmissionRequest) -> list[str]:
     options = request.options
     if options.gpus is not None:
         raise ConfigError(
-            "--gpus: what Grid Engine calls them differs from site to site; ask for them in a file .sge_request: -l gpu=1"
+            "--gpus: Grid Engine has no common name for them; ask for them in a file .sge_request here: -l gpu=1"
         )
     asked: Mapping[str, str | None] = {
         "--worker-memory": options.worker_memory,
