@@ -56,8 +56,13 @@ def path_of_this_source() -> dict[str, str]:
 
 
 def run_in_job(host: Host, job: Mapping[str, str], *arguments: str, **more: str) -> tuple[int, str, str]:
-    ended = host.run([*RUN, *arguments], env={**job, **path_of_this_source(), **more}, timeout=90.0)
-    return ended.returncode, ended.stdout, ended.stderr
+    return run_on(host, job, *RUN, *arguments, **more)
+
+
+def run_on(host: Host, job: Mapping[str, str], *command: str, **more: str) -> tuple[int, str, str]:
+    """Runs a command on a host, with the variables of a job: exit code, stdout, stderr."""
+    with closing(host.start(command, env={**job, **path_of_this_source(), **more})) as process:
+        return process.wait(90.0), *process.output()
 
 
 def commands(engine: GridEngine) -> list[str]:
@@ -102,7 +107,7 @@ def test_a_job_script_runs_on_its_slots_and_lives_on_when_a_rank_is_killed(engin
     program = directory / "the places.py"
     program.write_text(
         "import os, socket\n"
-        "has_own = os.path.isdir(os.environ['TMPDIR'])\n"
+        "has_own = os.path.isdir(os.environ['TMP'])\n"
         f"print(socket.gethostname(), os.getcwd(), has_own, *map(os.environ.get, {names}))\n"
     )
     killed = directory / "killed.py"
@@ -118,10 +123,10 @@ def test_a_job_script_runs_on_its_slots_and_lives_on_when_a_rank_is_killed(engin
         "echo missing $?",
         f"{' '.join(RUN)} -np 2 --verbose hostname",
         f"{' '.join(REIGEN)} check | grep '^ *launcher'",
-        "echo ended $?",
+        "echo the script ends $?",
     )
     _, output = engine.submit("places", lines, "-pe", "dealing", "5", "-V", cwd=directory)
-    wait_for(lambda: count(output, "ended"), "the job ends")
+    wait_for(lambda: count(output, "the script ends"), "the job ends")
     text = output.read_text()
     printed = text.splitlines()
     places = [line.split(" ") for line in printed if "/a b " in line]
@@ -159,8 +164,8 @@ def test_a_parallel_environment_that_will_not_do(engine: GridEngine) -> None:
         status, out, err = run_in_job(host, job, "hostname")
         assert (status, out) == (1, ""), err
         assert "the parallel environment loose has control_slaves FALSE" in err, err
-        ended = host.run([*REIGEN, "check"], env={**job, **path_of_this_source()})
-        assert "loose has control_slaves FALSE" in ended.stdout, ended.stdout
+        _, out, err = run_on(host, job, *REIGEN, "check")
+        assert "loose has control_slaves FALSE" in out, out + err
 
 
 def test_more_tasks_than_slots_are_refused_and_the_job_lives(engine: GridEngine) -> None:
@@ -202,14 +207,14 @@ def test_functions_and_collectives_and_a_copied_directory(engine: GridEngine) ->
         "    print(reigen.run(work, num_proc=4))\n"
     )
     with engine.allocation("-pe", "pairs", "4") as (host, job):
-        ended = host.run([sys.executable, str(program)], env={**job, **path_of_this_source()})
+        status, out, err = run_on(host, job, sys.executable, str(program))
         expected = [(name, 4.0) for name, slots in hosts_of(engine) for _ in range(slots)]
-        assert (ended.returncode, ended.stdout) == (0, f"{expected}\n"), ended.stderr
+        assert (status, out) == (0, f"{expected}\n"), err
         shell = (
             f"mkdir /root/mine; cd /root/mine; echo text >file; exec {' '.join(RUN)} --sync-dst-dir /root/copy cat file"
         )
-        ended = host.run(["sh", "-c", shell], env={**job, **path_of_this_source()})
-        assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, [f"[{rank}] text" for rank in range(4)])
+        status, out, err = run_on(host, job, "sh", "-c", shell)
+        assert (status, sorted(out.splitlines())) == (0, [f"[{rank}] text" for rank in range(4)]), err
 
 
 def test_a_deleted_job_is_gone_and_one_with_notify_is_told_before(engine: GridEngine) -> None:
