@@ -252,7 +252,7 @@ def test_a_notice_puts_the_job_into_the_queue_again(engine: GridEngine) -> None:
     found = [pid for host in engine.hosts for pid, each in host.processes().items() if "--requeue-on-notice" in each]
     pid = min(found)  # the watchdog, before the supervisor that it has started
     os.kill(pid, signal.SIGUSR1)
-    wait_for(lambda: count(output, "again\n") == 4, "the job runs again")
+    wait_for(lambda: count(output, "] again") == 4, "the job runs again")
     assert "the job has ended after a notice, and is to run again" in output.read_text()
     wait_for(lambda: engine.num_jobs() == 0, "the job is gone")
 
