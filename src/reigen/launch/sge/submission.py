@@ -167,9 +167,10 @@ class SgeSubmission:
     def _last_line(self) -> str:
         """The command, by exec: signals are for it, and no shell waits for it."""
         request = self._request
-        code_file = ("--exit-code-file", str(self._directory / "exit-code"))
-        command = [sys.executable, "-m", "reigen", "launch", *request.arguments, *code_file, "--", *request.command]
-        return f"exec {shlex.join(command)}\n"
+        file = str(self._directory / "exit-code")
+        command = [sys.executable, "-m", "reigen", "launch", *request.arguments]
+        command += ["--exit-code-file", file, "--", *request.command]
+        return f"rm -f {shlex.quote(file)}\nexec {shlex.join(command)}\n"  # one may be there, of a job that runs again
 
     def _ask(self, what: str) -> str:
         """Return the lines about something in what qstat tells of the job, in one; empty: there are none."""
