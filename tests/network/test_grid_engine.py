@@ -115,6 +115,9 @@ def test_a_job_script_runs_on_its_slots_and_lives_on_when_a_rank_is_killed(engin
         "import os, time\nos.environ['REIGEN_RANK'] == '4' and os.kill(os.getpid(), 9)\ntime.sleep(600)\n"
     )
     lines = (
+        "#$ -V",
+        "#$ -cwd",
+        "#$ -pe dealing 5",
         EXPORT,
         f"{' '.join(RUN)} --no-prefix {sys.executable} -S 'the places.py'",
         f"{' '.join(RUN)} {sys.executable} -S killed.py",
@@ -125,7 +128,7 @@ def test_a_job_script_runs_on_its_slots_and_lives_on_when_a_rank_is_killed(engin
         f"{' '.join(REIGEN)} check | grep '^ *launcher'",
         "echo the script ends $?",
     )
-    _, output = engine.submit("places", lines, "-pe", "dealing", "5", "-V", cwd=directory)
+    _, output = engine.submit("places", lines, cwd=directory)
     wait_for(lambda: count(output, "the script ends"), "the job ends")
     text = output.read_text()
     printed = text.splitlines()

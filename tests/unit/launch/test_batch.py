@@ -11,7 +11,7 @@ import pytest
 from reigen.errors import ConfigError
 from reigen.launch.base import AgentCommand, JobPlan, Launcher, find_launcher
 from reigen.launch.batch import BatchJob, deal_slots, parse_host_lines, short_name
-from reigen.launch.engines import choose_launcher_in_engine, detect_engine
+from reigen.launch.engines import check_engine, choose_launcher_in_engine, detect_engine
 from reigen.launch.hosts import HostInfo
 from reigen.launch.lsf import LsfLauncher, parse_mcpu_hosts
 from reigen.launch.options import LaunchOptions
@@ -266,6 +266,23 @@ class TestGridEngine:
             "mpi", parse_settings(shown.format("FALSE"))
         )
 
+    def test_the_check_looks_at_the_parallel_environment(self, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+        environ = engines(tools)["sge"]
+        for settings, expected in (
+            ("control_slaves TRUE", ""),
+            ("control_slaves FALSE", "control_slaves FALSE, so qrsh"),
+        ):
+            (tools / "qconf").write_text(f"#!/bin/sh\necho pe_name $2\necho {settings}\n")
+            (tools / "qconf").chmod(0o755)
+            if expected:
+                with pytest.raises(ConfigError, match=expected):
+                    check_engine("sge", environ)
+            else:
+                assert check_engine("sge", environ) == ""
+        (tools / "qconf").write_text("#!/bin/sh\necho 'mpi is not a parallel environment' >&2\nexit 1\n")
+        assert "the parallel environment mpi could not be looked at" in check_engine("sge", environ)
+
 
 class TestLsf:
     def test_a_host_without_slots_for_computing_is_left_out(self, tools: Path) -> None:
@@ -294,3 +311,4 @@ class TestPbs:
         launcher = launch("pbs", engines(tools)["pbs"])
         assert isinstance(launcher, PbsLauncher)
         assert launcher.agents.remote_shell[0] == "ssh"
+        assert check_engine("pbs", engines(tools)["pbs"]) == "there is no pbs_tmrsh in PATH: ssh is used"
