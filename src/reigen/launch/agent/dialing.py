@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import sys
@@ -32,21 +33,29 @@ _MAX_TEXT_BYTES = 1 << 16
 _ATTEMPT_SECONDS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _NOTICE_SECONDS = 10.0, 0.05, 1.0, 30.0
 
 
-def read_dial_text(descriptor: int) -> DialText:
-    """Read the first line of a descriptor; nothing behind it is read.
+def read_dial_text(descriptor: int, name: str = "") -> DialText:
+    """Read the first line of a descriptor, or the one that begins with ``name``; nothing behind it is read.
 
     Raises:
         LaunchError: it ends before, or holds something else.
     """
+    while line := _read_line(descriptor):
+        if not name:
+            return _decode(line)
+        found, _, text = line.partition(b" ")
+        if found.decode(errors="replace") == name:
+            return _decode(text)
+    raise LaunchError(f"stdin has ended before the dial text came{name and ' for '}{name}")
+
+
+def _read_line(descriptor: int) -> bytearray:
     line = bytearray()
     while not line.endswith(b"\n") and len(line) <= _MAX_TEXT_BYTES:
         piece = os.read(descriptor, 1)
         if not piece:
             break
         line += piece
-    if not line:
-        raise LaunchError("stdin has ended before the dial text came")
-    return _decode(line)
+    return line
 
 
 def read_dial_file(path: str) -> DialText:
@@ -108,6 +117,20 @@ def dial(
     raise LaunchError(
         f"the launcher at {', '.join(text.addresses)} was not there within {text.timeout_seconds:g} s: {reason}"
     )
+
+
+def wait_for_call(stdin: int | None, connection: Connection) -> None:
+    """Wait until something comes through a connection; raises LaunchError where stdin ends before that."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if stdin is not None:
+        poll.register(stdin, select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if connection.fileno() in ready:
+            return
+        if stdin is not None and not os.read(stdin, 1 << 12):
+            raise LaunchError("the process that has started this agent has ended")
 
 
 def _attempt(address: str, text: DialText, deadline: float, num_slots: int | None) -> Connection:
