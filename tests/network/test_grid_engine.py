@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reigen.testing import check_launcher
+from reigen.testing.launchers import _CASES
 from tests.lab import Host, Hosts, Unavailable
 from tests.network.grid_engine import GridEngine, why_no_grid_engine
 from tests.network.waiting import wait_for
@@ -33,8 +34,8 @@ os.write(1, b"ready\\n")
 while True:
     time.sleep(0.1)
 """
-#: An execution daemon kills a job one of whose tasks a signal ends: these need a job of their own.
-DEADLY = ("killed_supervisor", "killed_agent")
+#: Kills qrsh, too, and for that an execution daemon kills the job: it needs one of its own.
+DEADLY = "killed_supervisor"
 EXPORT = f"export PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"
 
 
@@ -78,25 +79,24 @@ def hosts_of(engine: GridEngine) -> list[tuple[str, int]]:
     return [(words[0], int(words[1])) for words in map(str.split, lines)]
 
 
+def listed_hosts(engine: GridEngine) -> str:
+    return ",".join(f"{name}:{slots}" for name, slots in hosts_of(engine))
+
+
 @pytest.mark.timeout(600)
 def test_the_conformance_suite(engine: GridEngine) -> None:
-    reason = "takes the whole job with it: see test_what_kills_a_client_ends_the_job"
     with engine.allocation("-pe", "dealing", "5") as (host, job):
-        hosts = ",".join(f"{name}:{slots}" for name, slots in hosts_of(engine))
+        leave_out = {DEADLY: "it takes the whole job with it: see test_a_supervisor_that_is_killed_ends_the_job"}
         outcome = check_launcher(
-            "sge", hosts, prefix=host.entry(SOURCE), environ=job, leave_out=dict.fromkeys(DEADLY, reason)
+            "sge", listed_hosts(engine), prefix=host.entry(SOURCE), environ=job, leave_out=leave_out
         )
-    assert {case for case, result in outcome.items() if result != "passed"} == set(DEADLY)
+    assert {case for case, result in outcome.items() if result != "passed"} == {DEADLY}
 
 
-@pytest.mark.parametrize("case", DEADLY)
-def test_what_kills_a_client_ends_the_job(engine: GridEngine, case: str) -> None:
-    from reigen.testing.launchers import _CASES
-
+def test_a_supervisor_that_is_killed_ends_the_job(engine: GridEngine) -> None:
+    others = dict.fromkeys(_CASES.keys() - {DEADLY}, "another test has it")
     with engine.allocation("-pe", "dealing", "5") as (host, job):
-        hosts = ",".join(f"{name}:{slots}" for name, slots in hosts_of(engine))
-        others = dict.fromkeys(_CASES.keys() - {case}, "another test has it")
-        assert check_launcher("sge", hosts, prefix=host.entry(SOURCE), environ=job, leave_out=others)[case] == "passed"
+        check_launcher("sge", listed_hosts(engine), prefix=host.entry(SOURCE), environ=job, leave_out=others)
         wait_for(lambda: engine.num_jobs() == 0, "the job is killed by its execution daemon")
 
 
