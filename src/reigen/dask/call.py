@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reigen.errors import ConfigError
+from reigen.errors import ConfigError, LaunchError, RankFailedError
 from reigen.runner.agent_process import AgentProcess
 from reigen.runner.engine_jobs import EngineAgents, EngineJobOptions, run_on_engine
 
@@ -50,7 +51,8 @@ def run(
         client: of the cluster; not an asynchronous one.
         fn: the function, which calls ``init()`` itself. It is pickled by cloudpickle.
         args: its arguments, the same in all ranks.
-        num_proc: the number of ranks, by default one for each worker. Ranks fill the workers' threads evenly, in blocks.
+        num_proc: the number of ranks, by default one for each worker; the workers have as many as possible alike, and no
+            more than they have threads.
         workers: addresses or names of the workers to use, by default all that there are now.
         start_timeout: seconds to wait for the workers, by default 60.
         env: variables for all ranks, above those of the workers.
@@ -83,13 +85,21 @@ def run(
         start_agents=tasks.start,
         explain_exit=tasks.explain_exit,
         kept_variables=("",),
+        exports_environ=False,
+        listen_towards=host_of(found[0].address),
     )
     timeout = START_TIMEOUT_SECONDS if start_timeout is None else start_timeout
     options = EngineJobOptions(num_ranks=size, environ=dict(env or {}), start_timeout_seconds=timeout)
     try:
-        return run_on_engine(fn, args, kwargs, agents=agents, options=options)
+        results = run_on_engine(fn, args, kwargs, agents=agents, options=options)
+        tasks.wait()
+    except RankFailedError:
+        raise
+    except LaunchError as error:
+        raise LaunchError(tasks.name_workers(str(error)), error.exit_code) from None
     finally:
-        tasks.close()
+        tasks.cancel()
+    return results
 
 
 def find_workers(known: Mapping[str, Mapping[str, Any]], wanted: Sequence[str] | None) -> list[WorkerSlots]:
@@ -111,6 +121,12 @@ def find_workers(known: Mapping[str, Mapping[str, Any]], wanted: Sequence[str] |
         raise ConfigError("Dask has no workers now: wait for them, client.wait_for_workers(n)")
     addresses = dict.fromkeys(each if each in known else names[each] for each in chosen)
     return [_slots_of(address, known[address]) for address in addresses]
+
+
+def host_of(address: str) -> str:
+    """Return the host in an address of Dask's, ``tls://host:port``; this one's for a worker in this process."""
+    scheme, _, rest = address.partition("://")
+    return "127.0.0.1" if scheme == "inproc" else rest.rpartition(":")[0].strip("[]")
 
 
 def place_ranks(workers: Sequence[WorkerSlots], num_proc: int | None) -> dict[str, int]:
@@ -147,8 +163,7 @@ def run_agents(inputs: Sequence[str]) -> int:
     """
     agents: list[AgentProcess] = []
     try:
-        for text in inputs:
-            agents.append(AgentProcess(text))
+        agents.extend(map(AgentProcess, inputs))  # those before one that cannot be started are stopped, too
         return sum(agent.wait() != 0 for agent in agents)
     finally:
         for agent in agents:
@@ -200,13 +215,20 @@ class _Tasks:
             return f"the task in Dask's worker {address} has ended: {future.status}"
         return ""
 
-    def close(self) -> None:
-        """Wait until the tasks have ended, and cancel those that have not."""
+    def name_workers(self, text: str) -> str:
+        """Put the workers' addresses into an error that speaks of numbers of tasks."""
+        known = dict(enumerate(self._workers))
+        return re.sub(r"\btask (\d+)\b", lambda match: f"worker {known.get(int(match[1]), match[0])}", text)
+
+    def wait(self) -> None:
+        """Wait until the tasks have ended."""
         from distributed import wait
 
-        futures = list(self._futures.values())
-        with suppress(Exception):  # also of a scheduler that has gone
-            wait(futures, timeout=_LAST_SECONDS)
-        with suppress(Exception):
-            self._client.cancel([future for future in futures if not future.done()], force=True)
+        with suppress(Exception):  # it takes too long, or the scheduler has gone
+            wait(list(self._futures.values()), timeout=_LAST_SECONDS)
+
+    def cancel(self) -> None:
+        """Cancel the tasks that have not ended, and have Dask forget all."""
+        with suppress(Exception):  # the scheduler has gone
+            self._client.cancel([future for future in self._futures.values() if not future.done()], force=True)
         self._futures.clear()

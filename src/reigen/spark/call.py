@@ -23,6 +23,7 @@ from reigen.spark.session import (
     missing_slots_text,
     order_by_rank,
     security_warning,
+    some_host,
     wait_for_slots,
 )
 from reigen.spark.task import run_task
@@ -33,12 +34,9 @@ if TYPE_CHECKING:
 #: Seconds to wait for slots, where neither the caller nor the environment names others.
 START_TIMEOUT_SECONDS = 600.0
 START_TIMEOUT_VARIABLE = "HOROVOD_SPARK_START_TIMEOUT"
-#: Seconds for the agents to come, and for ``init()``, once Spark has started the tasks.
-_AGENT_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 #: Seconds in which a lost executor is noticed by its agent's connection, which says which ranks are lost.
 _LOSS_SECONDS = 1.5
-_EXPLAIN_SECONDS = 0.4
 #: Contexts whose unencrypted connections the user has been warned about, by application.
 _warned: set[str] = set()
 
@@ -221,7 +219,12 @@ def run_in_tasks(
         watch = StartWatch(job, request, deadline, cancellation)
         try:
             return run_on_engine(
-                func, args, kwargs, agents=_agents(job, watch, request), options=request.options, cancellation=cancellation
+                func,
+                args,
+                kwargs,
+                agents=_agents(context, job, watch, request),
+                options=request.options,
+                cancellation=cancellation,
             )
         except RankFailedError as error:
             raise _with_place(error, order_by_rank(job.list_tasks(), request.ranks_per_task)) from error.__cause__
@@ -238,27 +241,21 @@ def run_in_tasks(
             watch.stop()
 
 
-def _agents(job: SparkJob, watch: StartWatch, request: SparkRequest) -> EngineAgents:
+def _agents(context: SparkContext, job: SparkJob, watch: StartWatch, request: SparkRequest) -> EngineAgents:
     def start_agents(inputs: Mapping[str, str]) -> None:
         texts = [inputs[str(number)] for number in range(request.options.num_ranks or len(inputs))]
         step = request.ranks_per_task
         job.start(run_task, [texts[first : first + step] for first in range(0, len(texts), step)])
         watch.start()
 
-    def explain_exit(name: str) -> str:
-        places = {place.partition: place for place in job.list_tasks()}
-        place = places.get(int(name) // request.ranks_per_task) if name.isdecimal() else None
-        if job.failure or (place is not None and place.problem):
-            return f"Spark: {job.failure or (place.problem if place else '')}"
-        return ""
-
     return EngineAgents(
         engine="Spark",
         hosts=request.options.num_ranks or request.num_tasks,
         start_agents=start_agents,
-        explain_exit=explain_exit,
+        explain_exit=lambda name: job.explain_task(int(name) // request.ranks_per_task),
         kept_variables=("",),
-        listen_towards="",
+        exports_environ=False,
+        listen_towards=some_host(context),
         python=request.executable,
     )
 
@@ -312,8 +309,10 @@ def _with_place(error: RankFailedError, places: Sequence[TaskPlace]) -> RankFail
         return error
     place = places[error.rank]
     first, newline, rest = str(error).partition("\n")
-    text = f"{first} (host {place.host}, Spark executor {place.executor}){newline}{rest}"
-    return RankFailedError(text, error.exit_code, rank=error.rank, signum=error.signum, traceback=error.traceback)
+    text = f"{first} (Spark executor {place.executor} on {place.host}){newline}{rest}"
+    return RankFailedError(
+        text, error.exit_code, rank=error.rank, signum=error.signum, traceback=error.traceback, host=error.host
+    )
 
 
 def _report(options: EngineJobOptions, text: str) -> None:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from reigen.errors import ConfigError, LaunchError
+from reigen.errors import ConfigError
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -43,7 +43,7 @@ def active_context() -> SparkContext:
         from pyspark import SparkContext
     except ImportError as error:
         raise RuntimeError(f"reigen.spark needs pyspark: pip install 'reigen[spark]' ({error})") from error
-    context = SparkContext._active_spark_context  # noqa: SLF001  getOrCreate() would start one
+    context = SparkContext._active_spark_context  # getOrCreate() would start one
     if context is not None:
         return context
     if _is_connect_session():
@@ -69,16 +69,14 @@ def _is_connect_session() -> bool:
 
 def count_slots(context: SparkContext) -> int:
     """Return how many tasks the executors that have registered can run at the same time, busy slots too."""
-    scala = context._jsc.sc()  # noqa: SLF001  pyspark does not have it
+    scala = context._jsc.sc()  # pyspark does not have it
     try:
         return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
     except Exception:  # noqa: BLE001  py4j raises what it likes where a version of Spark does not have this
         return int(context.defaultParallelism)
 
 
-def wait_for_slots(
-    context: SparkContext, num_tasks: int, deadline: float, report: Callable[[str], None]
-) -> None:
+def wait_for_slots(context: SparkContext, num_tasks: int, deadline: float, report: Callable[[str], None]) -> None:
     """Wait until executors with so many slots have registered; without that, a barrier stage begins 15 s late.
 
     Raises:
@@ -101,6 +99,18 @@ def missing_slots_text(num_slots: int, num_tasks: int) -> str:
         f"Spark has {num_slots} of {num_tasks} slots for reigen.spark.run: ask for fewer ranks (num_proc), for more "
         "cores (spark.cores.max, spark.executor.instances), or wait longer for them (start_timeout)"
     )
+
+
+def some_host(context: SparkContext) -> str:
+    """Return the name or address of some executor's host; that of the driver's where there is no other."""
+    own = context.getConf().get("spark.driver.host") or ""
+    with suppress(Exception):  # this version of Spark has another interface
+        known = context._jsc.sc().getExecutorMemoryStatus().keysIterator()  # pyspark does not have it
+        hosts = []
+        while known.hasNext():
+            hosts.append(str(known.next()).rpartition(":")[0].strip("[]"))
+        return next((host for host in hosts if host != own), own)
+    return own
 
 
 def uses_barrier(conf: Mapping[str, str]) -> bool:
@@ -135,9 +145,7 @@ class SparkJob:
         failure: why Spark has ended the job; empty where it has not, or in good order.
     """
 
-    def __init__(
-        self, context: SparkContext, size: int, description: str, on_failed: Callable[[str], None]
-    ) -> None:
+    def __init__(self, context: SparkContext, size: int, description: str, on_failed: Callable[[str], None]) -> None:
         self.group = f"reigen.run.{next(_run_numbers)}"
         self.failure = ""
         self._context, self._size, self._description, self._on_failed = context, size, description, on_failed
@@ -145,8 +153,11 @@ class SparkJob:
         self._ended = threading.Event()
         #: The job is being ended by its owner: its failure is no news.
         self._is_closing = False
+        #: Latest list of tasks, and when it is out of date.
+        self._places: dict[int, TaskPlace] = {}
+        self._listed_until = 0.0
 
-    def __enter__(self) -> SparkJob:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,7 +193,7 @@ class SparkJob:
         """List the tasks that Spark has started, by partition; the latest attempt of each."""
         places: dict[int, TaskPlace] = {}
         with suppress(Exception):  # the session ends, or this version of Spark has another interface
-            store = self._context._jsc.sc().statusStore()  # noqa: SLF001  pyspark does not have it
+            store = self._context._jsc.sc().statusStore()  # pyspark does not have it
             for stage in self._stages():
                 tasks = store.taskList(stage, 0, self._size)
                 for task in (tasks.apply(number) for number in range(tasks.size())):
@@ -190,6 +201,16 @@ class SparkJob:
                     words = describe_spark_error(problem.get()) if problem.isDefined() else ""
                     places[task.index()] = TaskPlace(task.index(), task.host(), task.executorId(), words)
         return [places[partition] for partition in sorted(places)]
+
+    def explain_task(self, partition: int) -> str:
+        """Explain why a task has ended, by what Spark knows now; empty where it runs, or waits."""
+        if self.failure:
+            return self.failure
+        if time.monotonic() >= self._listed_until:
+            self._places = {place.partition: place for place in self.list_tasks()}
+            self._listed_until = time.monotonic() + _POLL_SECONDS
+        place = self._places.get(partition)
+        return "" if place is None or not place.problem else f"{place.problem} (executor {place.executor})"
 
     def count_running(self) -> int:
         """Return how many tasks run now."""
@@ -246,10 +267,3 @@ def check_num_tasks(num_proc: object, default: int) -> int:
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise ConfigError(f"num_proc must be a number of ranks, at least 1, not {num_proc!r}")
     return num_proc
-
-
-def lost_rank_error(error: LaunchError, rank: int, places: Sequence[TaskPlace]) -> str:
-    """Return the words about where a rank was: its host, and its executor; empty where that is not known."""
-    if not 0 <= rank < len(places):
-        return ""
-    return f"on host {places[rank].host}, in executor {places[rank].executor}"
