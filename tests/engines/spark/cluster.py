@@ -89,7 +89,6 @@ class SparkCluster:
             "spark.executor.extraJavaOptions": " ".join(_QUICK[:2]),
             "spark.ui.enabled": "false",
             "spark.executorEnv.PYTHONPATH": f"{SOURCE / 'src'}:{SOURCE}",
-            "spark.pyspark.python": sys.executable,
             **{name.replace("__", "."): value for name, value in conf.items()},
         }
         driver = Driver(self.hosts[0], settings, self._home)
@@ -121,7 +120,12 @@ class Driver:
 
     def __init__(self, host: Host, conf: dict[str, str], home: Path) -> None:
         path = f"{SOURCE / 'src'}:{SOURCE}"
-        environ = {"PYTHONPATH": path, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": host.address}
+        environ = {
+            "PYTHONPATH": path,
+            "SPARK_HOME": str(home),
+            "SPARK_LOCAL_IP": host.address,
+            "PYSPARK_PYTHON": sys.executable,
+        }
         program = Path(__file__).with_name("program.py")
         self.process = host.start([sys.executable, program, json.dumps(conf)], env=environ, cwd=SOURCE, has_input=True)
         self._num_answers = 0

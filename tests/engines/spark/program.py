@@ -78,7 +78,12 @@ def results(tasks: int) -> dict[str, Any]:
         warnings.simplefilter("always")
         found = reigen.spark.run(func, (3,), num_proc=tasks, env={"OF_ALL": "x y"}, stdout=stream)
     seconds = round(time.monotonic() - started, 3)
-    return {"results": found, "output": stream.getvalue(), "seconds": seconds, "warned": [str(w.message) for w in caught]}
+    return {
+        "results": found,
+        "output": stream.getvalue(),
+        "seconds": seconds,
+        "warned": [str(w.message) for w in caught],
+    }
 
 
 def fail(how: str, tasks: int) -> dict[str, Any]:
