@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,11 @@ REPORT_SECONDS = 30.0
 _POLL_SECONDS = 0.25
 #: Seconds that tasks may take to end when their agents have; then the Spark job is cancelled.
 _LAST_SECONDS = 10.0
+#: Words of Spark's around the reason.
+_PREAMBLES = re.compile(
+    r"^.*Most recent failure reason: |\[PYTHON_EXCEPTION\] An exception was thrown from the Python worker: "
+    r"|Traceback \(most recent call last\): *| SQLSTATE: \w+$"
+)
 _run_numbers = itertools.count(1)
 
 
@@ -257,7 +263,7 @@ def describe_spark_error(text: str) -> str:
     lines = [line.removeprefix(": ").rstrip() for line in text.splitlines() if line and not line[0].isspace()]
     dull = ("An error occurred while calling", "Traceback (most", "Driver stacktrace")
     useful = [line for line in lines if line and not line.startswith(dull)]
-    text = " ".join(useful) or "Spark does not say why"
+    text = _PREAMBLES.sub("", " ".join(useful)) or "Spark does not say why"
     return text if len(text) <= 1000 else f"{text[:700]} ... {text[-290:]}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from reigen.compat import DIRECTORY
 from tests.lab import Host, HostProcess, Hosts
 
 SOURCE = Path(__file__).parents[3]
@@ -87,8 +89,10 @@ class SparkCluster:
             "spark.executor.memory": "600m",
             "spark.driver.extraJavaOptions": " ".join(_QUICK[:2]),
             "spark.executor.extraJavaOptions": " ".join(_QUICK[:2]),
+            # for ranks that others start, pyspark's TorchDistributor for example
+            "spark.executorEnv.REIGEN_SECRET": secrets.token_hex(32),
             "spark.ui.enabled": "false",
-            "spark.executorEnv.PYTHONPATH": f"{SOURCE / 'src'}:{SOURCE}",
+            "spark.executorEnv.PYTHONPATH": f"{SOURCE / 'src'}:{SOURCE}:{DIRECTORY}",
             **{name.replace("__", "."): value for name, value in conf.items()},
         }
         driver = Driver(self.hosts[0], settings, self._home)
