@@ -336,7 +336,7 @@ def warn_without_effect(**arguments: object) -> None:
 
 
 def resolve_start_timeout(start_timeout: float | None, environ: Mapping[str, str]) -> float:
-    """Return the seconds to wait for slots; raise ConfigError for what is no such number."""
+    """Return the seconds to wait for slots; raise ConfigError for another value."""
     value: object = start_timeout
     if value is None:
         value = environ.get(START_TIMEOUT_VARIABLE) or START_TIMEOUT_SECONDS

@@ -268,7 +268,7 @@ def describe_spark_error(text: str) -> str:
 
 
 def check_num_tasks(num_proc: object, default: int) -> int:
-    """Return the number of ranks, by default Spark's parallelism; raise ConfigError for what is no such number."""
+    """Return the number of ranks, by default Spark's parallelism; raise ConfigError for another value."""
     if num_proc is None:
         return default
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:

@@ -184,20 +184,25 @@ def repeat(times: int, tasks: int) -> list[float]:
 
 
 def horovod_names(tasks: int) -> Any:
-    """A program for Horovod."""
+    """The program of Horovod's documentation, with a sum."""
     sys.path.insert(0, DIRECTORY)
     import horovod.spark
 
-    def train(value: float) -> list[float]:
-        import numpy as np
+    def train_fn(magic_number: int) -> list[Any]:
+        import horovod.torch as hvd
+        import torch
 
-        import reigen
+        hvd.init()
+        print(
+            "Hello, rank = %d, local_rank = %d, size = %d, local_size = %d, magic_number = %d"  # noqa: UP031  as typed
+            % (hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size(), magic_number)
+        )
+        total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
+        return [hvd.rank(), float(total[0]), horovod.spark.get_available_devices()]
 
-        reigen.init()
-        assert horovod.spark.get_available_devices() == []
-        return [reigen.rank(), reigen.size(), float(reigen.allreduce(np.array(value), op=reigen.Sum))]
-
-    return horovod.spark.run(train, args=(1.5,), num_proc=tasks, verbose=2, stdout=Stream(), stderr=Stream())
+    stream = Stream()
+    found = horovod.spark.run(train_fn, args=(42,), num_proc=tasks, verbose=2, stdout=stream, stderr=Stream())
+    return [found, stream.getvalue()]
 
 
 def torch_variables() -> list[str | None]:

@@ -133,7 +133,10 @@ def test_one_run_after_the_other(driver: Driver) -> None:
 
 
 def test_horovods_names(driver: Driver) -> None:
-    assert driver.ask("horovod_names", tasks=2) == [[0, 2, 3.0], [1, 2, 3.0]]
+    found, output = driver.ask("horovod_names", tasks=2, timeout=150.0)
+    assert found == [[0, 2.0, []], [1, 2.0, []]]
+    lines = [line.split(", local_rank")[0] for line in sorted(output.splitlines())]
+    assert lines == ["[0] Hello, rank = 0", "[1] Hello, rank = 1"]
 
 
 def test_functions_and_scripts_in_the_distributor(driver: Driver, cluster: SparkCluster) -> None:
