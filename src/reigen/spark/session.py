@@ -166,7 +166,9 @@ class SparkJob:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.cancel()  # an agent that has not come yet would go on trying
         self.close()
 
     def start(self, function: Callable[[Iterable[Any]], Iterator[Any]], inputs: Sequence[Any]) -> None:

@@ -205,6 +205,15 @@ def horovod_names(tasks: int) -> Any:
     return [found, stream.getvalue()]
 
 
+def leftovers() -> dict[str, Any]:
+    """What Spark and this process still have of jobs that have ended."""
+    until = time.monotonic() + 20.0
+    while (jobs := context.statusTracker().getActiveJobsIds()) and time.monotonic() < until:
+        pass
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("reigen")]
+    return {"jobs": len(jobs), "threads": threads}
+
+
 def torch_variables() -> list[str | None]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     return [os.environ.get(name) for name in names] + [str(int(os.environ["MASTER_PORT"]) > 0)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 #: Seconds in which a failure of a rank is the driver's exception; the figure is 2 where no other process runs.
 SOON_SECONDS = 8.0
 SCRIPT = """
-import os, sys
+import sys
 import numpy as np
 import reigen
 reigen.init()
 total = reigen.allreduce(np.ones(2), op=reigen.Sum)
-print("script", sys.argv[1:], reigen.rank(), reigen.size(), float(total[0]), __name__, flush=True)
+with open(f"/tmp/script.{reigen.rank()}", "w") as file:
+    file.write(f"{sys.argv[1:]} {reigen.rank()} {reigen.size()} {total[0]} {__name__}")
 """
 
 
@@ -101,6 +103,22 @@ def test_a_job_that_is_cancelled(driver: Driver, how: str, words: str) -> None:
     assert found["seconds"] < SOON_SECONDS
 
 
+@pytest.mark.timeout(3000)
+def test_ends_in_a_row(driver: Driver, cluster: SparkCluster) -> None:
+    """REIGEN_TEST_ENDS=100: as many as were looked at by hand."""
+    ends = ("raise", "kill", "job group", "kill the agent", "interrupt", "exit", "")
+    for number in range(int(os.environ.get("REIGEN_TEST_ENDS", "3"))):
+        how = ends[number % len(ends)]
+        if not how:
+            driver.ask("repeat", times=1, tasks=4)
+        elif how in {"job group", "interrupt"}:
+            assert driver.ask("interrupted", how=how, tasks=4)["kind"] in {"LaunchError", "KeyboardInterrupt"}
+        else:
+            assert driver.ask("fail", how=how, tasks=4)["rank"] in {0, 1}
+        wait_for(lambda: not cluster.jobs(), f"nothing is left of end {number}, {how or 'in good order'}", 10.0)
+    assert driver.ask("leftovers") == {"jobs": 0, "threads": []}
+
+
 def test_too_few_slots(driver: Driver) -> None:
     kind, text = driver.ask("refused", call="reigen.spark.run(len, num_proc=9, start_timeout=1.5)")
     assert (kind, text.split(" for ")[0]) == ("TimeoutError", "Spark has 4 of 9 slots")
@@ -114,7 +132,11 @@ def test_too_few_slots(driver: Driver) -> None:
         ("reigen.spark.run(len, num_proc=2, use_mpi=True)", "ConfigError", "use_mpi"),
         ("reigen.spark.run_elastic(len, num_proc=2, min_num_proc=3, max_num_proc=1)", "ConfigError", "more than"),
         ("reigen.spark.run_elastic(len, num_proc=2, min_num_proc=1)", "UnsupportedError", "not possible yet"),
-        ("reigen.spark.run(len, (open('/dev/null'),), num_proc=2)", "UnsupportedTypeError", "cannot be sent"),
+        (
+            "reigen.spark.run(len, (__import__('threading').Lock(),), num_proc=2)",
+            "UnsupportedTypeError",
+            "cannot be sent",
+        ),
         ("reigen.spark.Distributor(0)", "ConfigError", "positive"),
         ("reigen.spark.Distributor(2, local_mode=False)", "RuntimeError", "gpu usage is unavailable"),
         ("reigen.spark.Distributor(2, False, False).run('x.py', a=1)", "ConfigError", "no keyword arguments"),
@@ -140,25 +162,36 @@ def test_horovods_names(driver: Driver) -> None:
 
 
 def test_functions_and_scripts_in_the_distributor(driver: Driver, cluster: SparkCluster) -> None:
-    for host in cluster.hosts:
-        (host.root / "tmp/script.py").write_text(SCRIPT)
     assert driver.ask("distributor", what="function", tasks=4, path="") == [10, [5, 10, 15, 20]]
     result, variables = driver.ask("distributor", what="local", tasks=2, path="")
     assert (result, variables) == (10, [[str(rank), "2", str(rank), "127.0.0.1", "True"] for rank in range(2)])
     variables = driver.ask("distributor", what="torch", tasks=4, path="")
     assert [each[:3] for each in variables] == [[str(rank), "4", str(rank % 2)] for rank in range(4)]
     assert {each[3] for each in variables} <= {host.address for host in cluster.hosts} | {"h1", "h2"}
-    assert driver.ask("distributor", what="script", tasks=4, path="/tmp/script.py") is None
-    lines = [line for line in driver.process.output()[0].splitlines() if "script ['a b', '7']" in line]
-    assert sorted(lines) == [f"[{rank}] script ['a b', '7'] {rank} 4 4.0 __main__" for rank in range(4)]
+    with script_on(cluster) as written:
+        assert driver.ask("distributor", what="script", tasks=4, path="/tmp/script.py") is None
+        assert written() == [f"['a b', '7'] {rank} 4 4.0 __main__" for rank in range(4)]
 
 
 def test_scripts_in_torch_distributor(driver: Driver, cluster: SparkCluster) -> None:
-    for host in cluster.hosts:
-        (host.root / "tmp/script.py").write_text(SCRIPT)
-    driver.ask("distributor", what="theirs", tasks=2, path="/tmp/script.py", timeout=150.0)
-    lines = [line for line in driver.process.output()[0].splitlines() if "script ['a b', '7']" in line]
-    assert [f"script ['a b', '7'] {rank} 2 2.0 __main__" in "\n".join(lines) for rank in range(2)] == [True, True]
+    with script_on(cluster) as written:
+        driver.ask("distributor", what="theirs", tasks=2, path="/tmp/script.py", timeout=150.0)
+        assert written() == [f"['a b', '7'] {rank} 2 2.0 __main__" for rank in range(2)]
+
+
+@contextmanager
+def script_on(cluster: SparkCluster) -> Iterator[Callable[[], list[str]]]:
+    """A script on all machines; what its ranks have written, sorted."""
+    directories = [host.root / "tmp" for host in cluster.hosts]
+    for directory in directories:
+        (directory / "script.py").write_text(SCRIPT)
+
+    def files() -> list[Path]:
+        return [file for directory in directories for file in directory.glob("script.[0-9]")]
+
+    yield lambda: sorted(file.read_text() for file in files())
+    for file in files():
+        file.unlink()
 
 
 def test_an_executor_that_is_killed(driver: Driver, cluster: SparkCluster, tmp_path: Path) -> None:
