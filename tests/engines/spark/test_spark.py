@@ -122,6 +122,8 @@ def test_ends_in_a_row(driver: Driver, cluster: SparkCluster) -> None:
 def test_too_few_slots(driver: Driver) -> None:
     kind, text = driver.ask("refused", call="reigen.spark.run(len, num_proc=9, start_timeout=1.5)")
     assert (kind, text.split(" for ")[0]) == ("TimeoutError", "Spark has 4 of 9 slots")
+    kind, text = driver.ask("held", tasks=4)
+    assert (kind, text.split(" for ")[0]) == ("TimeoutError", "Spark has 0 of 2 slots")
 
 
 @pytest.mark.parametrize(
