@@ -114,7 +114,7 @@ def dial(
             except (OSError, UnicodeError, AuthenticationError, WireError) as error:
                 reason = _describe(error)
                 num_refused += isinstance(error, ConnectionRefusedError)
-        if text.gathers and num_refused == len(text.addresses):  # it listened there before there was this text
+        if text.gathers and text.is_listening and num_refused == len(text.addresses):
             raise LaunchError(f"the launcher at {', '.join(text.addresses)} has gone: the job is over")
         _pause(min(pause, max(0.0, deadline - time.monotonic())), stdin)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
