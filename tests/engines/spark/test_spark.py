@@ -223,7 +223,6 @@ def test_executors_that_are_allocated_for_the_job(cluster: SparkCluster) -> None
     conf = {
         "spark__dynamicAllocation__enabled": "true",
         "spark__dynamicAllocation__initialExecutors": "0",
-        "spark__dynamicAllocation__schedulerBacklogTimeout": "500ms",
         "spark__executor__cores": "1",
     }
     with cluster.driver(**conf) as driver:
