@@ -186,11 +186,15 @@ class SlurmLauncher:
         return f"by Slurm: {reason or 'the job is cancelled or preempted, or its time is nearly over'}"
 
     def _requeue(self) -> int:
-        """Put the job back into the queue, unless it was cancelled; returns the exit code for that."""
+        """Put the job back into the queue; returns the exit code for that.
+
+        A job that Slurm is ending already was cancelled, or its time is over: it shall not come back.
+        """
         job_id = self._allocation.job_id
-        state = _run_scontrol("show", "job", "-o", job_id)
-        if state is None or re.search(r"\bJobState=CANCELLED\b", state):
-            complain(f"Slurm job {job_id} is not put back into the queue: it was cancelled, or is not known any more")
+        state = re.search(r"\bJobState=(\S+)", _run_scontrol("show", "job", "-o", job_id) or "")
+        if state is None or state[1] != "RUNNING":
+            what = "is not known any more" if state is None else f"is {state[1]}"
+            complain(f"Slurm job {job_id} is not put back into the queue: it {what}, for it was cancelled, or is over")
             return 128 + signal.SIGTERM
         if _run_scontrol("requeue", job_id) is None:
             complain(
