@@ -274,6 +274,14 @@ def test_an_agent_waits_for_a_launcher_that_comes_late(monkeypatch):
     assert any("waiting for the launcher at no-such-host.invalid" in line for line in agent.lines)
 
 
+def test_a_gathered_agent_that_comes_when_the_job_is_over_ends_at_once():
+    gathering = Gathering(("127.0.0.1", 0), ["0"], 300.0)
+    text = decode_dial_text(gathering.texts["0"])
+    gathering.close()
+    with pytest.raises(LaunchError, match="has gone: the job is over"):
+        dial(text, lambda line: None)
+
+
 def test_an_agent_whose_starter_has_ended_ends(supervisor):
     reading, writing = os.pipe()
     text = DialText(("127.0.0.1:1",), bytes(32).hex(), 0, SECONDS)

@@ -107,11 +107,15 @@ def dial(
         if now >= next_notice:
             next_notice += _NOTICE_SECONDS
             report(f"waiting for the launcher at {', '.join(text.addresses)} since {now - begin:.0f} s: {reason}")
+        num_refused = 0
         for address in text.addresses:
             try:
                 return _attempt(address, text, min(deadline, time.monotonic() + _ATTEMPT_SECONDS), num_slots)
             except (OSError, UnicodeError, AuthenticationError, WireError) as error:
                 reason = _describe(error)
+                num_refused += isinstance(error, ConnectionRefusedError)
+        if text.gathers and text.is_listening and num_refused == len(text.addresses):
+            raise LaunchError(f"the launcher at {', '.join(text.addresses)} has gone: the job is over")
         _pause(min(pause, max(0.0, deadline - time.monotonic())), stdin)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise LaunchError(
