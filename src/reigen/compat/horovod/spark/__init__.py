@@ -1,0 +1,3 @@
+"""``reigen.spark`` under Horovod's name."""
+
+from reigen.spark import *

@@ -1,0 +1,357 @@
+"""`run`: a function in ranks that have the slots of Spark tasks; its results, by rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
+
+from reigen.errors import ConfigError, LaunchError, RankFailedError, UnsupportedError
+from reigen.runner.engine_jobs import Cancellation, EngineAgents, EngineJobOptions, run_on_engine
+from reigen.spark.session import (
+    REPORT_SECONDS,
+    SparkJob,
+    TaskPlace,
+    active_context,
+    check_num_tasks,
+    missing_slots_text,
+    order_by_rank,
+    security_warning,
+    some_host,
+    wait_for_slots,
+)
+from reigen.spark.task import run_task
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+#: Seconds to wait for slots, where neither the caller nor the environment names others.
+START_TIMEOUT_SECONDS = 600.0
+START_TIMEOUT_VARIABLE = "HOROVOD_SPARK_START_TIMEOUT"
+_POLL_SECONDS = 0.5
+#: Seconds in which a lost executor is noticed by its agent's connection, which says which ranks are lost.
+_LOSS_SECONDS = 1.5
+#: Contexts whose unencrypted connections the user has been warned about, by application.
+_warned: set[str] = set()
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: str | Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` in ``num_proc`` processes on Spark's executors that form a job.
+
+    One Spark job of ``num_proc`` tasks holds the slots, all at once (a barrier stage, but not where Spark allocates
+    executors dynamically). The ranks are children of an agent in the first task of each host: ranks of one host are
+    neighbours, and rank 0 is on the host of task 0. They have their task's environment and working directory, and the
+    executor's Python. May be called from any thread of the driver.
+
+    Args:
+        fn: the function, which calls ``init()`` itself. It is pickled by cloudpickle.
+        args: its arguments, the same in all ranks.
+        kwargs: its keyword arguments.
+        num_proc: the number of ranks, by default ``spark.default.parallelism``.
+        start_timeout: seconds to wait for that many slots, by default HOROVOD_SPARK_START_TIMEOUT, or 600.
+        use_mpi: not possible: the ranks are no processes of MPI's.
+        use_gloo: no effect.
+        extra_mpi_args: no effect.
+        env: variables for all ranks, above those of the tasks.
+        stdout: where the ranks' output goes on the driver, by default ``sys.stdout``; a text stream.
+        stderr: the same for what they write to stderr.
+        verbose: 2 and more: report which processes are started, and where.
+        nics: interfaces through which hosts may talk to each other: ``"eth0,eth1"``, or a list.
+        prefix_output_with_timestamp: write the time before each line of output.
+        executable: the Python to run, with Reigen installed; by default that of the executors.
+
+    Returns:
+        The values that the function returned, by rank.
+
+    Raises:
+        RankFailedError: a rank raised, exited, was killed, or lost its executor: the first one that failed by itself.
+            Its ``__cause__`` is the exception of that rank, where it can be loaded here. The others were stopped.
+        TimeoutError: Spark has not had the slots within ``start_timeout``.
+        RuntimeError: there is no active SparkContext.
+        ConfigError: (a ValueError) an argument makes no sense.
+        UnsupportedTypeError: ``fn`` or an argument cannot be pickled.
+        LaunchError: the tasks cannot start agents, or Spark has ended the job: it was cancelled, for example.
+
+    Example::
+
+        def train(learning_rate):
+            import reigen.torch as hvd
+
+            hvd.init()
+            ...
+            return loss
+
+        losses = reigen.spark.run(train, args=(0.1,), num_proc=4)
+    """
+    if use_mpi:
+        raise ConfigError("use_mpi: Reigen's ranks in Spark are no processes of MPI's; leave it out")
+    context = active_context()
+    size = check_num_tasks(num_proc, context.defaultParallelism)
+    warn_without_effect(extra_mpi_args=extra_mpi_args)
+    request = SparkRequest(
+        num_tasks=size,
+        start_timeout_seconds=resolve_start_timeout(start_timeout, os.environ),
+        options=EngineJobOptions(
+            num_ranks=size,
+            environ=check_environ(env),
+            verbose=verbose >= 2,
+            timestamps=prefix_output_with_timestamp,
+            network_interfaces=nics if nics is None or isinstance(nics, str) else ",".join(nics),
+            stdout=stdout,
+            stderr=stderr,
+        ),
+        executable=executable,
+    )
+    return run_in_tasks(context, (fn, tuple(args), dict(kwargs or {})), request)
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: str | Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+) -> list[Any]:
+    """Call a function in a job whose size may change; only jobs of a fixed size are possible yet.
+
+    ``min_num_proc`` and ``max_num_proc`` must be ``num_proc``, or left out; ``elastic_timeout`` and ``reset_limit``
+    have no effect. All else is as in `run`.
+
+    Raises:
+        UnsupportedError: (a NotImplementedError) the bounds are not ``num_proc``.
+        ConfigError: (a ValueError) ``min_num_proc`` is greater than ``max_num_proc``.
+    """
+    context = active_context()
+    size = check_num_tasks(num_proc if num_proc is not None else min_num_proc, context.defaultParallelism)
+    check_elastic_bounds(size, min_num_proc, max_num_proc)
+    warn_without_effect(elastic_timeout=elastic_timeout, reset_limit=reset_limit)
+    return run(
+        fn,
+        args,
+        kwargs,
+        size,
+        start_timeout,
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        verbose=verbose,
+        nics=nics,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+    )
+
+
+def check_elastic_bounds(size: int, min_num_proc: int | None, max_num_proc: int | None) -> None:
+    """Raise an error for bounds that make no sense, or that need an elastic job."""
+    least, most = check_num_tasks(min_num_proc, size), check_num_tasks(max_num_proc, size)
+    if least > most:
+        raise ConfigError(f"min_num_proc is {least}, which is more than max_num_proc, {most}")
+    if not least <= size <= most:
+        raise ConfigError(f"num_proc is {size}, which is not between min_num_proc, {least}, and max_num_proc, {most}")
+    if not least == size == most:
+        raise UnsupportedError(
+            f"run_elastic: jobs whose size changes (from {least} to {most} ranks) are not possible yet; give the same "
+            f"number for num_proc, min_num_proc and max_num_proc, or use reigen.spark.run(num_proc={size})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SparkRequest:
+    """Tasks that a job asks Spark for.
+
+    Attributes:
+        num_tasks: number of tasks, with as many ranks each as there are GPUs, or one.
+        start_timeout_seconds: for Spark to start them.
+        options: of the job.
+        executable: the ranks' Python, or None.
+        ranks_per_task: slots in each task.
+    """
+
+    num_tasks: int
+    start_timeout_seconds: float
+    options: EngineJobOptions
+    executable: str | None = None
+    ranks_per_task: int = 1
+
+
+def run_in_tasks(
+    context: SparkContext, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], request: SparkRequest
+) -> list[Any]:
+    """Run a function in a Spark job's tasks; see `run` for the errors."""
+    warn_about_security(context, request.num_tasks)
+    deadline = time.monotonic() + request.start_timeout_seconds
+    wait_for_slots(context, request.num_tasks, deadline, partial(_report, request.options))
+    cancellation = Cancellation()
+    func, args, kwargs = call
+    description = f"reigen: {getattr(func, '__name__', 'a function')} in {request.num_tasks} tasks"
+    with SparkJob(context, request.num_tasks, description, partial(_cancel_late, cancellation)) as job:
+        watch = StartWatch(job, request, deadline, cancellation)
+        try:
+            return run_on_engine(
+                func,
+                args,
+                kwargs,
+                agents=_agents(context, job, watch, request),
+                options=request.options,
+                cancellation=cancellation,
+            )
+        except RankFailedError as error:
+            raise _with_place(error, order_by_rank(job.list_tasks(), request.ranks_per_task)) from error.__cause__
+        except LaunchError as error:
+            if watch.problem:
+                raise TimeoutError(watch.problem) from None
+            if job.failure:
+                raise LaunchError(f"Spark has ended the job: {job.failure}", error.exit_code) from None
+            raise
+        except BaseException:
+            job.cancel()
+            raise
+        finally:
+            watch.stop()
+
+
+def _agents(context: SparkContext, job: SparkJob, watch: StartWatch, request: SparkRequest) -> EngineAgents:
+    def start_agents(inputs: Mapping[str, str]) -> None:
+        texts = [inputs[str(number)] for number in range(request.options.num_ranks or len(inputs))]
+        step = request.ranks_per_task
+        job.start(run_task, [texts[first : first + step] for first in range(0, len(texts), step)])
+        watch.start()
+
+    return EngineAgents(
+        engine="Spark",
+        hosts=request.options.num_ranks or request.num_tasks,
+        start_agents=start_agents,
+        explain_exit=lambda name: job.explain_task(int(name) // request.ranks_per_task),
+        kept_variables=("",),
+        exports_environ=False,
+        listen_towards=some_host(context),
+        python=request.executable,
+    )
+
+
+class StartWatch:
+    """Thread that reports how many tasks Spark has started, and cancels the job where they are too few for too long.
+
+    Attributes:
+        problem: that they were too few at the deadline; else empty.
+    """
+
+    def __init__(self, job: SparkJob, request: SparkRequest, deadline: float, cancellation: Cancellation) -> None:
+        self.problem = ""
+        self._job, self._request, self._deadline, self._cancellation = job, request, deadline, cancellation
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"{job.group}.start", daemon=True)
+
+    def start(self) -> None:
+        """Start watching."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        num_tasks, next_report = self._request.num_tasks, time.monotonic() + REPORT_SECONDS
+        while not self._stopped.wait(_POLL_SECONDS) and (running := self._job.count_running()) < num_tasks:
+            now = time.monotonic()
+            if now >= self._deadline:
+                self.problem = missing_slots_text(running, num_tasks)
+                self._cancellation.cancel(self.problem)
+                return
+            if now >= next_report:
+                _report(self._request.options, f"Spark has {running} of {num_tasks} slots free for this job")
+                next_report += REPORT_SECONDS
+
+
+def _cancel_late(cancellation: Cancellation, reason: str) -> None:
+    """Cancel a job that Spark has ended; a lost executor is first left to its agent's connection."""
+    if "cancelled" not in reason:
+        time.sleep(_LOSS_SECONDS)
+    cancellation.cancel(f"Spark has ended the job: {reason}")
+
+
+def _with_place(error: RankFailedError, places: Sequence[TaskPlace]) -> RankFailedError:
+    """Return the error with the rank's host and executor in its first line."""
+    if not 0 <= error.rank < len(places):
+        return error
+    place = places[error.rank]
+    first, newline, rest = str(error).partition("\n")
+    text = f"{first} (Spark executor {place.executor} on {place.host}){newline}{rest}"
+    return RankFailedError(
+        text, error.exit_code, rank=error.rank, signum=error.signum, traceback=error.traceback, host=error.host
+    )
+
+
+def _report(options: EngineJobOptions, text: str) -> None:
+    stream = options.stderr or sys.stderr
+    stream.write(f"reigen.spark: {text}\n")
+    stream.flush()
+
+
+def warn_about_security(context: SparkContext, num_tasks: int) -> None:
+    """Warn once for an application whose tasks others can read on their way to executors."""
+    text = security_warning(dict(context.getConf().getAll()), context.master or "")
+    if text and num_tasks > 1 and context.applicationId not in _warned:
+        _warned.add(context.applicationId)
+        warnings.warn(f"reigen.spark: {text}", RuntimeWarning, stacklevel=4)
+
+
+def warn_without_effect(**arguments: object) -> None:
+    """Warn about arguments that are accepted for the sake of existing calls."""
+    if given := [name for name, value in arguments.items() if value is not None]:
+        warnings.warn(f"reigen.spark: no effect: {', '.join(given)}", stacklevel=3)
+
+
+def resolve_start_timeout(start_timeout: float | None, environ: Mapping[str, str]) -> float:
+    """Return the seconds to wait for slots; raise ConfigError for what is no such number."""
+    value: object = start_timeout
+    if value is None:
+        value = environ.get(START_TIMEOUT_VARIABLE) or START_TIMEOUT_SECONDS
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ConfigError(f"start_timeout must be a number of seconds greater than 0, not {value!r}")
+    return seconds
+
+
+def check_environ(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the variables for all ranks; raise ConfigError where a name or value is no text."""
+    for name, text in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(text, str) or not name or "=" in name:
+            raise ConfigError(f"env must have names and texts, not {name!r}: {text!r}")
+    return dict(env or {})
