@@ -253,8 +253,8 @@ def order_by_rank(places: Sequence[TaskPlace], ranks_per_task: int = 1) -> list[
 
 def describe_spark_error(text: str) -> str:
     """Shorten an error of Spark's to the lines that say something: no Java stack, no repetition of py4j's."""
-    lines = [line.strip() for line in text.splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("at ", "... ", "Driver stacktrace", ":"))]
+    lines = [line.strip().removeprefix(": ") for line in text.splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("at ", "... ", "Driver stacktrace"))]
     useful = [line for line in kept if not line.startswith(("An error occurred while calling", "Traceback (most"))]
     text = " ".join(useful) or "Spark does not say why"
     return text if len(text) <= 1000 else f"{text[:700]} ... {text[-290:]}"

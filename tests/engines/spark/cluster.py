@@ -111,7 +111,9 @@ class SparkCluster:
 
     def _daemon(self, host: Host, kind: str, *options: str) -> HostProcess:
         command = ["java", *_QUICK, *_JAVA_OPTIONS, "-cp", f"{self._home}/jars/*", kind, *options]
-        return host.start(command, env={"SPARK_HOME": str(self._home), "SPARK_LOCAL_IP": host.address})
+        scala = next((self._home / "jars").glob("spark-core_*.jar")).name.split("_")[1].split("-")[0]
+        environ = {"SPARK_HOME": str(self._home), "SPARK_LOCAL_IP": host.address, "SPARK_SCALA_VERSION": scala}
+        return host.start(command, env=environ)
 
 
 class Driver:

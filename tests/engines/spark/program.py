@@ -11,9 +11,15 @@ import sys
 import threading
 import time
 import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pyspark.sql import SparkSession
+
+import reigen.spark
+from reigen.errors import LaunchError, RankFailedError
 
 CONF = json.loads(sys.argv[1])
 builder = SparkSession.builder.appName("tests")
@@ -24,8 +30,22 @@ context = session.sparkContext
 context.setLogLevel("ERROR")
 
 
-def plain(tasks: int) -> list[list[Any]]:
-    """What Spark itself needs to run a barrier stage."""
+class Stream(io.StringIO):
+    """What ranks print; says when one of them has printed `ready`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = threading.Event()
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if "ready" in self.getvalue():
+            self.ready.set()
+        return written
+
+
+def plain(tasks: int) -> list[Any]:
+    """How long Spark itself needs for a barrier stage, and where its tasks are."""
     started = time.monotonic()
 
     def where(partition: Any) -> Any:
@@ -33,6 +53,151 @@ def plain(tasks: int) -> list[list[Any]]:
 
     found = context.parallelize(range(tasks), tasks).barrier().mapPartitions(where).collect()
     return [sorted(found), round(time.monotonic() - started, 3)]
+
+
+def results(tasks: int) -> dict[str, Any]:
+    """A closure in all ranks: what it returns, what it prints, its environment."""
+    offset, stream = 7, Stream()
+
+    def func(factor: int) -> list[Any]:
+        import numpy as np
+
+        import reigen
+
+        reigen.init()
+        total = reigen.allreduce(np.full(3, reigen.rank() + 1.0), op=reigen.Sum)
+        print("from", socket.gethostname(), flush=True)
+        seen = {name: os.environ.get(name) for name in ("OF_ALL", "OF_DRIVER", "SPARK_HOME", "RANK", "WORLD_SIZE")}
+        secret = any("FACTORY_SECRET" in name for name in os.environ)
+        place = [reigen.rank(), reigen.local_rank(), reigen.local_size(), reigen.cross_rank()]
+        return [socket.gethostname(), place, float(total[0]), factor * offset, seen, secret, os.getcwd()]
+
+    os.environ["OF_DRIVER"] = "1"
+    started = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = reigen.spark.run(func, (3,), num_proc=tasks, env={"OF_ALL": "x y"}, stdout=stream)
+    seconds = round(time.monotonic() - started, 3)
+    return {"results": found, "output": stream.getvalue(), "seconds": seconds, "warned": [str(w.message) for w in caught]}
+
+
+def fail(how: str, tasks: int) -> dict[str, Any]:
+    """What the driver gets when rank 1 ends in some way, and when."""
+
+    def func() -> None:
+        import reigen
+
+        reigen.init()
+        reigen.barrier()
+        if reigen.rank() == 1:
+            print(f"at {time.time()}", flush=True)
+            if how == "raise":
+                raise ValueError("oops", socket.gethostname())
+            if how == "exit":
+                os._exit(7)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "kill the agent":
+                os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(300)
+
+    return caught(lambda stream: reigen.spark.run(func, num_proc=tasks, stdout=stream, stderr=stream))
+
+
+def caught(run: Callable[[Stream], Any]) -> dict[str, Any]:
+    stream = Stream()
+    try:
+        run(stream)
+    except RankFailedError as error:
+        cause = repr(error.__cause__)
+        found = {"rank": error.rank, "host": error.host, "code": error.exit_code, "cause": cause, "text": str(error)}
+    except (LaunchError, TimeoutError, KeyboardInterrupt, ValueError, RuntimeError) as error:
+        found = {"text": str(error)}
+        found["kind"] = type(error).__name__
+    else:
+        found = {"text": "nothing was raised"}
+    at = [float(line.rpartition("at ")[2]) for line in stream.getvalue().splitlines() if "at 1" in line]
+    return {**found, "seconds": round(time.time() - at[0], 3) if at else None, "output": stream.getvalue()}
+
+
+def interrupted(how: str, tasks: int) -> dict[str, Any]:
+    """What the driver gets when the job is ended from outside, once its ranks run."""
+
+    def func() -> None:
+        import reigen
+
+        reigen.init()
+        reigen.barrier()
+        print("ready", flush=True)
+        time.sleep(300)
+
+    ended: list[float] = []
+
+    def run(stream: Stream) -> None:
+        def end() -> None:
+            assert stream.ready.wait(60)
+            ended.append(time.time())
+            if how == "job group":
+                groups = [f"reigen.run.{number}" for number in range(1, 1000)]
+                for group in groups:
+                    if context.statusTracker().getJobIdsForGroup(group):
+                        context.cancelJobGroup(group)
+            elif how == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                Path(how).write_text("ready")
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        try:
+            reigen.spark.run(func, num_proc=tasks, stdout=stream, stderr=stream)
+        finally:
+            thread.join()
+
+    found = caught(run)
+    return {**found, "seconds": round(time.time() - ended[0], 3)}
+
+
+def refused(call: str) -> list[str]:
+    """The error of a call that cannot be done."""
+    try:
+        return ["", repr(eval(call, {"reigen": reigen, "len": len}))]  # noqa: S307  the test's own
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return [type(error).__name__, str(error)]
+
+
+def repeat(times: int, tasks: int) -> list[float]:
+    """Seconds of each of several runs in a row."""
+    seconds = []
+    for number in range(times):
+        started = time.monotonic()
+        found = reigen.spark.run(lambda: int(os.environ["REIGEN_RANK"]) * 2, num_proc=tasks, stdout=Stream())
+        assert found == [2 * rank for rank in range(tasks)], (number, found)
+        seconds.append(round(time.monotonic() - started, 3))
+    return seconds
+
+
+def distributor(what: str, tasks: int, path: str) -> Any:
+    """Functions and scripts in Distributor, and in pyspark's own."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    def train(factor: int) -> int:
+        import reigen
+
+        reigen.init()
+        return (reigen.rank() + 1) * factor
+
+    if what == "local":
+        return reigen.spark.Distributor(tasks, local_mode=True, use_gpu=False).run(train, 10, collect="all")
+    ours = reigen.spark.Distributor(tasks, local_mode=False, use_gpu=False)
+    if what == "function":
+        return [ours.run(train, 10), ours.run(train, factor=5, collect="all")]
+    if what == "script":
+        return ours.run(path, "a b", 7)
+    theirs = TorchDistributor(num_processes=tasks, local_mode=False, use_gpu=False)
+    if what == "their function":
+        return theirs.run(train, 10)
+    return theirs.run(path, "a b", 7)
 
 
 def main() -> None:
