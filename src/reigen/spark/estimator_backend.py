@@ -63,8 +63,8 @@ class SparkBackend:
 
         packed = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
         environment = {**self._env, **(env or {})}
-        results: list[Any] = run(call_packed, (packed, environment), num_proc=self.num_processes(), **self._options)
-        return results
+        size = self.num_processes()
+        return run(call_packed, (packed, environment), num_proc=size, env=environment, **self._options)
 
 
 class LocalBackend:

@@ -32,7 +32,7 @@ class SavableParams(TableParams):
         return _ObjectWriter(self)
 
     def save(self, path: str) -> None:
-        """Save it to a new directory, which Spark writes. A store's ``storage_options`` are left out."""
+        """Save it to a new directory, which Spark writes; without the backend, and the store's ``storage_options``."""
         self.write().save(path)
 
     @classmethod
@@ -71,6 +71,7 @@ class _ObjectWriter(MLWriter):  # type: ignore[misc]
         own = {param.name: value for param, value in instance._paramMap.items() if value is not None}
         of_objects = {each.name for each in instance.parameters if each.is_object}
         objects = {name: value for name, value in own.items() if name in of_objects}
+        objects.pop("backend", None)  # a place, and no part of what is trained; its variables may be secret
         if "store" in objects:
             objects["store"] = objects["store"].without_options()
         files = instance._to_files(objects)
