@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError
-from reigen.spark.data_rows import Piece, RowPlan, steps_from
+from reigen.spark.data_rows import RowRange, RowPlan, steps_from
 from reigen.spark.store import Store
 
 #: Columns by name: arrays of shape (rows,) for numbers, and (rows, elements) for vectors and lists of numbers.
@@ -96,7 +96,9 @@ def open_rows(store: Store, path: str) -> ParquetRows:
         with fs.open(file, "rb") as stream:
             parquet = pq.ParquetFile(stream)
             footer = parquet.metadata
-            groups = [RowGroup(file, number, footer.row_group(number).num_rows) for number in range(footer.num_row_groups)]
+            groups = [
+                RowGroup(file, number, footer.row_group(number).num_rows) for number in range(footer.num_row_groups)
+            ]
             return groups, {each.name: kind_of(each.type) for each in parquet.schema_arrow}
 
     with ThreadPoolExecutor(8) as pool:
@@ -202,7 +204,7 @@ class BatchReader:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _read(self, number: int, piece: Piece) -> Columns:
+    def _read(self, number: int, piece: RowRange) -> Columns:
         group, options = self._rows.groups[piece.group], self._options
         wanted = None if options.transformation is not None else list(options.columns)
         with self._fs.open(group.path, "rb") as stream:
@@ -219,7 +221,7 @@ class BatchReader:
 
 
 def apply_transformation(table: pa.Table, transformation: Transformation, removed: Sequence[str] = ()) -> Columns:
-    """Return the columns of what a function makes of rows as a ``pandas.DataFrame``; vectors are arrays in it.
+    """Return the columns that a function makes of rows as a ``pandas.DataFrame``; vectors are arrays in it.
 
     Raises:
         ArgumentError: it returns something else, or another number of rows.
@@ -238,8 +240,8 @@ def apply_transformation(table: pa.Table, transformation: Transformation, remove
     if not isinstance(made, pd.DataFrame) or len(made) != table.num_rows:
         found = f"{len(made)} rows" if isinstance(made, pd.DataFrame) else type(made).__name__
         raise ArgumentError(
-            f"transformation_fn must return a pandas.DataFrame of the {table.num_rows} rows that it got, and gave {found}; "
-            "select rows in Spark, before fit()"
+            f"transformation_fn must return a pandas.DataFrame of the {table.num_rows} rows that it got, "
+            f"and gave {found}; select rows in Spark, before fit()"
         )
     return {str(name): _array_of_series(made[name], str(name)) for name in made.columns if name not in removed}
 
@@ -280,8 +282,8 @@ def _numbers_of(array: pa.Array, name: str) -> NDArray[Any]:
         array = array.cast(pa.float64())
     if kind_of(array.type) not in {"int", "float"}:
         raise ArgumentError(
-            f"column {name!r} is of type {array.type}, which is no number: make numbers of it before fit(), for example "
-            "with StringIndexer, or with transformation_fn"
+            f"column {name!r} is of type {array.type}, which is no number: make numbers of it before fit(), "
+            "for example with StringIndexer, or with transformation_fn"
         )
     return np.asarray(array.to_numpy(zero_copy_only=False))
 

@@ -57,8 +57,8 @@ def check_columns(df: DataFrame, columns: Sequence[str], *, transformed: bool) -
     wrong = [f"{name} ({types[name].simpleString()})" for name in columns if not _is_usable(types[name])]
     if wrong and not transformed:
         raise ArgumentError(
-            f"columns without numbers cannot be trained on: {', '.join(wrong)}; make numbers of them before, for example "
-            "with StringIndexer or VectorAssembler"
+            f"columns without numbers cannot be trained on: {', '.join(wrong)}; make numbers of them before, "
+            "for example with StringIndexer or VectorAssembler"
         )
 
 
@@ -94,7 +94,8 @@ def write_rows(
     prepared = PreparedData(secrets.token_hex(6), validation is not None)
     weakref.finalize(df, _remove, store, prepared.index)
     with _mark_validation(df, validation, seed) as marked:
-        parts = [(store.get_train_data_path(prepared.index), marked if validation is None else marked.filter(~F.col(_MARK)))]
+        train = marked if validation is None else marked.filter(~F.col(_MARK))
+        parts = [(store.get_train_data_path(prepared.index), train)]
         if validation is not None:
             parts.append((store.get_val_data_path(prepared.index), marked.filter(_MARK)))
         for path, rows in parts:
@@ -105,7 +106,7 @@ def write_rows(
 
 @contextmanager
 def _mark_validation(df: DataFrame, validation: float | str | None, seed: int) -> Iterator[DataFrame]:
-    """Add a column that is true for rows for validation; the rows are kept, so that both parts are of one evaluation."""
+    """Add a column that is true for rows for validation; rows are kept, so that both parts are of one evaluation."""
     if validation is None:
         yield df
         return

@@ -28,7 +28,7 @@ from reigen.errors import ArgumentError
 _GROUPS, _ROWS, _CHUNK = 1, 2, 3
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of one row group: those at positions ``start`` to ``stop`` of its order."""
 
     group: int
@@ -102,11 +102,11 @@ class RowPlan:
 
     @property
     def is_even(self) -> bool:
-        """Whether all weights are 1, on every rank."""
+        """True if all weights are 1, on every rank."""
         return self.total_rows % self.num_ranks == 0
 
-    def pieces(self, number: int) -> list[Piece]:
-        """Return what this rank reads in a pass (0, 1, ...), in order."""
+    def pieces(self, number: int) -> list[RowRange]:
+        """Return the rows that this rank reads in a pass (0, 1, ...), in order."""
         order = range(len(self.group_rows)) if not self.shuffle else self._permutation(number, _GROUPS)
         return cut_pieces(self.group_rows, order, share(self.total_rows, self.num_ranks, self.rank, remainder="keep"))
 
@@ -126,12 +126,12 @@ class RowPlan:
         return permutation(length, self.seed, 0 if self.same_part else number, kind, *more)
 
 
-def cut_pieces(group_rows: Sequence[int], order: Sequence[int] | NDArray[np.int64], part: range) -> list[Piece]:
+def cut_pieces(group_rows: Sequence[int], order: Sequence[int] | NDArray[np.int64], part: range) -> list[RowRange]:
     """Return the pieces of row groups, end to end in an order, that lie in a part of the positions.
 
     Example:
         >>> cut_pieces([4, 3, 5], [2, 0, 1], range(3, 10))
-        [Piece(group=2, start=3, stop=5), Piece(group=0, start=0, stop=4), Piece(group=1, start=0, stop=1)]
+        [RowRange(group=2, start=3, stop=5), RowRange(group=0, start=0, stop=4), RowRange(group=1, start=0, stop=1)]
     """
     ends = list(accumulate(group_rows[group] for group in order))
     pieces = []
@@ -139,7 +139,7 @@ def cut_pieces(group_rows: Sequence[int], order: Sequence[int] | NDArray[np.int6
         begin = end - group_rows[group]
         start, stop = max(part.start, begin), min(part.stop, end)
         if start < stop:
-            pieces.append(Piece(int(group), start - begin, stop - begin))
+            pieces.append(RowRange(int(group), start - begin, stop - begin))
     return pieces
 
 

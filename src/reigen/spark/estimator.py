@@ -19,7 +19,7 @@ from reigen.errors import ArgumentError
 from reigen.spark.data_parquet import Columns, open_rows
 from reigen.spark.data_prepare import PreparedData, check_columns, write_rows
 from reigen.spark.data_rows import RowPlan
-from reigen.spark.estimator_backend import Backend, SparkBackend
+from reigen.spark.estimator_backend import EstimatorBackend, SparkBackend
 from reigen.spark.estimator_saving import SavableParams
 from reigen.spark.estimator_task import TrainingTask
 from reigen.spark.params import ESTIMATOR_PARAMETERS, MODEL_PARAMETERS, with_params
@@ -63,7 +63,7 @@ class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):  #
         data: PreparedData = write_rows(dataset, store, columns, validation, num_partitions, split_seed)
         return self._train(backend, data.index, data.has_validation, seed)
 
-    def _train(self, backend: Backend, index: int | str | None, has_validation: bool, seed: int) -> Any:
+    def _train(self, backend: EstimatorBackend, index: int | str | None, has_validation: bool, seed: int) -> Any:
         store = self.getOrDefault("store")
         train_rows = open_rows(store, store.get_train_data_path(index))
         val_rows = open_rows(store, store.get_val_data_path(index)) if has_validation else None
@@ -101,10 +101,10 @@ class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):  #
         return self._train_model(backend, task, kinds)
 
     @abstractmethod
-    def _train_model(self, backend: Backend, task: TrainingTask, label_kinds: Sequence[str]) -> Any:
+    def _train_model(self, backend: EstimatorBackend, task: TrainingTask, label_kinds: Sequence[str]) -> Any:
         """Train, and return the model."""
 
-    def _check(self) -> Backend:
+    def _check(self) -> EstimatorBackend:
         """Check the params, and return where to train.
 
         Raises:
@@ -115,11 +115,11 @@ class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):  #
             raise ArgumentError(f"{type(self).__name__} needs {', '.join(missing)}")
         return self._choose_backend()
 
-    def _choose_backend(self) -> Backend:
+    def _choose_backend(self) -> EstimatorBackend:
         backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
         if backend is not None and num_proc is not None:
             raise ArgumentError("backend and num_proc are two ways to say the same thing: give one of them")
-        chosen: Backend = SparkBackend(num_proc) if backend is None else backend
+        chosen: EstimatorBackend = SparkBackend(num_proc) if backend is None else backend
         return chosen
 
     def _has(self, name: str) -> bool:
@@ -128,7 +128,11 @@ class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):  #
 
     def _columns(self) -> list[str]:
         weights = self.getOrDefault("sample_weight_col")
-        columns = [*self.getOrDefault("feature_cols"), *self.getOrDefault("label_cols"), *([weights] if weights else [])]
+        columns = [
+            *self.getOrDefault("feature_cols"),
+            *self.getOrDefault("label_cols"),
+            *([weights] if weights else []),
+        ]
         return list(dict.fromkeys(columns))
 
     def _choose_seed(self) -> int:
@@ -138,7 +142,7 @@ class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):  #
 
 @with_params(MODEL_PARAMETERS)
 class TrainedModel(Model, SavableParams, MLWritable, MLReadable):  # type: ignore[misc]
-    """Model of Spark ML that adds columns with what a trained model predicts."""
+    """Model of Spark ML that adds columns with the outputs of a trained model."""
 
     def getOutputCols(self) -> list[str]:  # noqa: N802 - Spark's name
         """Return the names of the columns that ``transform`` adds."""
@@ -160,14 +164,22 @@ class TrainedModel(Model, SavableParams, MLWritable, MLReadable):  # type: ignor
         def predict_rows(rows: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
             for batch in batches_of(rows, batch_size):
                 predicted = predict(rows_to_columns(batch, features))
-                cells = [[_cell(values, kind) for values in array] for array, kind in zip(predicted, kinds, strict=True)]
+                cells = [
+                    [_cell(values, kind) for values in array] for array, kind in zip(predicted, kinds, strict=True)
+                ]
                 for row, *added in zip(batch, *cells, strict=True):
                     yield (*row, *added)
 
         added = [T.StructField(name, _OUTPUT_TYPES[kind], True) for name, kind in zip(outputs, kinds, strict=True)]
         kept = [each for each in dataset.schema if each.name not in outputs]
-        source = dataset.select(*[dataset[f"`{each.name}`"] for each in kept]) if len(kept) < len(dataset.columns) else dataset
-        return dataset.sparkSession.createDataFrame(source.rdd.mapPartitions(predict_rows), T.StructType([*kept, *added]))
+        source = (
+            dataset.select(*[dataset[f"`{each.name}`"] for each in kept])
+            if len(kept) < len(dataset.columns)
+            else dataset
+        )
+        return dataset.sparkSession.createDataFrame(
+            source.rdd.mapPartitions(predict_rows), T.StructType([*kept, *added])
+        )
 
     def _kinds(self) -> list[str]:
         return self.getOrDefault("label_kinds") or ["float"] * len(self.getOrDefault("label_columns"))
@@ -181,7 +193,7 @@ _OUTPUT_TYPES: dict[str, Any] = {"int": T.LongType(), "float": T.DoubleType(), "
 
 
 def _output_kind(label_kind: str, size: int) -> str:
-    """Return what the output for a label holds: a number for a number, a rounded one for an integer, or a vector."""
+    """Return the kind of output for a label: a number for a number, a rounded one for an integer, or a vector."""
     return label_kind if size == 1 and label_kind in {"int", "float"} else "vector"
 
 
@@ -215,7 +227,10 @@ def rows_to_columns(rows: Sequence[Any], names: Sequence[str]) -> Columns:
         if any(cell is None for cell in cells):
             raise ArgumentError(f"column {name!r} has missing values: fill them, or leave these rows out")
         arrays = [np.asarray(cell.toArray() if hasattr(cell, "toArray") else cell) for cell in cells]
-        arrays = [array.astype(np.float64) if array.dtype == object else array.reshape(-1) if array.ndim else array for array in arrays]
+        arrays = [
+            array.astype(np.float64) if array.dtype == object else array.reshape(-1) if array.ndim else array
+            for array in arrays
+        ]
         try:
             found[name] = np.stack(arrays)
         except ValueError as error:

@@ -11,7 +11,7 @@ import cloudpickle
 from reigen.errors import ArgumentError
 
 
-class Backend(Protocol):
+class EstimatorBackend(Protocol):
     """Interface of such a place."""
 
     def run(
@@ -58,7 +58,7 @@ class SparkBackend:
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """See `Backend.run`; raises what `reigen.spark.run` raises."""
+        """Call a function in all processes, as `EstimatorBackend.run`; raises the errors of `reigen.spark.run`."""
         from reigen.spark import run
 
         packed = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
@@ -92,7 +92,7 @@ class LocalBackend:
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """See `Backend.run`; raises what `reigen.run` raises."""
+        """Call a function in all processes, as `EstimatorBackend.run`; raises the errors of `reigen.run`."""
         from reigen.runner import run
 
         packed = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))

@@ -42,7 +42,7 @@ class SavableParams(TableParams):
 
     @classmethod
     def load(cls, path: str) -> Any:
-        """Load what was saved. This runs code out of pickles in the directory: see :mod:`reigen.spark.estimator_saving`.
+        """Load a saved one, and run the code of pickles in it: see :mod:`reigen.spark.estimator_saving`.
 
         Raises:
             ArgumentError: something else was saved there.

@@ -51,7 +51,9 @@ class TrainingTask:
     @property
     def columns(self) -> list[str]:
         """Names of the columns that are read, each once."""
-        return list(dict.fromkeys([*self.features, *self.labels, *([self.sample_weights] if self.sample_weights else [])]))
+        return list(
+            dict.fromkeys([*self.features, *self.labels, *([self.sample_weights] if self.sample_weights else [])])
+        )
 
     def train_plan(self, rank: int, size: int) -> RowPlan:
         """Return a rank's part of the rows for training."""

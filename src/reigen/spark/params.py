@@ -15,7 +15,7 @@ _P = TypeVar("_P", bound=type)
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParamSpec:
     """Row of a table.
 
     Attributes:
@@ -81,57 +81,51 @@ def _start_method(value: Any) -> str:
 _TEXT, _TEXTS, _FLAG = TypeConverters.toString, TypeConverters.toListString, TypeConverters.toBoolean
 
 ESTIMATOR_PARAMETERS = (
-    Parameter("num_proc", "number of training processes; not together with backend", None, _positive),
-    Parameter("backend", "where the training processes run; by default on Spark's executors", is_object=True),
-    Parameter("store", "directories for data and checkpoints (Store.create)", is_object=True),
-    Parameter("model", "the model to train", is_object=True),
-    Parameter("optimizer", "the optimizer", is_object=True),
-    Parameter("loss", "the loss, or a list of one for each label", is_object=True),
-    Parameter("loss_weights", "factors of the losses of several labels", None, TypeConverters.toListFloat),
-    Parameter("metrics", "metrics to report", is_object=True),
-    Parameter("sample_weight_col", "column with weights of the rows", None, _TEXT),
-    Parameter("feature_cols", "columns that the model gets, one for each of its inputs", None, _TEXTS),
-    Parameter("label_cols", "columns that the model should give, one for each of its outputs", None, _TEXTS),
-    Parameter("label_shapes", "shapes of the labels, -1 for the rows: [[-1, 1]]", None, check_shapes),
-    Parameter("validation", "share of rows for validation, or a column that is true for those", None, _validation),
-    Parameter("batch_size", "rows in a step of one process", 32, _positive),
-    Parameter("val_batch_size", "the same in validation; by default batch_size", None, _positive),
-    Parameter("epochs", "number of epochs", 1, _positive),
-    Parameter("shuffle", "shuffle the rows, in another order each epoch", True, _FLAG),
-    Parameter("random_seed", "seed of everything random; by default a random one", None, TypeConverters.toInt),
-    Parameter("verbose", "0: print nothing; 1: a line an epoch, or what Keras prints", 1, TypeConverters.toInt),
-    Parameter("callbacks", "callbacks of the training", is_object=True),
-    Parameter("run_id", "name of the run in the store; one that was interrupted goes on", None, _TEXT),
-    Parameter("train_steps_per_epoch", "steps of an epoch; by default all rows once", None, _positive),
-    Parameter("validation_steps_per_epoch", "batches of a validation; by default all rows", None, _positive),
-    Parameter("transformation_fn", "function of a pandas.DataFrame of rows", None, check_callable, is_object=True),
-    Parameter("transformation_edit_fields", "accepted: types follow transformation_fn", is_object=True),
-    Parameter("transformation_removed_fields", "columns to drop after transformation_fn", None, _TEXTS),
-    Parameter("backward_passes_per_step", "batches whose gradients are added up in one step", 1, _positive),
-    Parameter("gradient_compression", "Compression of gradients on their way", is_object=True),
-    Parameter("partitions_per_process", "files that rows are written to, for each process", 10, _positive),
-    Parameter(
-        "inmemory_cache_all", "keep all rows in the processes' memory", False, _FLAG, method="InMemoryCacheAll"
-    ),
-    Parameter("use_gpu", "train on GPUs where there are any", True, _FLAG),
-    Parameter(
-        "train_reader_num_workers", "threads that read ahead", 2, _not_negative, method="TrainReaderNumWorker"
-    ),
-    Parameter(
-        "val_reader_num_workers", "the same in validation", 2, _not_negative, method="ValReaderNumWorker"
-    ),
-    Parameter("mp_start_method", "how multiprocessing starts processes in the job", None, _start_method),
+    ParamSpec("num_proc", "number of training processes; not together with backend", None, _positive),
+    ParamSpec("backend", "where the training processes run; by default on Spark's executors", is_object=True),
+    ParamSpec("store", "directories for data and checkpoints (Store.create)", is_object=True),
+    ParamSpec("model", "the model to train", is_object=True),
+    ParamSpec("optimizer", "the optimizer", is_object=True),
+    ParamSpec("loss", "the loss, or a list of one for each label", is_object=True),
+    ParamSpec("loss_weights", "factors of the losses of several labels", None, TypeConverters.toListFloat),
+    ParamSpec("metrics", "metrics to report", is_object=True),
+    ParamSpec("sample_weight_col", "column with weights of the rows", None, _TEXT),
+    ParamSpec("feature_cols", "columns that the model gets, one for each of its inputs", None, _TEXTS),
+    ParamSpec("label_cols", "columns that the model should give, one for each of its outputs", None, _TEXTS),
+    ParamSpec("label_shapes", "shapes of the labels, -1 for the rows: [[-1, 1]]", None, check_shapes),
+    ParamSpec("validation", "share of rows for validation, or a column that is true for those", None, _validation),
+    ParamSpec("batch_size", "rows in a step of one process", 32, _positive),
+    ParamSpec("val_batch_size", "the same in validation; by default batch_size", None, _positive),
+    ParamSpec("epochs", "number of epochs", 1, _positive),
+    ParamSpec("shuffle", "shuffle the rows, in another order each epoch", True, _FLAG),
+    ParamSpec("random_seed", "seed of everything random; by default a random one", None, TypeConverters.toInt),
+    ParamSpec("verbose", "0: print nothing; 1: a line an epoch, or what Keras prints", 1, TypeConverters.toInt),
+    ParamSpec("callbacks", "callbacks of the training", is_object=True),
+    ParamSpec("run_id", "name of the run in the store; one that was interrupted goes on", None, _TEXT),
+    ParamSpec("train_steps_per_epoch", "steps of an epoch; by default all rows once", None, _positive),
+    ParamSpec("validation_steps_per_epoch", "batches of a validation; by default all rows", None, _positive),
+    ParamSpec("transformation_fn", "function of a pandas.DataFrame of rows", None, check_callable, is_object=True),
+    ParamSpec("transformation_edit_fields", "accepted: types follow transformation_fn", is_object=True),
+    ParamSpec("transformation_removed_fields", "columns to drop after transformation_fn", None, _TEXTS),
+    ParamSpec("backward_passes_per_step", "batches whose gradients are added up in one step", 1, _positive),
+    ParamSpec("gradient_compression", "Compression of gradients on their way", is_object=True),
+    ParamSpec("partitions_per_process", "files that rows are written to, for each process", 10, _positive),
+    ParamSpec("inmemory_cache_all", "keep all rows in the processes' memory", False, _FLAG, method="InMemoryCacheAll"),
+    ParamSpec("use_gpu", "train on GPUs where there are any", True, _FLAG),
+    ParamSpec("train_reader_num_workers", "threads that read ahead", 2, _not_negative, method="TrainReaderNumWorker"),
+    ParamSpec("val_reader_num_workers", "the same in validation", 2, _not_negative, method="ValReaderNumWorker"),
+    ParamSpec("mp_start_method", "how multiprocessing starts processes in the job", None, _start_method),
 )
 
 MODEL_PARAMETERS = (
-    Parameter("model", "the trained model", is_object=True),
-    Parameter("history", "losses and metrics of the epochs"),
-    Parameter("feature_columns", "columns that the model gets", None, _TEXTS),
-    Parameter("label_columns", "columns of which it predicts others", None, _TEXTS),
-    Parameter("output_cols", "columns that transform() adds; by default <label>__output", None, _TEXTS),
-    Parameter("label_kinds", "what the label columns held: int, float, vector or list", None, _TEXTS),
-    Parameter("run_id", "name of the run in the store", None, _TEXT),
-    Parameter("batch_size", "rows that are predicted at once", 256, _positive),
+    ParamSpec("model", "the trained model", is_object=True),
+    ParamSpec("history", "losses and metrics of the epochs"),
+    ParamSpec("feature_columns", "columns that the model gets", None, _TEXTS),
+    ParamSpec("label_columns", "columns of which it predicts others", None, _TEXTS),
+    ParamSpec("output_cols", "columns that transform() adds; by default <label>__output", None, _TEXTS),
+    ParamSpec("label_kinds", "what the label columns held: int, float, vector or list", None, _TEXTS),
+    ParamSpec("run_id", "name of the run in the store", None, _TEXT),
+    ParamSpec("batch_size", "rows that are predicted at once", 256, _positive),
 )
 
 #: Accepted, with a warning: they tuned a reader of Horovod's that is not needed here.
@@ -153,7 +147,7 @@ REFUSED = {
 }
 
 
-def with_params(*tables: Sequence[Parameter]) -> Callable[[_P], _P]:
+def with_params(*tables: Sequence[ParamSpec]) -> Callable[[_P], _P]:
     """Return a decorator that gives a class the Params of tables, with ``setName`` and ``getName`` for each."""
     parameters = [parameter for table in tables for parameter in table]
 
@@ -172,7 +166,7 @@ def with_params(*tables: Sequence[Parameter]) -> Callable[[_P], _P]:
     return decorate
 
 
-def _converter(parameter: Parameter) -> Callable[[Any], Any]:
+def _converter(parameter: ParamSpec) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if value is None or parameter.convert is None:
             return value
@@ -184,7 +178,7 @@ def _converter(parameter: Parameter) -> Callable[[Any], Any]:
     return convert
 
 
-def _setter(parameter: Parameter) -> Callable[..., Any]:
+def _setter(parameter: ParamSpec) -> Callable[..., Any]:
     def set_param(self: Params, value: Any) -> Any:
         if value is None:
             self.clear(self.getParam(parameter.name))
@@ -195,7 +189,7 @@ def _setter(parameter: Parameter) -> Callable[..., Any]:
     return set_param
 
 
-def _getter(parameter: Parameter) -> Callable[..., Any]:
+def _getter(parameter: ParamSpec) -> Callable[..., Any]:
     def get_param(self: Params) -> Any:
         return self.getOrDefault(parameter.name)
 
@@ -206,7 +200,7 @@ def _getter(parameter: Parameter) -> Callable[..., Any]:
 class TableParams(Params):
     """Base of classes that `with_params` decorates."""
 
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[ParamSpec, ...] = ()
 
     def __init__(self, **given: Any) -> None:
         super().__init__()

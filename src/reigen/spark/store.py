@@ -207,7 +207,7 @@ class FilesystemStore(Store):
     """Store in a file system of fsspec's: S3, Google Cloud Storage, Azure, memory."""
 
 
-class LocalStore(FilesystemStore):
+class LocalDirectoryStore(FilesystemStore):
     """Store in a directory of this host, or in one that all hosts mount at the same place."""
 
     @classmethod
@@ -219,6 +219,10 @@ class LocalStore(FilesystemStore):
         """Return ``file://`` and the absolute path."""
         plain = LocalFileSystem._strip_protocol(str(path))
         return f"file://{plain}"
+
+
+#: Horovod's name of it.
+LocalStore = LocalDirectoryStore
 
 
 class HDFSStore(FilesystemStore):
@@ -270,7 +274,7 @@ class HDFSStore(FilesystemStore):
         """Leave it to the first use: connecting needs Hadoop's libraries, which a driver may not have."""
 
 
-class DBFSLocalStore(LocalStore):
+class DBFSLocalStore(LocalDirectoryStore):
     """Store in the file system of Databricks, which Python sees below ``/dbfs`` and Spark as ``dbfs:/``."""
 
     @classmethod
@@ -298,6 +302,6 @@ def _with_index(path: str, idx: int | str | None) -> str:
 
 
 def _is_data_file(name: str) -> bool:
-    """Whether a file is one of Parquet, and not one that Spark takes as hidden, or is still writing."""
+    """Return True for Parquet files but those that Spark takes as hidden, or is still writing."""
     hidden = any(part.startswith(("_", ".")) for part in name.split("/"))
     return name.endswith((".parquet", ".parq")) and not hidden

@@ -36,9 +36,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def no_leaks() -> Iterator[None]:
+def no_leaks() -> None:
     """Spark's driver keeps threads, connections and a JVM."""
-    yield
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,10 @@ WEIGHTS = np.linspace(0.2, 1.8, 41)
 @pytest.fixture(scope="module")
 def rows(spark: SparkSession) -> Any:
     """41 rows, which neither two nor three ranks can divide equally."""
-    cells = [(i, Vectors.dense(x), float(y), float(w), i % 4 == 0) for i, (x, y, w) in enumerate(zip(X, Y, WEIGHTS, strict=True))]
+    cells = [
+        (i, Vectors.dense(x), float(y), float(w), i % 4 == 0)
+        for i, (x, y, w) in enumerate(zip(X, Y, WEIGHTS, strict=True))
+    ]
     return spark.createDataFrame(cells, ["id", "x", "y", "w", "v"]).cache()
 
 
@@ -160,7 +162,9 @@ def test_each_row_of_a_dataframe_is_used_once_an_epoch(
         optimizer.step()
         return outputs, loss
 
-    estimator = torch_estimator(tmp_path, backend(size), model=First(2, 1), train_minibatch_fn=step, batch_size=4, epochs=2)
+    estimator = torch_estimator(
+        tmp_path, backend(size), model=First(2, 1), train_minibatch_fn=step, batch_size=4, epochs=2
+    )
     estimator.setFeatureCols(["x", "id"]).setInputShapes([[-1, 2], [-1]]).fit(rows)
     steps = [(tmp_path / f"used.{rank}").read_text().splitlines() for rank in range(size)]
     half = len(steps[0]) // 2
@@ -177,12 +181,16 @@ def test_validation_is_of_all_its_rows(tmp_path: Path, rows: Any, backend: Calla
     weight, bias = values_of(fitted.getModel())[:2], values_of(fitted.getModel())[2]
     errors = (X @ weight + bias - Y)[::4]
     found = fitted.getHistory()[-1]["validation"]
-    np.testing.assert_allclose([found["loss"], found["all_metrics"][0][0]], [(errors**2).mean(), abs(errors).mean()], rtol=1e-5)
+    np.testing.assert_allclose(
+        [found["loss"], found["all_metrics"][0][0]], [(errors**2).mean(), abs(errors).mean()], rtol=1e-5
+    )
     shared = torch_estimator(tmp_path, backend(2), validation=0.3).fit(rows)
     assert set(shared.getHistory()[0]) == {"epoch", "train", "validation"}
 
 
-def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path, rows: Any, backend: Callable[[int], PoolBackend]) -> None:
+def test_a_run_goes_on_where_it_was_interrupted(
+    tmp_path: Path, rows: Any, backend: Callable[[int], PoolBackend]
+) -> None:
     def fit(store: str, epochs: int, *, fail_after: int | None = None) -> TorchModel:
         def callback(epoch: int, record: Any) -> None:
             if epoch == fail_after:
@@ -190,7 +198,9 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path, rows: Any, backe
 
         model = linear_model()
         options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), "callbacks": [callback]}
-        return torch_estimator(tmp_path / store, backend(2), model=model, epochs=epochs, batch_size=5, run_id="r", **options).fit(rows)
+        return torch_estimator(
+            tmp_path / store, backend(2), model=model, epochs=epochs, batch_size=5, run_id="r", **options
+        ).fit(rows)
 
     whole = fit("whole", 4)
     with pytest.raises(Exception, match="interrupted"):
@@ -223,7 +233,10 @@ def cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def test_a_pipeline_of_several_inputs_and_outputs_is_saved_and_loaded(
     tmp_path: Path, spark: SparkSession, backend: Callable[[int], PoolBackend]
 ) -> None:
-    cells = [(float(x[0]), float(x[1]), float(w), float(y), "abcd"[i % 4]) for i, (x, y, w) in enumerate(zip(X, Y, WEIGHTS, strict=True))]
+    cells = [
+        (float(x[0]), float(x[1]), float(w), float(y), "abcd"[i % 4])
+        for i, (x, y, w) in enumerate(zip(X, Y, WEIGHTS, strict=True))
+    ]
     frame = spark.createDataFrame(cells, ["x1", "x2", "w", "y", "kind"])
     model = TwoHeads()
     estimator = torch_estimator(
@@ -238,7 +251,10 @@ def test_a_pipeline_of_several_inputs_and_outputs_is_saved_and_loaded(
         label_cols=["y", "number"],
         batch_size=8,
     )
-    stages = [VectorAssembler(inputCols=["x1", "x2"], outputCol="x"), StringIndexer(inputCol="kind", outputCol="number")]
+    stages = [
+        VectorAssembler(inputCols=["x1", "x2"], outputCol="x"),
+        StringIndexer(inputCol="kind", outputCol="number"),
+    ]
     pipeline = Pipeline(stages=[*stages, estimator])
     pipeline.write().overwrite().save(str(tmp_path / "pipeline"))
     loaded = Pipeline.load(str(tmp_path / "pipeline"))
@@ -269,7 +285,12 @@ def test_parquet_files_of_the_users_with_a_transformation(
     rows.drop("v").write.parquet(data)
     store = Store.create(str(tmp_path / "store"), train_path=data, val_path=data)
     estimator = torch_estimator(
-        tmp_path, backend(2), store=store, model=torch.nn.Linear(3, 1), feature_cols=["both"], transformation_fn=transform
+        tmp_path,
+        backend(2),
+        store=store,
+        model=torch.nn.Linear(3, 1),
+        feature_cols=["both"],
+        transformation_fn=transform,
     )
     fitted = estimator.setInMemoryCacheAll(True).setTrainStepsPerEpoch(5).setEpochs(2).fit_on_parquet()
     assert [set(record) for record in fitted.getHistory()] == [{"epoch", "train", "validation"}] * 2
@@ -299,7 +320,9 @@ def test_integers_are_predicted_as_integers(tmp_path: Path, rows: Any, spark: Sp
     assert model.transform(rows.limit(0)).columns == found.columns
 
 
-def test_gradients_of_several_batches_are_added_up(tmp_path: Path, rows: Any, backend: Callable[[int], PoolBackend]) -> None:
+def test_gradients_of_several_batches_are_added_up(
+    tmp_path: Path, rows: Any, backend: Callable[[int], PoolBackend]
+) -> None:
     even = rows.filter("id < 40")
     options = {"backward_passes_per_step": 2, "batch_size": 10, "shuffle": False}
     fitted = torch_estimator(tmp_path, backend(2), **options).fit(even)
@@ -309,7 +332,9 @@ def test_gradients_of_several_batches_are_added_up(tmp_path: Path, rows: Any, ba
     np.testing.assert_allclose(values_of(fitted.getModel()), truth, rtol=1e-5)
 
 
-def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path, rows: Any, spark: SparkSession) -> None:
+def test_what_cannot_be_trained_on_is_said_before_anything_starts(
+    tmp_path: Path, rows: Any, spark: SparkSession
+) -> None:
     estimator = torch_estimator(tmp_path, LocalBackend(50))
     with pytest.raises(ValueError, match="41 rows are fewer than the 50 processes"):
         estimator.fit(rows)
@@ -329,7 +354,6 @@ def test_an_estimator_trains_on_sparks_own_tasks(tmp_path: Path, rows: Any) -> N
     model = linear_model()
     estimator = torch_estimator(tmp_path, SparkBackend(2, verbose=0), model=model, epochs=3)
     np.testing.assert_allclose(values_of(estimator.fit(rows).getModel()), descend(model, 3, np.ones(41)), rtol=1e-5)
-
 
 
 def test_params_have_setters_and_getters_and_defaults() -> None:

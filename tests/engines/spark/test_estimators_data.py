@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,8 @@ def pyarrow_started() -> None:
 
 
 @pytest.fixture
-def no_leaks() -> Iterator[None]:
+def no_leaks() -> None:
     """Arrow keeps threads of its own."""
-    yield
 
 
 def write_rows(directory: Path, sizes: list[int], group: int) -> Store:
@@ -51,7 +49,9 @@ def write_rows(directory: Path, sizes: list[int], group: int) -> Store:
     (directory / "data").mkdir()
     for number, size in enumerate(sizes):
         ids = np.arange(first, first + size)
-        table = pa.table({"id": ids, "x": ids * 0.5, "v": pa.array([[float(each), -1.0] for each in ids], pa.list_(pa.float64()))})
+        table = pa.table(
+            {"id": ids, "x": ids * 0.5, "v": pa.array([[float(each), -1.0] for each in ids], pa.list_(pa.float64()))}
+        )
         pq.write_table(table, directory / "data" / f"part-{number}.parquet", row_group_size=group)
         first += size
     return Store.create(str(directory))
@@ -99,7 +99,10 @@ def test_validation_reads_all_rows_also_where_they_are_fewer_than_ranks(tmp_path
     store = write_rows(tmp_path, [2], group=1)
     rows = open_rows(store, store.prefix_path + "/data")
     found = [
-        [batch["id"].tolist() for batch in BatchReader(rows, RowPlan([1, 1], 3, rank, 1, False), ReadOptions(["id"])).all_batches()]
+        [
+            batch["id"].tolist()
+            for batch in BatchReader(rows, RowPlan([1, 1], 3, rank, 1, False), ReadOptions(["id"])).all_batches()
+        ]
         for rank in range(3)
     ]
     assert sorted(number for batches in found for batch in batches for number in batch) == [0, 1]
@@ -181,7 +184,7 @@ def test_a_column_that_is_removed_and_wanted_is_missing(tmp_path: Path) -> None:
 
 def test_files_of_a_directory_have_the_same_columns(tmp_path: Path) -> None:
     store = write_rows(tmp_path, [4], group=4)
-    with pytest.raises(ValueError, match="there are no Parquet files in .*nothing"):
+    with pytest.raises(ValueError, match=r"there are no Parquet files in .*nothing"):
         open_rows(store, store.prefix_path + "/nothing")
     pq.write_table(pa.table({"id": ["text"]}), tmp_path / "data" / "z.parquet")
     with pytest.raises(ValueError, match=r"z.parquet has columns \{'id': 'other'\}"):

@@ -73,7 +73,15 @@ def test_rows_that_stay_in_memory_are_the_same_in_each_pass() -> None:
 
 def test_without_shuffling_the_order_is_that_of_the_files() -> None:
     plans = [RowPlan([3, 4], 2, rank, 2, shuffle=False) for rank in range(2)]
-    assert [row for plan in plans for row in rows_of(plan, 6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [row for plan in plans for row in rows_of(plan, 6)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
     assert list(plans[0].chunk_order(1, 0, 3)) == [0, 1, 2]
 
 

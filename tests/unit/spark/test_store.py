@@ -39,7 +39,13 @@ def test_the_beginning_of_the_prefix_chooses_the_class(prefix: str, kind: type, 
 
 def test_paths_can_be_given() -> None:
     store = Store.create(
-        "/a", train_path="/t", val_path="/v", test_path="/s", runs_path="/r", save_runs=False, checkpoint_filename="c.pt"
+        "/a",
+        train_path="/t",
+        val_path="/v",
+        test_path="/s",
+        runs_path="/r",
+        save_runs=False,
+        checkpoint_filename="c.pt",
     )
     assert store.get_train_data_path() == "file:///t"
     assert store.get_val_data_path(1) == "file:///v.1"
@@ -86,10 +92,21 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_only_parquet_files_of_a_finished_job_count(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path))
-    for name in ("b.snappy.parquet", "a.parquet", "_SUCCESS", ".b.parquet.crc", "_temporary/0/c.parquet", "d/e.parquet"):
+    for name in (
+        "b.snappy.parquet",
+        "a.parquet",
+        "_SUCCESS",
+        ".b.parquet.crc",
+        "_temporary/0/c.parquet",
+        "d/e.parquet",
+    ):
         store.write(f"{store.prefix_path}/data/{name}", b"x")
     found = store.list_parquet_files(f"{store.prefix_path}/data")
-    assert [file.removeprefix(f"{tmp_path}/data/") for file in found] == ["a.parquet", "b.snappy.parquet", "d/e.parquet"]
+    assert [file.removeprefix(f"{tmp_path}/data/") for file in found] == [
+        "a.parquet",
+        "b.snappy.parquet",
+        "d/e.parquet",
+    ]
     assert not store.is_parquet_dataset(f"{store.prefix_path}/nothing")
 
 

@@ -9,7 +9,7 @@ import cloudpickle
 import keras
 
 from reigen.spark.estimator import DistributedEstimator, TrainedModel
-from reigen.spark.estimator_backend import Backend
+from reigen.spark.estimator_backend import EstimatorBackend
 from reigen.spark.estimator_task import TrainingTask
 from reigen.spark.keras.serialization import (
     SavedOptimizer,
@@ -22,15 +22,15 @@ from reigen.spark.keras.serialization import (
 )
 from reigen.spark.keras.training import KerasParts, train
 from reigen.spark.keras_predictor import KerasPredictor
-from reigen.spark.params import Parameter, with_params
+from reigen.spark.params import ParamSpec, with_params
 
-_CUSTOM = Parameter("custom_objects", "classes and functions of the model that Keras does not know", is_object=True)
+_CUSTOM = ParamSpec("custom_objects", "classes and functions of the model that Keras does not know", is_object=True)
 _PARAMETERS = (
     _CUSTOM,
-    Parameter("checkpoint_callback", "ModelCheckpoint that chooses the model to keep", is_object=True),
-    Parameter("backend_env", "environment variables of the processes", is_object=True),
+    ParamSpec("checkpoint_callback", "ModelCheckpoint that chooses the model to keep", is_object=True),
+    ParamSpec("backend_env", "environment variables of the processes", is_object=True),
 )
-_MODEL_PARAMETERS = (_CUSTOM, Parameter("floatx", "type of floating-point numbers"))
+_MODEL_PARAMETERS = (_CUSTOM, ParamSpec("floatx", "type of floating-point numbers"))
 _MODEL_FILE = "model.keras"
 
 
@@ -38,10 +38,10 @@ _MODEL_FILE = "model.keras"
 class KerasEstimator(DistributedEstimator):
     """Estimator of Spark ML that trains a Keras 3 model on the rows of a DataFrame, in the processes of a job.
 
-    All arguments are keywords, and Params with setters and getters (``setEpochs``, ``getEpochs``); docs/spark-estimators.md
-    has them all. ``model``, ``optimizer``, ``loss``, ``feature_cols``, ``label_cols`` and ``store`` are needed; optimizer
-    and loss may also come from ``model.compile()``. The processes have the driver's backend of Keras, unless
-    ``backend_env`` names another: ``{"KERAS_BACKEND": "jax"}``.
+    All arguments are keywords, and Params with setters and getters (``setEpochs``, ``getEpochs``);
+    docs/spark-estimators.md has them all. ``model``, ``optimizer``, ``loss``, ``feature_cols``, ``label_cols`` and
+    ``store`` are needed; optimizer and loss may also come from ``model.compile()``. The processes have the driver's
+    backend of Keras, unless ``backend_env`` names another: ``{"KERAS_BACKEND": "jax"}``.
 
     Raises:
         TypeError: there is no such argument, or a value is of another type.
@@ -61,7 +61,7 @@ class KerasEstimator(DistributedEstimator):
         if self._has("backend") and self._has("num_proc"):
             self._choose_backend()  # raises
 
-    def _check(self) -> Backend:
+    def _check(self) -> EstimatorBackend:
         compiled = getattr(self.getOrDefault("model"), "_compile_loss", None)
         same = self
         if compiled is not None:
@@ -71,7 +71,7 @@ class KerasEstimator(DistributedEstimator):
             same._set(**{name: value for name, value in given.items() if not self._has(name)})
         return super(KerasEstimator, same)._check()
 
-    def _train_model(self, backend: Backend, task: TrainingTask, label_kinds: Sequence[str]) -> KerasModel:
+    def _train_model(self, backend: EstimatorBackend, task: TrainingTask, label_kinds: Sequence[str]) -> KerasModel:
         parts = self._parts()
         env = {"KERAS_BACKEND": keras.backend.backend(), **(self.getOrDefault("backend_env") or {})}
         results = backend.run(train, (task, parts), env=env)

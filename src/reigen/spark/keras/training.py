@@ -143,7 +143,8 @@ def shape_columns(columns: Columns, task: TrainingTask, model: Any) -> tuple[Any
     shapes = task.label_shapes or [None] * len(task.labels)
     outputs = _shapes_of(getattr(model, "outputs", None), len(task.labels))
     labels = tuple(
-        _reshape(columns[name], shape or output) for name, shape, output in zip(task.labels, shapes, outputs, strict=True)
+        _reshape(columns[name], shape or output)
+        for name, shape, output in zip(task.labels, shapes, outputs, strict=True)
     )
     weights = None if task.sample_weights is None else columns[task.sample_weights].astype(np.float32)
     return inputs, labels if len(labels) > 1 else labels[0], weights

@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from reigen.errors import ArgumentError
 from reigen.spark.data_parquet import Columns
 from reigen.spark.estimator import DistributedEstimator, TrainedModel
-from reigen.spark.estimator_backend import Backend
+from reigen.spark.estimator_backend import EstimatorBackend
 from reigen.spark.estimator_task import TrainingTask
-from reigen.spark.params import Parameter, check_callable, check_shapes, with_params
+from reigen.spark.params import ParamSpec, check_callable, check_shapes, with_params
 from reigen.spark.torch.training import TorchParts, load_state, shape_inputs, train
 
 _PARAMETERS = (
-    Parameter("input_shapes", "shapes of the inputs, -1 for the rows: [[-1, 1, 28, 28]]", None, check_shapes),
-    Parameter("loss_constructors", "functions that make the losses in the processes", is_object=True),
-    Parameter("train_minibatch_fn", "function that does a step", None, check_callable, is_object=True),
+    ParamSpec("input_shapes", "shapes of the inputs, -1 for the rows: [[-1, 1, 28, 28]]", None, check_shapes),
+    ParamSpec("loss_constructors", "functions that make the losses in the processes", is_object=True),
+    ParamSpec("train_minibatch_fn", "function that does a step", None, check_callable, is_object=True),
 )
 _MODEL_PARAMETERS = (
-    Parameter("optimizer", "the optimizer, with its state", is_object=True),
-    Parameter("input_shapes", "shapes of the inputs, -1 for the rows", None, check_shapes),
+    ParamSpec("optimizer", "the optimizer, with its state", is_object=True),
+    ParamSpec("input_shapes", "shapes of the inputs, -1 for the rows", None, check_shapes),
 )
 
 
@@ -34,9 +34,10 @@ _MODEL_PARAMETERS = (
 class TorchEstimator(DistributedEstimator):
     """Estimator of Spark ML that trains a PyTorch model on the rows of a DataFrame, in the processes of a job.
 
-    All arguments are keywords, and Params with setters and getters (``setEpochs``, ``getEpochs``); docs/spark-estimators.md
-    has them all. ``model``, ``optimizer`` (of the model's parameters), ``loss``, ``feature_cols``, ``label_cols`` and
-    ``store`` are needed. Features and labels reach the model and the loss as float32.
+    All arguments are keywords, and Params with setters and getters (``setEpochs``, ``getEpochs``);
+    docs/spark-estimators.md has them all. ``model``, ``optimizer`` (of the model's parameters), ``loss``,
+    ``feature_cols``, ``label_cols`` and ``store`` are needed. Features and labels reach the model and the loss as
+    float32.
 
     Raises:
         TypeError: there is no such argument, or a value is of another type.
@@ -59,7 +60,7 @@ class TorchEstimator(DistributedEstimator):
         if self._has("backend") and self._has("num_proc"):
             self._choose_backend()  # raises
 
-    def _check(self) -> Backend:
+    def _check(self) -> EstimatorBackend:
         backend = super()._check()
         self._check_losses()
         if not self._has("loss") and not self._has("loss_constructors"):
@@ -72,7 +73,7 @@ class TorchEstimator(DistributedEstimator):
         if self._has("loss") and self._has("loss_constructors"):
             raise ArgumentError("loss and loss_constructors are two ways to say the same thing: give one of them")
 
-    def _train_model(self, backend: Backend, task: TrainingTask, label_kinds: Sequence[str]) -> TorchModel:
+    def _train_model(self, backend: EstimatorBackend, task: TrainingTask, label_kinds: Sequence[str]) -> TorchModel:
         parts = self._parts(len(task.labels))
         results = backend.run(train, (task, parts))
         content, history = results[0]
@@ -120,7 +121,9 @@ class TorchModel(TrainedModel):
         buffer = io.BytesIO()
         model = self.getOrDefault("model")
         cloudpickle.dump(model, buffer)
-        return TorchPredictor(buffer.getvalue(), self.getOrDefault("feature_columns"), self.getOrDefault("input_shapes"))
+        return TorchPredictor(
+            buffer.getvalue(), self.getOrDefault("feature_columns"), self.getOrDefault("input_shapes")
+        )
 
 
 class TorchPredictor:

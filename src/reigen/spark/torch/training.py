@@ -53,7 +53,9 @@ def train(task: TrainingTask, parts: TorchParts) -> tuple[bytes, list[dict[str, 
     device = _choose_device(task.use_gpu, hvd.local_rank())
     torch.manual_seed(task.seed + rank)
     parts.model.to(device)
-    progress, history = _restore(hvd.broadcast_object(task.read_checkpoint() if rank == 0 else None), parts, task.epochs)
+    progress, history = _restore(
+        hvd.broadcast_object(task.read_checkpoint() if rank == 0 else None), parts, task.epochs
+    )
     _move_state(parts.optimizer)
     optimizer = _wrap(parts, task)
     if parts.loss_constructors:
@@ -99,7 +101,7 @@ def _choose_device(use_gpu: bool, local_rank: int) -> torch.device:
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move what an optimizer keeps of its parameters to where these are now."""
+    """Move an optimizer's state to the device of its parameters."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
@@ -219,8 +221,8 @@ def _loss_of_samples(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> t
         loss.reduction = "none"
         values: torch.Tensor = loss(output, label)
         return values
-    values = loss(output, label, reduction="none")
-    return values
+    found: torch.Tensor = loss(output, label, reduction="none")
+    return found
 
 
 def shape_inputs(
@@ -246,7 +248,8 @@ def _reduce(sums: _Sums, metrics: Sequence[Sequence[Any]], name: str) -> dict[st
 
 def _report(record: dict[str, Any], task: TrainingTask, callbacks: Sequence[Any], *, is_first: bool) -> None:
     if is_first and task.verbose:
-        print(f"epoch {record['epoch'] + 1}: {json.dumps({k: v for k, v in record.items() if k != 'epoch'})}", flush=True)  # noqa: T201 - what `verbose` asks for
+        values = json.dumps({name: value for name, value in record.items() if name != "epoch"})
+        print(f"epoch {record['epoch'] + 1}: {values}", flush=True)  # noqa: T201 - what `verbose` asks for
     for callback in callbacks:
         getattr(callback, "on_epoch_end", callback)(record["epoch"], record)
 

@@ -1,6 +1,6 @@
 """Estimator for Lightning: there is none. The import says what to do instead."""
 
 raise ImportError(
-    "horovod.spark.lightning: there is no estimator for Lightning, whose interface Horovod's was made for is gone; call "
-    "Lightning's own Trainer in a function, and that by reigen.spark.run, or use TorchEstimator with the model itself"
+    "horovod.spark.lightning: there is no estimator for Lightning: the interface that Horovod's was made for is gone; "
+    "call Lightning's own Trainer in a function, and that by reigen.spark.run, or use TorchEstimator with the model itself"
 )
