@@ -36,14 +36,14 @@ class ParamSpec:
 
 
 def _positive(value: Any) -> int:
-    number = TypeConverters.toInt(value)
+    number: int = TypeConverters.toInt(value)
     if number < 1:
         raise ArgumentError(f"must be at least 1, got {number}")
     return number
 
 
 def _not_negative(value: Any) -> int:
-    number = TypeConverters.toInt(value)
+    number: int = TypeConverters.toInt(value)
     if number < 0:
         raise ArgumentError(f"must not be negative, got {number}")
     return number
@@ -52,7 +52,7 @@ def _not_negative(value: Any) -> int:
 def _validation(value: Any) -> float | str:
     if isinstance(value, str):
         return value
-    share = TypeConverters.toFloat(value)
+    share: float = TypeConverters.toFloat(value)
     if not 0 < share < 1:
         raise ArgumentError(f"must be a share of the rows between 0 and 1, or the name of a column, got {share}")
     return share
@@ -154,7 +154,7 @@ def with_params(*tables: Sequence[ParamSpec]) -> Callable[[_P], _P]:
     def decorate(cls: _P) -> _P:
         for parameter in parameters:
             method = parameter.method or "".join(word.capitalize() for word in parameter.name.split("_"))
-            param = Param(Params._dummy(), parameter.name, parameter.meaning, _converter(parameter))  # type: ignore[no-untyped-call]
+            param = Param(Params._dummy(), parameter.name, parameter.meaning, _converter(parameter))
             members = {parameter.name: param, f"set{method}": _setter(parameter), f"get{method}": _getter(parameter)}
             for name, member in members.items():
                 if name not in vars(cls):
@@ -183,7 +183,7 @@ def _setter(parameter: ParamSpec) -> Callable[..., Any]:
         if value is None:
             self.clear(self.getParam(parameter.name))
             return self
-        return self._set(**{parameter.name: value})  # type: ignore[no-untyped-call]
+        return self._set(**{parameter.name: value})
 
     set_param.__doc__ = f"Set ``{parameter.name}``: {parameter.meaning}. None: as by default."
     return set_param
@@ -204,7 +204,7 @@ class TableParams(Params):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self._setDefault(**{each.name: each.default for each in self.parameters})  # type: ignore[no-untyped-call]
+        self._setDefault(**{each.name: each.default for each in self.parameters})
         self.setParams(**given)
 
     def setParams(self, **given: Any) -> Any:  # noqa: N802 - as in Spark ML
@@ -214,7 +214,7 @@ class TableParams(Params):
             TypeError: there is no such param, or a value is of another type.
             ArgumentError: (a ValueError) a value makes no sense, or is not possible here.
         """
-        return self._set(**self._check_names(given))  # type: ignore[no-untyped-call]
+        return self._set(**self._check_names(given))
 
     def _check_names(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return params that exist, without those that have no effect, of which one warning tells."""

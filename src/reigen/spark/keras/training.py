@@ -140,7 +140,7 @@ def _for_each_output(weights: NDArray[Any], labels: Any) -> Any:
 def shape_columns(columns: Columns, task: TrainingTask, model: Any) -> tuple[Any, Any, NDArray[Any] | None]:
     """Return inputs and labels in the shapes that a model has, and the weights of the samples or None."""
     inputs = shape_inputs([columns[name] for name in task.features], model)
-    shapes = task.label_shapes or [None] * len(task.labels)
+    shapes: Sequence[Any] = task.label_shapes or [None] * len(task.labels)
     outputs = _shapes_of(getattr(model, "outputs", None), len(task.labels))
     labels = tuple(
         _reshape(columns[name], shape or output)
@@ -226,7 +226,8 @@ class _Checkpoint(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._task, self._chosen, self._path, self._progress = task, chosen, path, progress
-        self._before, self._logs = history, {}
+        self._before = history
+        self._logs: dict[str, list[float]] = {}
         self.content = b""
         if chosen is not None:
             chosen.filepath = str(path)

@@ -217,9 +217,9 @@ def _number(value: Any) -> float:
 def _loss_of_samples(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Return a loss's values for each sample."""
     if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
-        loss = copy.copy(loss)
-        loss.reduction = "none"
-        values: torch.Tensor = loss(output, label)
+        same: Any = copy.copy(loss)
+        same.reduction = "none"
+        values: torch.Tensor = same(output, label)
         return values
     found: torch.Tensor = loss(output, label, reduction="none")
     return found
