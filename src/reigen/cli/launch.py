@@ -9,15 +9,29 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from reigen.cli.run_options import add_output_options, add_restart_option, add_ssh_options, parse_common_options
+from reigen.cli.run_options import (
+    add_output_options,
+    add_restart_option,
+    add_ssh_options,
+    parse_command,
+    parse_common_options,
+)
+from reigen.cli.submission_options import (
+    add_submission_options,
+    arguments_before_command,
+    parse_submission_options,
+)
 from reigen.compat import as_mxnet
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.engines import ENGINES
+from reigen.files import write_atomically
+from reigen.launch.engines import ENGINES, choose_launcher_in_engine
 from reigen.launch.env_export import parse_exports
 from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile, read_hostfile
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
+from reigen.launch.submission import SUBMITTERS, SubmissionRequest, find_submitter, run_submission
 from reigen.launch.supervision.supervisor import run_job
 
 _EPILOG = """\
@@ -25,10 +39,14 @@ Options stand before the command, which is passed on as it is, without a shell. 
 place in DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_TASK_ID. The
 scheduler runs on this host, servers and workers on the hosts in turn, servers first.
 
-example: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
+With --launcher sge, outside of its jobs, it makes a job of this, submits it, prints what the job prints, and ends with
+its exit code; Ctrl-C cancels the job.
+
+examples: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
+          reigen launch --launcher sge -n 4 -s 2 --queue all.q python train.py --kvstore dist_sync
 """
 #: MXNet's launchers that are not possible yet.
-_NOT_YET = ("sge", "yarn")
+_NOT_YET = ("yarn",)
 _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 
 
@@ -39,7 +57,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         exports = parse_exports(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
-        return run_job(
+        if _is_submitted(chosen):
+            return _submit(chosen, _request(chosen, list(arguments), environ, tuple(exports)))
+        code = run_job(
             _options(chosen, NetworkOptions.from_environ(environ), tuple(exports)),
             as_mxnet(environ) if chosen.as_mxnet else environ,
             launcher=chosen.launcher,
@@ -48,7 +68,50 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     except LaunchError as error:
         complain(str(error))
-        return error.exit_code
+        code = error.exit_code
+    return _keep_exit_code(code, chosen.exit_code_file)
+
+
+def _is_submitted(chosen: argparse.Namespace) -> bool:
+    """Return whether this process is to submit a job: the launcher submits, and this is not yet in a job of its."""
+    if chosen.launcher not in SUBMITTERS:
+        if chosen.print_job:
+            raise ConfigError(f"--print: --launcher {chosen.launcher} submits no job; {', '.join(SUBMITTERS)} do")
+        return False
+    if chosen.hostfile is not None:
+        raise ConfigError(f"--hostfile: --launcher {chosen.launcher} gives the job its hosts; leave one of the two out")
+    is_inside = chosen.launcher in ENGINES and choose_launcher_in_engine(chosen.launcher, os.environ).engine_job
+    return chosen.print_job or not is_inside
+
+
+def _request(
+    chosen: argparse.Namespace, arguments: list[str], environ: dict[str, str], exports: tuple[str, ...]
+) -> SubmissionRequest:
+    options = _options(chosen, NetworkOptions.from_environ(environ), exports)  # what cannot be is said before
+    assert options.servers is not None, "MXNet's jobs have servers"
+    return SubmissionRequest(
+        arguments_before_command(arguments, chosen.command),
+        parse_command(chosen),
+        options.num_ranks,
+        options.servers.num,
+        parse_submission_options(chosen),
+        environ,
+        exports,
+    )
+
+
+def _submit(chosen: argparse.Namespace, request: SubmissionRequest) -> int:
+    submission = find_submitter(chosen.launcher)(request)
+    if chosen.print_job:
+        print(submission.preview)
+        return 0
+    return run_submission(submission)
+
+
+def _keep_exit_code(code: int, file: Path | None) -> int:
+    if file is not None:
+        write_atomically(file, [f"{code}\n".encode()])
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
         default="ssh",
         metavar="NAME",
         help="how processes are started: local, on this host alone; ssh, on others (the default); slurm, in a job of "
-        "Slurm's; mpi, by mpirun",
+        "Slurm's; sge, in a job of Grid Engine's, which is submitted if this is in none; lsf, pbs, in a job of theirs; "
+        "mpi, by mpirun",
     )
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     for role in ("server", "worker"):
@@ -93,13 +157,17 @@ def _parser() -> argparse.ArgumentParser:
     add_restart_option(add)
     add_output_options(parser.add_argument_group("output").add_argument)
     add_ssh_options(parser.add_argument_group("other hosts").add_argument)
+    add_submission_options(parser)
+    add("--exit-code-file", type=Path, help=argparse.SUPPRESS)  # the job's, for the process that has submitted it
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what every process runs")
     return parser
 
 
 def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:
     if chosen.launcher in _NOT_YET:
-        raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, slurm, mpi")
+        raise ConfigError(
+            f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, slurm, sge, lsf, pbs, mpi"
+        )
     if chosen.launcher == "local" and chosen.hostfile is not None:
         raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:

@@ -51,8 +51,8 @@ def run(
         client: of the cluster; not an asynchronous one.
         fn: the function, which calls ``init()`` itself. It is pickled by cloudpickle.
         args: its arguments, the same in all ranks.
-        num_proc: the number of ranks, by default one for each worker; the workers have as many as possible alike, and no
-            more than they have threads.
+        num_proc: the number of ranks, by default one for each worker; they are spread evenly, and no
+            worker has more than it has threads.
         workers: addresses or names of the workers to use, by default all that there are now.
         start_timeout: seconds to wait for the workers, by default 60.
         env: variables for all ranks, above those of the workers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import msgspec
@@ -123,7 +124,20 @@ def run(
     return _run((func, tuple(args), dict(kwargs or {})), settings)
 
 
-def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], settings: RunSettings) -> list[Any]:
+def run_on_this_host(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_proc: int, environ: Mapping[str, str]
+) -> list[Any]:
+    """Call a function as `run` does, on this host, with these variables above this process's."""
+    defaults = {name: parameter.default for name, parameter in signature(run).parameters.items()}
+    settings, _ = resolve_arguments({**defaults, "num_proc": num_proc, "launcher": "local"})
+    return _run((func, tuple(args), dict(kwargs)), settings, {**os.environ, **environ})
+
+
+def _run(
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    settings: RunSettings,
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
     occupy_standard_descriptors()
     payload = pack_object(call, "the function, or one of its arguments,")
     try:
@@ -133,7 +147,7 @@ def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], setti
                 descriptors = payload, inherited.fileno()
                 arguments = msgspec.json.encode(settings).decode(), *map(str, (os.getpid(), *descriptors))
                 command = module_command("reigen.runner.launcher_process", arguments)
-                monitor = JobMonitor(command, own, descriptors)
+                monitor = JobMonitor(command, own, descriptors, environ)
             with monitor:
                 monitor.wait()
                 return collect_results(monitor, settings.num_ranks)

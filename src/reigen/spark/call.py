@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 #: Seconds to wait for slots, where neither the caller nor the environment names others.
 START_TIMEOUT_SECONDS = 600.0
 START_TIMEOUT_VARIABLE = "HOROVOD_SPARK_START_TIMEOUT"
+#: Seconds that agents may take to come when Spark has started their tasks.
+_AGENT_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 #: Seconds in which a lost executor is noticed by its agent's connection, which says which ranks are lost.
 _LOSS_SECONDS = 1.5
@@ -223,7 +225,7 @@ def run_in_tasks(
                 args,
                 kwargs,
                 agents=_agents(context, job, watch, request),
-                options=request.options,
+                options=replace(request.options, start_timeout_seconds=request.start_timeout_seconds + _AGENT_SECONDS),
                 cancellation=cancellation,
             )
         except RankFailedError as error:
@@ -233,9 +235,6 @@ def run_in_tasks(
                 raise TimeoutError(watch.problem) from None
             if job.failure:
                 raise LaunchError(f"Spark has ended the job: {job.failure}", error.exit_code) from None
-            raise
-        except BaseException:
-            job.cancel()
             raise
         finally:
             watch.stop()
@@ -336,7 +335,7 @@ def warn_without_effect(**arguments: object) -> None:
 
 
 def resolve_start_timeout(start_timeout: float | None, environ: Mapping[str, str]) -> float:
-    """Return the seconds to wait for slots; raise ConfigError for what is no such number."""
+    """Return the seconds to wait for slots; raise ConfigError for another value."""
     value: object = start_timeout
     if value is None:
         value = environ.get(START_TIMEOUT_VARIABLE) or START_TIMEOUT_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import warnings
@@ -10,15 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reigen.errors import ConfigError
-from reigen.runner import run as run_function
+from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
+from reigen.runner.call import run_on_this_host
 from reigen.runner.engine_jobs import EngineJobOptions
 from reigen.spark.call import START_TIMEOUT_SECONDS, SparkRequest, run_in_tasks
+from reigen.spark.gpus import TaskGpus, gpu_variables
 from reigen.spark.session import active_context
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
 _TASK_GPUS, _DRIVER_GPUS = "spark.task.resource.gpu.amount", "spark.driver.resource.gpu.amount"
+#: Asks for torchrun's variables.
+_TORCHRUN = {TORCHRUN_ENV_VARIABLE: "1"}
 _IGNORE_SSL = "pytorch.spark.distributor.ignoreSsl"
 
 
@@ -92,12 +97,13 @@ class Distributor:
             raise ConfigError(f"run() takes a function, or the path of a script, not {train_object!r}")
         assert callable(func), "it is one of the two"
         if self.local_mode:
-            results = run_function(func, arguments, kwargs, num_proc=self.num_processes)
+            environ = _TORCHRUN | (_driver_gpus(context, self.num_processes) if self.use_gpu else {})
+            results = run_on_this_host(func, arguments, kwargs, self.num_processes, environ)
         else:
             request = SparkRequest(
                 self.num_tasks,
                 START_TIMEOUT_SECONDS,
-                EngineJobOptions(num_ranks=self.num_processes),
+                EngineJobOptions(num_ranks=self.num_processes, environ=_TORCHRUN),
                 ranks_per_task=self._ranks_per_task,
             )
             results = run_in_tasks(context, (func, arguments, kwargs), request)
@@ -131,6 +137,12 @@ def _limit_by_driver(context: SparkContext, num_processes: int) -> int:
     if num_processes > available:
         warnings.warn(f"num_processes is {available} now: the driver has no more GPUs", stacklevel=3)
     return min(num_processes, available)
+
+
+def _driver_gpus(context: SparkContext, num_processes: int) -> dict[str, str]:
+    """Return the variables for the first GPUs of the driver's."""
+    addresses = tuple(context.resources["gpu"].addresses)[:num_processes]
+    return gpu_variables([TaskGpus("", addresses, os.environ.get("CUDA_VISIBLE_DEVICES", ""))])
 
 
 def _number(context: SparkContext, name: str) -> int:

@@ -66,7 +66,7 @@ def get_available_devices() -> list[str]:
 
 
 def _name_of(task: TaskGpus, address: str) -> str:
-    """Return CUDA's name on the host of what is a number among the executor's visible GPUs."""
+    """Translate a number among the executor's visible GPUs into CUDA's name on the host."""
     if not _ADDRESS.fullmatch(address):
         raise LaunchError(
             f"Spark's address of a GPU is {address!r}; it has to be a number: see the script that finds GPUs, "

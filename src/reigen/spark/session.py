@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,11 @@ REPORT_SECONDS = 30.0
 _POLL_SECONDS = 0.25
 #: Seconds that tasks may take to end when their agents have; then the Spark job is cancelled.
 _LAST_SECONDS = 10.0
+#: Words of Spark's around the reason.
+_PREAMBLES = re.compile(
+    r"^.*Most recent failure reason: |\[PYTHON_EXCEPTION\] An exception was thrown from the Python worker: "
+    r"|Traceback \(most recent call last\): *| SQLSTATE: \w+$"
+)
 _run_numbers = itertools.count(1)
 
 
@@ -160,7 +166,9 @@ class SparkJob:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.cancel()  # an agent that has not come yet would go on trying
         self.close()
 
     def start(self, function: Callable[[Iterable[Any]], Iterator[Any]], inputs: Sequence[Any]) -> None:
@@ -252,16 +260,17 @@ def order_by_rank(places: Sequence[TaskPlace], ranks_per_task: int = 1) -> list[
 
 
 def describe_spark_error(text: str) -> str:
-    """Shorten an error of Spark's to the lines that say something: no Java stack, no repetition of py4j's."""
-    lines = [line.strip().removeprefix(": ") for line in text.splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("at ", "... ", "Driver stacktrace"))]
-    useful = [line for line in kept if not line.startswith(("An error occurred while calling", "Traceback (most"))]
-    text = " ".join(useful) or "Spark does not say why"
+    """Shorten an error of Spark's to the lines that say something: no frames of Java or Python, no words of py4j's."""
+    # frames of Java and of Python are indented
+    lines = [line.removeprefix(": ").rstrip() for line in text.splitlines() if line and not line[0].isspace()]
+    dull = ("An error occurred while calling", "Traceback (most", "Driver stacktrace")
+    useful = [line for line in lines if line and not line.startswith(dull)]
+    text = _PREAMBLES.sub("", " ".join(useful)) or "Spark does not say why"
     return text if len(text) <= 1000 else f"{text[:700]} ... {text[-290:]}"
 
 
 def check_num_tasks(num_proc: object, default: int) -> int:
-    """Return the number of ranks, by default Spark's parallelism; raise ConfigError for what is no such number."""
+    """Return the number of ranks, by default Spark's parallelism; raise ConfigError for another value."""
     if num_proc is None:
         return default
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from reigen.compat import DIRECTORY
 from tests.lab import Host, HostProcess, Hosts
 
 SOURCE = Path(__file__).parents[3]
@@ -87,9 +89,10 @@ class SparkCluster:
             "spark.executor.memory": "600m",
             "spark.driver.extraJavaOptions": " ".join(_QUICK[:2]),
             "spark.executor.extraJavaOptions": " ".join(_QUICK[:2]),
+            # for ranks that others start, pyspark's TorchDistributor for example
+            "spark.executorEnv.REIGEN_SECRET": secrets.token_hex(32),
             "spark.ui.enabled": "false",
-            "spark.executorEnv.PYTHONPATH": f"{SOURCE / 'src'}:{SOURCE}",
-            "spark.pyspark.python": sys.executable,
+            "spark.executorEnv.PYTHONPATH": f"{SOURCE / 'src'}:{SOURCE}:{DIRECTORY}",
             **{name.replace("__", "."): value for name, value in conf.items()},
         }
         driver = Driver(self.hosts[0], settings, self._home)
@@ -121,7 +124,12 @@ class Driver:
 
     def __init__(self, host: Host, conf: dict[str, str], home: Path) -> None:
         path = f"{SOURCE / 'src'}:{SOURCE}"
-        environ = {"PYTHONPATH": path, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": host.address}
+        environ = {
+            "PYTHONPATH": path,
+            "SPARK_HOME": str(home),
+            "SPARK_LOCAL_IP": host.address,
+            "PYSPARK_PYTHON": sys.executable,
+        }
         program = Path(__file__).with_name("program.py")
         self.process = host.start([sys.executable, program, json.dumps(conf)], env=environ, cwd=SOURCE, has_input=True)
         self._num_answers = 0

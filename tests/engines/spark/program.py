@@ -19,6 +19,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 import reigen.spark
+from reigen.compat import DIRECTORY
 from reigen.errors import LaunchError, RankFailedError
 
 CONF = json.loads(sys.argv[1])
@@ -67,10 +68,10 @@ def results(tasks: int) -> dict[str, Any]:
         reigen.init()
         total = reigen.allreduce(np.full(3, reigen.rank() + 1.0), op=reigen.Sum)
         print("from", socket.gethostname(), flush=True)
-        seen = {name: os.environ.get(name) for name in ("OF_ALL", "OF_DRIVER", "SPARK_HOME", "RANK", "WORLD_SIZE")}
+        seen = {name: os.environ.get(name) for name in ("OF_ALL", "OF_DRIVER", "SPARK_HOME", "RANK")}
         secret = any("FACTORY_SECRET" in name for name in os.environ)
         place = [reigen.rank(), reigen.local_rank(), reigen.local_size(), reigen.cross_rank()]
-        return [socket.gethostname(), place, float(total[0]), factor * offset, seen, secret, os.getcwd()]
+        return [socket.gethostname(), place, float(total[0]), factor * offset, seen, secret, str(Path.cwd())]
 
     os.environ["OF_DRIVER"] = "1"
     started = time.monotonic()
@@ -78,7 +79,12 @@ def results(tasks: int) -> dict[str, Any]:
         warnings.simplefilter("always")
         found = reigen.spark.run(func, (3,), num_proc=tasks, env={"OF_ALL": "x y"}, stdout=stream)
     seconds = round(time.monotonic() - started, 3)
-    return {"results": found, "output": stream.getvalue(), "seconds": seconds, "warned": [str(w.message) for w in caught]}
+    return {
+        "results": found,
+        "output": stream.getvalue(),
+        "seconds": seconds,
+        "warned": [str(w.message) for w in caught],
+    }
 
 
 def fail(how: str, tasks: int) -> dict[str, Any]:
@@ -177,6 +183,42 @@ def repeat(times: int, tasks: int) -> list[float]:
     return seconds
 
 
+def horovod_names(tasks: int) -> Any:
+    """The program of Horovod's documentation, with a sum."""
+    sys.path.insert(0, DIRECTORY)
+    import horovod.spark
+
+    def train_fn(magic_number: int) -> list[Any]:
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        print(
+            "Hello, rank = %d, local_rank = %d, size = %d, local_size = %d, magic_number = %d"  # noqa: UP031  as typed
+            % (hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size(), magic_number)
+        )
+        total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
+        return [hvd.rank(), float(total[0]), horovod.spark.get_available_devices()]
+
+    stream = Stream()
+    found = horovod.spark.run(train_fn, args=(42,), num_proc=tasks, verbose=2, stdout=stream, stderr=Stream())
+    return [found, stream.getvalue()]
+
+
+def leftovers() -> dict[str, Any]:
+    """What Spark and this process still have of jobs that have ended."""
+    until = time.monotonic() + 20.0
+    while (jobs := context.statusTracker().getActiveJobsIds()) and time.monotonic() < until:
+        pass
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("reigen")]
+    return {"jobs": len(jobs), "threads": threads}
+
+
+def torch_variables() -> list[str | None]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    return [os.environ.get(name) for name in names] + [str(int(os.environ["MASTER_PORT"]) > 0)]
+
+
 def distributor(what: str, tasks: int, path: str) -> Any:
     """Functions and scripts in Distributor, and in pyspark's own."""
     from pyspark.ml.torch.distributor import TorchDistributor
@@ -188,15 +230,16 @@ def distributor(what: str, tasks: int, path: str) -> Any:
         return (reigen.rank() + 1) * factor
 
     if what == "local":
-        return reigen.spark.Distributor(tasks, local_mode=True, use_gpu=False).run(train, 10, collect="all")
+        ours = reigen.spark.Distributor(tasks, local_mode=True, use_gpu=False)
+        return [ours.run(train, 10), ours.run(torch_variables, collect="all")]
     ours = reigen.spark.Distributor(tasks, local_mode=False, use_gpu=False)
+    if what == "torch":
+        return ours.run(torch_variables, collect="all")
     if what == "function":
         return [ours.run(train, 10), ours.run(train, factor=5, collect="all")]
     if what == "script":
         return ours.run(path, "a b", 7)
     theirs = TorchDistributor(num_processes=tasks, local_mode=False, use_gpu=False)
-    if what == "their function":
-        return theirs.run(train, 10)
     return theirs.run(path, "a b", 7)
 
 

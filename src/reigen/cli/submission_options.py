@@ -1,0 +1,59 @@
+"""Options of `reigen launch` about a job that is submitted, under the names of MXNet's launch.py."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from reigen.launch.submission import SubmissionOptions
+
+
+def add_submission_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for `parse_submission_options`, and ``print_job``."""
+    group = parser.add_argument_group("jobs that are submitted (--launcher sge, outside a job)")
+    add = group.add_argument
+    add("--print", dest="print_job", action="store_true", help="show what would be submitted, and end")
+    add("--jobname", dest="job_name", metavar="NAME", help="name of the job (default: made of the command)")
+    add("--queue", metavar="NAME", help="queue of the engine (default: its choice)")
+    for role in ("worker", "server"):
+        add(f"--{role}-cores", type=int, metavar="N", help=f"processors of each {role} (default: not asked for)")
+        add(f"--{role}-memory", metavar="4g", help=f"memory of each {role} (default: not asked for)")
+    add("--gpus", type=int, metavar="N", help="GPUs of each worker (default: not asked for)")
+    add("--pods", type=int, metavar="N", help="Kubernetes: how many pods the workers share (default: one each)")
+    add("--archives", action="append", metavar="FILE", help="YARN: unpacked in the working directory; may be repeated")
+    add("--files", action="append", metavar="FILE", help="YARN: put into the working directory; may be repeated")
+    add(
+        "--auto-file-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="YARN: send files that the command names, too",
+    )
+    add("--hdfs-tempdir", metavar="DIR", help="YARN: where the job's files are kept meanwhile")
+    add("--sge-log-dir", type=Path, metavar="DIR", help="Grid Engine: where the job's output is (default: here)")
+    add("--sge-pe", metavar="NAME", help="Grid Engine: parallel environment (default: the only one that will do)")
+    add("--kube-namespace", metavar="NAME", help="Kubernetes: namespace (default: kubectl's)")
+    for role in ("worker", "server"):
+        add(f"--kube-{role}-image", metavar="IMAGE", help=f"Kubernetes: container image of {role}s")
+        add(f"--kube-{role}-template", type=Path, metavar="FILE", help=f"Kubernetes: manifest of {role}s to begin with")
+
+
+def parse_submission_options(chosen: argparse.Namespace) -> SubmissionOptions:
+    """Make the options of the namespace of a parser that has them."""
+    found = {each.name: getattr(chosen, each.name) for each in fields(SubmissionOptions)}
+    for name in ("archives", "files"):
+        found[name] = tuple(found[name] or ())
+    return SubmissionOptions(**found)
+
+
+def arguments_before_command(arguments: list[str], command: list[str]) -> tuple[str, ...]:
+    """Return the arguments that stand before the command, for the `reigen launch` in the job, without `--print`.
+
+    Args:
+        arguments: all of them.
+        command: those that the parser took for the command, perhaps with a ``--`` before it.
+    """
+    before = arguments[: len(arguments) - len(command)]
+    if before[-1:] == ["--"]:
+        before.pop()
+    return tuple(word for word in before if word != "--print")

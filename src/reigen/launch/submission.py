@@ -1,0 +1,354 @@
+"""Interface to engines that `reigen launch` submits a job to, and what it does until that job has ended.
+
+Outside a job of the engine, `reigen launch --launcher NAME` makes a job of its options and submits it; in the job, the
+launcher of the same name, or ``nodes``, starts the ranks. A `Submission` knows the engine; all else is here, once:
+
+a. The factory, a line in SUBMITTERS, gets a `SubmissionRequest`. It checks what can be checked without asking anybody,
+   and raises ConfigError. ``preview`` is what `--print` shows; nothing else is called then.
+b. ``submit`` returns when the engine has taken the job. From then on ``poll`` is asked about once a second for the
+   job's state, and ``read_output`` twice a second for what it has printed since. While it waits, what it waits for is
+   said every 30 s.
+c. SIGINT, SIGTERM and SIGHUP cancel the job, once; the end is waited for. A second one leaves it to the engine.
+d. ``read_output`` is called once more when ``poll`` has said that the job has ended, for the rest. The exit code is the
+   job's, or 128 + n after a signal n here.
+e. ``close`` comes last in any case, and may be called twice.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from reigen.errors import LaunchError
+from reigen.launch.options import complain
+from reigen.resources.limits import explain_limit
+
+#: Factory ``(request) -> Submission`` of each launcher that submits; a module is imported when it is chosen.
+SUBMITTERS: Mapping[str, str] = {
+    "sge": "reigen.launch.sge.submission:SgeSubmission",
+}
+
+_OUTPUT_SECONDS = 0.5
+_POLL_SECONDS = 1.0
+#: The same when the job has waited or run for longer than that many seconds.
+_LATER, _LATER_POLL_SECONDS = 60.0, 5.0
+_NEWS_SECONDS = 30.0
+#: How long an engine may not answer before the job is given up, and how long a cancelled job may take to end.
+_UNANSWERED_SECONDS = 600.0
+_CANCEL_SECONDS = 60.0
+_CLIENT_SECONDS = 60.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionOptions:
+    """Options of `reigen launch` about the job that is submitted, under MXNet's names; each engine reads its own.
+
+    Attributes:
+        job_name: the job's name; None: made of the command.
+        queue: queue of the engine; None: the engine's own choice.
+        worker_cores, server_cores: processors of each; None: not asked for.
+        worker_memory, server_memory: memory of each, as ``4g``; None: not asked for.
+        gpus: GPUs of each worker; None: not asked for.
+        sge_log_dir: where Grid Engine writes what the job prints; None: the working directory.
+        sge_pe: parallel environment; None: the only one that will do.
+        kube_namespace, kube_worker_image, kube_server_image, kube_worker_template, kube_server_template: Kubernetes'.
+        pods: how many pods the workers share; None: one each.
+        hdfs_tempdir: directory of the job's files in HDFS.
+        archives, files: files that the job gets, unpacked or as they are.
+        auto_file_cache: send files that the command names, too.
+    """
+
+    job_name: str | None = None
+    queue: str | None = None
+    worker_cores: int | None = None
+    server_cores: int | None = None
+    worker_memory: str | None = None
+    server_memory: str | None = None
+    gpus: int | None = None
+    sge_log_dir: Path | None = None
+    sge_pe: str | None = None
+    kube_namespace: str | None = None
+    kube_worker_image: str | None = None
+    kube_server_image: str | None = None
+    kube_worker_template: Path | None = None
+    kube_server_template: Path | None = None
+    pods: int | None = None
+    hdfs_tempdir: str | None = None
+    archives: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    auto_file_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionRequest:
+    """Job that the user wants, as `reigen launch` has read it.
+
+    Attributes:
+        arguments: those of `reigen launch` before the command, for the one that runs in the job, where an option that
+            is added behind them wins: ``["reigen", "launch", *arguments, "--launcher", "nodes", "--", *command]``.
+        command: the user's program and its arguments.
+        num_workers, num_servers: of processes.
+        options: see there.
+        environ: the user's environment, with the variables of `--env`.
+        exports: names of the variables of `--env`.
+        directory: the working directory.
+    """
+
+    arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    num_workers: int
+    num_servers: int
+    options: SubmissionOptions = field(default_factory=SubmissionOptions)
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    exports: tuple[str, ...] = ()
+    directory: Path = field(default_factory=Path.cwd)
+
+
+class SubmittedPhase(Enum):
+    """Phase of a submitted job."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedState:
+    """State of a submitted job.
+
+    Attributes:
+        phase: it has not begun, it runs, or it has ended.
+        reason: while it waits, what for; when it has ended in another way than by its own exit, how. One line, or "".
+        exit_code: the job's, when it has ended; None: the engine does not know it, and ``reason`` says why.
+    """
+
+    phase: SubmittedPhase
+    reason: str = ""
+    exit_code: int | None = None
+
+
+class Submission(Protocol):
+    """Job for an engine, before and after it was submitted."""
+
+    @property
+    def preview(self) -> str:
+        """Text of everything that would be submitted, and by which command; without secrets."""
+
+    @property
+    def cancel_command(self) -> str:
+        """Command by which the user removes the job; empty before it is submitted."""
+
+    def submit(self) -> str:
+        """Submit the job; returns what it is called: ``Grid Engine job 17``.
+
+        Raises:
+            LaunchError: the engine does not take it; in its own words, and what to do.
+        """
+
+    def poll(self) -> SubmittedState:
+        """Ask for the job's state; raises LaunchError where the engine does not answer now."""
+
+    def read_output(self) -> Iterable[tuple[int, bytes]]:
+        """Return what the job has printed since the last call: pieces for descriptor 1 or 2. Never waits."""
+
+    def cancel(self) -> None:
+        """Have the engine end the job, and return without waiting for that; raises LaunchError where it refuses."""
+
+    def close(self) -> Sequence[str]:
+        """Remove what was made for the job; returns what could not be, each with the command that does it."""
+
+
+SubmissionFactory = Callable[[SubmissionRequest], Submission]
+
+
+def find_submitter(name: str) -> SubmissionFactory:
+    """Import the factory of a launcher that is in SUBMITTERS."""
+    module, _, attribute = SUBMITTERS[name].partition(":")
+    return cast(SubmissionFactory, getattr(import_module(module), attribute))
+
+
+def run_submission(submission: Submission, write: Callable[[int, bytes], None] | None = None) -> int:
+    """Submit a job and follow it to its end; returns its exit code. Messages for the user go to stderr.
+
+    Args:
+        submission: the job.
+        write: writes output to descriptor 1 or 2; None: to those of this process.
+
+    Raises:
+        LaunchError: the job cannot be submitted, or the engine has not answered for minutes.
+    """
+    try:
+        with _stop_signals() as stops:
+            name = submission.submit()
+            complain(f"{name} is submitted; Ctrl-C cancels it ({submission.cancel_command})")
+            return _Follower(submission, name, stops, write or _write_all).run()
+    finally:
+        for message in submission.close():
+            complain(message)
+
+
+class _Follower:
+    """Loop that follows one job."""
+
+    def __init__(
+        self, submission: Submission, name: str, stops: _StopSignals, write: Callable[[int, bytes], None]
+    ) -> None:
+        self._submission, self._name, self._stops, self._write = submission, name, stops, write
+        self._began = self._answered = time.monotonic()
+        self._next_poll = self._began
+        self._next_news = self._began + _NEWS_SECONDS
+        #: Signal by which the user has cancelled the job, and when.
+        self._cancelled: tuple[int, float] | None = None
+        self._state = SubmittedState(SubmittedPhase.WAITING)
+
+    def run(self) -> int:
+        """Follow it to its end."""
+        while self._state.phase is not SubmittedPhase.ENDED:
+            self._stops.wait(_OUTPUT_SECONDS)
+            for signum in self._stops.take():
+                if self._cancelled is not None:
+                    return self._leave("a second signal")
+                self._cancel(signum)
+            now = time.monotonic()
+            if now >= self._next_poll:
+                self._poll(now)
+                later = now - self._began > _LATER and self._cancelled is None
+                self._next_poll = time.monotonic() + (_LATER_POLL_SECONDS if later else _POLL_SECONDS)
+            self._copy()
+            if self._cancelled is not None and now - self._cancelled[1] > _CANCEL_SECONDS:
+                return self._leave(f"it has not ended within {_CANCEL_SECONDS:g} s")
+        self._copy()
+        return self._end()
+
+    def _poll(self, now: float) -> None:
+        before = self._state.phase
+        try:
+            self._state = self._submission.poll()
+            self._answered = time.monotonic()
+        except LaunchError as error:
+            if now - self._answered > _UNANSWERED_SECONDS:
+                raise LaunchError(f"{error}\n{self._name} is given up; to remove it: {self._command}") from None
+            self._news(now, f"{self._name}: no answer since {now - self._answered:.0f} s: {error}")
+            return
+        waiting = self._state.phase is SubmittedPhase.WAITING
+        if before is SubmittedPhase.WAITING and self._state.phase is SubmittedPhase.RUNNING:
+            complain(f"{self._name} runs, after {now - self._began:.0f} s")
+        elif waiting and self._cancelled is None:
+            why = f": {self._state.reason}" if self._state.reason else ""
+            self._news(now, f"{self._name} has waited for {now - self._began:.0f} s{why}")
+
+    def _news(self, now: float, text: str) -> None:
+        if now >= self._next_news:
+            complain(text)
+            self._next_news = now + _NEWS_SECONDS
+
+    def _copy(self) -> None:
+        for descriptor, data in self._submission.read_output():
+            try:
+                self._write(descriptor, data)
+            except BrokenPipeError:  # nobody reads it any more
+                if self._cancelled is None:
+                    self._cancel(signal.SIGPIPE)
+
+    def _cancel(self, signum: int) -> None:
+        self._cancelled = signum, time.monotonic()
+        self._next_poll = 0.0
+        complain(f"{signal.Signals(signum).name}: {self._name} is cancelled")
+        try:
+            self._submission.cancel()
+        except LaunchError as error:
+            complain(f"{error}; to remove it: {self._command}")
+
+    @property
+    def _command(self) -> str:
+        return self._submission.cancel_command
+
+    def _leave(self, reason: str) -> int:
+        assert self._cancelled is not None, "only a cancelled job is left alone"
+        complain(f"{reason}: {self._name} may still be there; to remove it: {self._command}")
+        return 128 + self._cancelled[0]
+
+    def _end(self) -> int:
+        if self._cancelled is not None:
+            return 128 + self._cancelled[0]
+        if self._state.exit_code is None or self._state.reason:
+            complain(f"{self._name} has ended: {self._state.reason or 'the engine does not say how'}")
+        return 1 if self._state.exit_code is None else self._state.exit_code
+
+
+class _StopSignals:
+    """Stop signals of this process, which are handled when the loop comes to it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a signal."""
+        select.select([self._descriptor], [], [], seconds)
+
+    def take(self) -> list[int]:
+        """Return the signals that have come."""
+        with suppress(BlockingIOError):
+            return [signum for signum in os.read(self._descriptor, 64) if signum in _STOP_SIGNALS]
+        return []
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_StopSignals]:
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    # nohup(1) says that SIGHUP shall not matter
+    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in handled}
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield _StopSignals(reading)
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    stream = sys.stdout.buffer if descriptor == 1 else sys.stderr.buffer
+    stream.write(data)
+    stream.flush()
+
+
+def run_client(
+    command: Sequence[str], *, input_text: str | None = None, timeout_seconds: float = _CLIENT_SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Run a client command of an engine to its end, out of the reach of a terminal's Ctrl-C.
+
+    Raises:
+        LaunchError: it cannot be started, or has not ended in time; whatever exit code it has is the caller's matter.
+    """
+    try:
+        return subprocess.run(
+            command,
+            check=False,
+            input=input_text,
+            stdin=subprocess.DEVNULL if input_text is None else None,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_seconds,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} has not answered within {timeout_seconds:g} s") from None
+    except OSError as error:
+        raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from None
