@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError
-from reigen.spark.data_rows import RowRange, RowPlan, steps_from
+from reigen.spark.data_rows import RowPlan, RowRange, steps_from
 from reigen.spark.store import Store
 
 #: Columns by name: arrays of shape (rows,) for numbers, and (rows, elements) for vectors and lists of numbers.

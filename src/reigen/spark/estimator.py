@@ -26,7 +26,7 @@ from reigen.spark.params import ESTIMATOR_PARAMETERS, MODEL_PARAMETERS, with_par
 
 
 @with_params(ESTIMATOR_PARAMETERS)
-class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):  # type: ignore[misc]
+class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):
     """Estimator of Spark ML that trains a model in processes of a job.
 
     The DataFrame is written to the store as Parquet files, of which each process reads its part: each row is used once
@@ -141,7 +141,7 @@ class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):  #
 
 
 @with_params(MODEL_PARAMETERS)
-class TrainedModel(Model, SavableParams, MLWritable, MLReadable):  # type: ignore[misc]
+class TrainedModel(Model, SavableParams, MLWritable, MLReadable):
     """Model of Spark ML that adds columns with the outputs of a trained model."""
 
     def getOutputCols(self) -> list[str]:  # noqa: N802 - Spark's name

@@ -61,7 +61,7 @@ class SavableParams(TableParams):
         return objects
 
 
-class _ObjectWriter(MLWriter):  # type: ignore[misc]
+class _ObjectWriter(MLWriter):
     def __init__(self, instance: SavableParams) -> None:
         super().__init__()
         self._instance = instance
@@ -83,7 +83,7 @@ class _ObjectWriter(MLWriter):  # type: ignore[misc]
             frame.coalesce(1).write.parquet(posixpath.join(path, "objects"))
 
 
-class _ObjectReader(MLReader):  # type: ignore[misc]
+class _ObjectReader(MLReader):
     def __init__(self, cls: type[SavableParams]) -> None:
         super().__init__()
         self._cls = cls
