@@ -6,7 +6,8 @@ Pure: every rank makes the same plan from the numbers of rows in the row groups,
 (b) Rank r of n has the rows ``[N * r // n, N * (r + 1) // n)`` of all N: ranks differ by one row at most, and a row
     group is read by two ranks only where a boundary goes through it. Both take its rows in the same order.
 (c) All ranks take as many steps as the batches that the shorter parts fill. Only the last batch of a pass is of another
-    size than the others: of 1 to ``batch_size`` rows, with one more on the ranks whose part is longer by one row.
+    size than the others. A single row that would be left is put into the batch before it (batch normalization cannot
+    train on one row), so that the last batch is of 2 to ``batch_size`` + 2 rows, where there are so many.
 (d) In that last step a rank's mean counts with the weight of its rows, so that the average over the ranks is the mean
     over all rows of the step, as one process would have it.
 """
@@ -86,7 +87,8 @@ class RowPlan:
     @property
     def num_steps(self) -> int:
         """Number of steps in a pass, the same on every rank."""
-        return -(-(self.total_rows // self.num_ranks) // self.batch_size)
+        least = self.total_rows // self.num_ranks
+        return max(1, -(-(least - (self.batch_size > 1)) // self.batch_size))
 
     def batch_sizes(self) -> list[int]:
         """Return the numbers of rows in this rank's batches of a pass."""

@@ -70,6 +70,7 @@ class DistributedEstimator(Estimator, SavableParams, MLWritable, MLReadable):
         size = backend.num_processes()
         RowPlan(train_rows.group_rows, size, 0, self.getOrDefault("batch_size")).check_enough_rows()
         run_id = self.getOrDefault("run_id") or f"run_{int(time.time())}_{secrets.token_hex(3)}"
+        store.get_run_path(run_id)  # raises
         task = TrainingTask(
             store=store,
             run_id=run_id,

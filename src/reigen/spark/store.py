@@ -14,8 +14,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from reigen.errors import ArgumentError
 
-_SCHEMES_OF_HDFS = ("hdfs://", "viewfs://")
-
 
 class Store:
     """Directories below a prefix, in a file system that all processes of a job reach: `Store.create` chooses the class.
@@ -171,6 +169,7 @@ class Store:
 
     def list_parquet_files(self, path: str) -> list[str]:
         """Return the Parquet files in a directory and those below, in the order of their names, for `fs`."""
+        self.fs.invalidate_cache()  # Spark has written there, and not this process
         found = self.fs.find(self.local_path(path)) if self.exists(path) else []
         base = self.local_path(path)
         return sorted(file for file in found if _is_data_file(posixpath.relpath(file, base)))
@@ -259,7 +258,7 @@ class HDFSStore(FilesystemStore):
     @classmethod
     def matches(cls, path: str) -> bool:
         """Return whether a path is one of HDFS."""
-        return path.startswith(_SCHEMES_OF_HDFS)
+        return path.startswith("hdfs://")
 
     def get_full_path(self, path: str) -> str:
         """Return a path with ``hdfs://`` and the name node."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 for _name in ("pyspark", "pyarrow", "pandas", "torch"):
-    pytest.importorskip(_name, reason=f"{_name} is not installed here (pip install 'reigen[spark,torch]')")
+    pytest.importorskip(_name, reason=f"{_name} is not installed here (pip install 'reigen[spark-estimators,torch]')")
 
 import cloudpickle  # noqa: E402
 import torch  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed here (pip install 'reigen[spark]')")
-pytest.importorskip("pandas", reason="pandas is not installed here (pip install 'reigen[spark]')")
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed here (pip install 'reigen[spark-estimators]')")
+pytest.importorskip("pandas", reason="pandas is not installed here (pip install 'reigen[spark-estimators]')")
 
 import pyarrow.parquet as pq  # noqa: E402
 

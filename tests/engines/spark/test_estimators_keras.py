@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 import sys
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 for _name in ("pyspark", "pyarrow", "pandas", "torch", "keras", "tensorflow"):
-    pytest.importorskip(_name, reason=f"{_name} is not installed here (pip install 'reigen[spark,keras,torch]')")
+    if importlib.util.find_spec(_name) is None:  # importing Keras would choose its backend
+        reason = f"{_name} is not installed here (pip install 'reigen[spark-estimators,keras,torch,tensorflow]')"
+        pytest.skip(reason, allow_module_level=True)
 
 import cloudpickle  # noqa: E402
 

@@ -58,6 +58,7 @@ def train(task: TrainingTask, parts: KerasParts) -> tuple[bytes, dict[str, list[
     keras.utils.set_random_seed((task.seed + rank) % 2**32)
     content = hvd.broadcast_object(task.read_checkpoint() if rank == 0 else None)
     model, progress, history = _restore(content, parts, task)
+    _separate_seeds(model, rank)
     plan, reader = task.train_plan(rank, size), task.train_reader(rank, size)
     steps = task.train_steps or plan.num_steps
     with tempfile.TemporaryDirectory() as directory:
@@ -102,6 +103,14 @@ def _restore(
     load_weights(model, content)
     saved = read_progress(content)
     return model, Progress(**saved["progress"]).next_fit(task.epochs), saved["history"]
+
+
+def _separate_seeds(model: Any, rank: int) -> None:
+    """Give the layers that draw random numbers, such as Dropout, others on each rank: they are loaded from one file."""
+    for variable in model.variables:
+        if variable.path.endswith("seed_generator_state"):
+            state = np.asarray(keras.ops.convert_to_numpy(variable)).astype(np.int64)
+            variable.assign(((state + [rank * 1_000_003, 0]) % 2**31).astype("uint32"))
 
 
 def _choose_devices(use_gpu: bool, local_rank: int) -> None:

@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,7 @@ def train(task: TrainingTask, parts: TorchParts) -> tuple[bytes, list[dict[str, 
     _move_state(parts.optimizer)
     optimizer = _wrap(parts, task)
     if parts.loss_constructors:
-        made = [_construct(each, parts.model, optimizer) for each in parts.loss_constructors]
-        parts = TorchParts(**{**vars(parts), "losses": made})
+        parts = replace(parts, losses=[_construct(each, parts.model, optimizer) for each in parts.loss_constructors])
     trainer = _Trainer(parts, task, optimizer, device)
     reader, val_reader = task.train_reader(rank, size), task.val_reader(rank, size)
     steps = task.train_steps or task.train_plan(rank, size).num_steps
