@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,18 @@ import pytest
 for _name in ("pyspark", "pyarrow", "pandas", "torch"):
     pytest.importorskip(_name, reason=f"{_name} is not installed here (pip install 'reigen[spark-estimators,torch]')")
 
-import cloudpickle  # noqa: E402
 import torch  # noqa: E402
 from pyspark.ml import Pipeline, PipelineModel  # noqa: E402
 from pyspark.ml.feature import StringIndexer, VectorAssembler  # noqa: E402
 from pyspark.ml.linalg import Vectors  # noqa: E402
 from pyspark.sql import SparkSession  # noqa: E402
 
-from reigen.spark.estimator_backend import LocalBackend, SparkBackend, call_packed  # noqa: E402
+from reigen.spark.estimator_backend import LocalBackend, SparkBackend  # noqa: E402
 from reigen.spark.store import Store  # noqa: E402
 from reigen.spark.torch import TorchEstimator, TorchModel  # noqa: E402
-from reigen.testing import PoolCache, RankPool  # noqa: E402
+from reigen.testing import PoolCache  # noqa: E402
 from tests.engines.spark.cluster import why_no_spark  # noqa: E402
+from tests.engines.spark.local import PoolBackend, local_session  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(bool(why_no_spark()), reason=why_no_spark()),
@@ -42,35 +41,8 @@ def no_leaks() -> None:
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYSPARK_PYTHON", sys.executable)
-        patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-        builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-        for name, value in (("spark.sql.shuffle.partitions", "2"), ("spark.driver.host", "127.0.0.1")):
-            builder = builder.config(name, value)
-        session = builder.getOrCreate()
-        session.sparkContext.setLogLevel("ERROR")
+    with local_session() as session:
         yield session
-        session.stop()
-
-
-class PoolBackend:
-    """Ranks that tests share, so that a framework is imported once."""
-
-    def __init__(self, pool: RankPool) -> None:
-        self._pool = pool
-
-    def num_processes(self) -> int:
-        return self._pool.size
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> list[Any]:
-        return self._pool.run(call_packed, cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))), dict(env or {}))
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
-import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ for _name in ("pyspark", "pyarrow", "pandas", "torch", "keras", "tensorflow"):
         reason = f"{_name} is not installed here (pip install 'reigen[spark-estimators,keras,torch,tensorflow]')"
         pytest.skip(reason, allow_module_level=True)
 
-import cloudpickle  # noqa: E402
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.setenv("KERAS_BACKEND", "torch")
@@ -29,11 +27,11 @@ from pyspark.ml import PipelineModel  # noqa: E402
 from pyspark.ml.linalg import Vectors  # noqa: E402
 from pyspark.sql import SparkSession  # noqa: E402
 
-from reigen.spark.estimator_backend import call_packed  # noqa: E402
 from reigen.spark.keras import KerasEstimator, KerasModel  # noqa: E402
 from reigen.spark.store import Store  # noqa: E402
 from reigen.testing import RankPool  # noqa: E402
 from tests.engines.spark.cluster import why_no_spark  # noqa: E402
+from tests.engines.spark.local import PoolBackend, local_session  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(bool(why_no_spark()), reason=why_no_spark()),
@@ -50,34 +48,8 @@ def no_leaks() -> None:
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYSPARK_PYTHON", sys.executable)
-        patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-        builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-        session = builder.config("spark.driver.host", "127.0.0.1").getOrCreate()
-        session.sparkContext.setLogLevel("ERROR")
+    with local_session() as session:
         yield session
-        session.stop()
-
-
-class PoolBackend:
-    """Ranks that tests share, with the backend of Keras that they were started with."""
-
-    def __init__(self, pool: RankPool) -> None:
-        self._pool = pool
-
-    def num_processes(self) -> int:
-        return self._pool.size
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> list[Any]:
-        packed = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
-        return self._pool.run(call_packed, packed, dict(env or {}), timeout=170)
 
 
 @pytest.fixture(scope="module", params=["torch", "tensorflow"])

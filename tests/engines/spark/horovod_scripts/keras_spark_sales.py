@@ -9,7 +9,7 @@ import horovod.spark.keras as hvd
 import keras
 import numpy as np
 import pyspark
-import pyspark.sql.functions as F
+import pyspark.sql.functions as F  # noqa: N812
 from horovod.spark.common.backend import SparkBackend
 from horovod.spark.common.store import Store
 from keras.layers import Concatenate, Dense, Dropout, Embedding, Flatten, Input

@@ -5,17 +5,16 @@ import argparse
 import horovod.spark.torch as hvd
 import numpy as np
 import pyspark
-import pyspark.sql.types as T
+import pyspark.sql.types as T  # noqa: N812
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
-import torch.optim as optim
+import torch.nn.functional as F  # noqa: N812
 from horovod.spark.common.backend import SparkBackend
 from horovod.spark.common.store import Store
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.linalg import Vectors
 from pyspark.sql.functions import udf
 from sklearn.datasets import load_digits
+from torch import nn, optim
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--master")
@@ -51,11 +50,12 @@ if __name__ == "__main__":
     spark = pyspark.sql.SparkSession.builder.config(conf=conf).getOrCreate()
 
     images, labels = load_digits(return_X_y=True)
-    rows = [(Vectors.dense(image / 16.0), int(label)) for image, label in zip(images, labels)]
+    rows = [(Vectors.dense(image / 16.0), int(label)) for image, label in zip(images, labels, strict=True)]
     train_df = spark.createDataFrame(rows[:1500], ["features", "label"])
     test_df = spark.createDataFrame(rows[1500:], ["features", "label"])
 
     store = Store.create(args.work_dir)
+    torch.manual_seed(0)
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     loss = lambda output, target: F.nll_loss(output, target.long())  # noqa: E731
@@ -84,5 +84,4 @@ if __name__ == "__main__":
     pred_df = pred_df.withColumn("label", pred_df.label.cast("double"))
     evaluator = MulticlassClassificationEvaluator(predictionCol="label_pred", labelCol="label", metricName="accuracy")
     print("Test accuracy:", evaluator.evaluate(pred_df))
-    torch.manual_seed(0)
     spark.stop()
