@@ -108,7 +108,7 @@ class SplitSampler:
         if not self._shuffle:
             return self._share
         # Parts that wrap around share samples: they are not to come at the same moment, so parts differ in order.
-        return self._share[_permutation(len(self._share), self._seed, epoch, self._part_index + 1)]
+        return self._share[permutation(len(self._share), self._seed, epoch, self._part_index + 1)]
 
 
 class ShuffleSplitSampler(SplitSampler):
@@ -124,10 +124,11 @@ class ShuffleSplitSampler(SplitSampler):
     """
 
     def _positions(self, epoch: int) -> NDArray[np.int64]:
-        return _permutation(self._length, self._seed, epoch)[self._share] if self._shuffle else self._share
+        return permutation(self._length, self._seed, epoch)[self._share] if self._shuffle else self._share
 
 
-def _permutation(length: int, *seeds: int) -> NDArray[np.int64]:
+def permutation(length: int, *seeds: int) -> NDArray[np.int64]:
+    """Return the numbers from 0 to ``length`` - 1 in an order that is the same for the same seeds, on every worker."""
     # RandomState's numbers are the same in every version of NumPy: workers need not have the same one.
     numbers = [number for seed in seeds for number in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)]
     order: NDArray[np.int64] = np.random.RandomState(numbers).permutation(length).astype(np.int64, copy=False)

@@ -262,6 +262,35 @@ def distributor(what: str, tasks: int, path: str) -> Any:
     return theirs.run(path, "a b", 7)
 
 
+def train_estimator(tasks: int, directory: str) -> Any:
+    """A linear model, whose rows the workers write, and the ranks read: its history, and what it predicts."""
+    import torch
+    from pyspark.ml.linalg import Vectors
+
+    from reigen.spark.store import Store
+    from reigen.spark.torch import TorchEstimator
+
+    rows = [(Vectors.dense(number / 50, 1.0), 3.0 * number / 50 - 1) for number in range(101)]
+    frame = session.createDataFrame(rows, ["x", "y"])
+    model = torch.nn.Linear(2, 1, bias=False)
+    estimator = TorchEstimator(
+        num_proc=tasks,
+        store=Store.create(directory),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.2),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=5,
+        epochs=15,
+        validation=0.2,
+        random_seed=1,
+    )
+    fitted = estimator.fit(frame)
+    predicted = [abs(row["y__output"] - row["y"]) for row in fitted.transform(frame).collect()]
+    return [len(fitted.getHistory()), len(predicted), max(predicted)]
+
+
 def main() -> None:
     for line in sys.stdin:
         name, arguments = json.loads(line)

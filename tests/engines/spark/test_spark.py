@@ -29,12 +29,18 @@ with open(f"/tmp/script.{reigen.rank()}", "w") as file:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all machines have."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: Path) -> Iterator[SparkCluster]:
     if reason := why_no_spark():
         pytest.skip(reason)
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(Hosts(2, shared=[tmp_path_factory.mktemp("shared")]))
+            hosts = stack.enter_context(Hosts(2, shared=[shared]))
         except Unavailable as error:
             pytest.skip(str(error))
         yield SparkCluster(hosts)
@@ -161,6 +167,13 @@ def test_horovods_names(driver: Driver) -> None:
     assert found == [[0, 2.0, []], [1, 2.0, []]]
     lines = [line.split(", local_rank")[0] for line in sorted(output.splitlines())]
     assert lines == ["[0] Hello, rank = 0", "[1] Hello, rank = 1"]
+
+
+def test_an_estimator_of_spark_ml(driver: Driver, shared: Path) -> None:
+    epochs, rows, error = driver.ask("train_estimator", tasks=4, directory=str(shared / "store"), timeout=170)
+    assert (epochs, rows) == (15, 101)
+    assert error < 0.1
+    assert [each.name for each in (shared / "store").iterdir()] == ["runs"], "the rows' files are gone"
 
 
 def test_functions_and_scripts_in_the_distributor(driver: Driver, cluster: SparkCluster) -> None:

@@ -1,0 +1,3 @@
+"""``reigen.spark.keras`` under Horovod's name."""
+
+from reigen.spark.keras import *

@@ -1,0 +1,3 @@
+"""Names of ``horovod.spark.keras.estimator``."""
+
+from reigen.spark.keras import *

@@ -1,0 +1,3 @@
+"""``reigen.spark.torch`` under Horovod's name."""
+
+from reigen.spark.torch import *

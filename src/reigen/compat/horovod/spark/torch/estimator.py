@@ -1,0 +1,3 @@
+"""Names of ``horovod.spark.torch.estimator``."""
+
+from reigen.spark.torch import *
