@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,7 +37,9 @@ from reigen.runner.engine_jobs import EngineAgents, EngineHost
 
 #: Beginnings of names of variables of which a node's own value wins; those of ``runtime_env`` come on top.
 KEPT_VARIABLES = ("RAY_", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_", "CUDA_VISIBLE_DEVICES")
+#: Seconds that agents may take to end, and Ray to remove a group.
 _LAST_SECONDS = 5.0
+_POLL_SECONDS = 0.02
 
 
 class AgentActor:
@@ -113,9 +116,7 @@ class Placement:
             self.release()
             raise
         hosts = [EngineHost(node.name, node.slots, node.address, self._variables(node)) for node in self._nodes]
-        return EngineAgents(
-            "Ray", hosts, self.start_agents, self.explain_exit, kept_variables=self._kept
-        )
+        return EngineAgents("Ray", hosts, self.start_agents, self.explain_exit, kept_variables=self._kept)
 
     def _variables(self, node: NodeSeats) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)} if self.request.gpus_per_worker else {}
@@ -200,7 +201,7 @@ class Placement:
         try:
             code, output = ray.get(serving)
         except ray.exceptions.RayError as error:
-            return f"Ray: {explain_death(str(error))}"
+            return explain_death(str(error))
         last = output.strip().rpartition("\n")[2]
         return f"the agent has ended with exit code {code}{last and ': '}{last}"
 
@@ -227,3 +228,10 @@ class Placement:
         if self._owns_group and group is not None:
             with suppress(Exception):  # its owner has gone, and Ray has removed it
                 ray.util.remove_placement_group(group)
+                _wait_until_removed(ray, group)
+
+
+def _wait_until_removed(ray: Any, group: Any) -> None:
+    until = time.monotonic() + _LAST_SECONDS
+    while ray.util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)

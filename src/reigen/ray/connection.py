@@ -9,7 +9,7 @@ def require_ray() -> Any:
     """Return the module ``ray``, which is connected to a cluster.
 
     Raises:
-        ImportError: Ray is not installed.
+        ModuleNotFoundError: Ray is not installed.
         RuntimeError: this process has no connection.
     """
     ray = import_ray()
@@ -19,11 +19,11 @@ def require_ray() -> Any:
 
 
 def import_ray() -> Any:
-    """Import Ray; raises ImportError, which says how to install it."""
+    """Import Ray; raises ModuleNotFoundError, which says how to install it."""
     try:
         import ray
-    except ImportError as error:
-        raise ImportError(f"reigen.ray needs Ray, which cannot be imported here ({error}): pip install 'reigen[ray]'") from error
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"reigen.ray needs Ray: pip install 'reigen[ray]' ({error})") from error
     return ray
 
 

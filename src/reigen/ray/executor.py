@@ -173,7 +173,7 @@ class RayExecutor:
         return self._started.refs(Call(fn, tuple(args or ()), kwargs))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
-        """Call ``fn`` in all workers with the object that ``executable_cls`` has made there; returns results by rank."""
+        """Call ``fn`` in all workers with the object that ``executable_cls`` has made there, by rank."""
         return self._started.run(Call(fn, with_state=True), callbacks or ())
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""One job on Ray, in the process that supervises it: the driver's own, or an actor's where the driver is a Ray client."""
+"""One job on Ray, supervised by the driver, or by an actor where the driver is a Ray client."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from reigen.ray.agents import Placement
 from reigen.ray.callbacks import NoteCallbacks
 from reigen.ray.connection import import_ray, is_client, require_ray
 from reigen.ray.settings import RaySettings, WorkerRequest
-from reigen.runner.engine_jobs import EngineExecutor, EngineJobOptions
+from reigen.runner.engine_executor import EngineExecutor
+from reigen.runner.engine_jobs import EngineJobOptions
 
+#: Seconds that the others have to end a function that has failed in one rank, and to end at all.
+_GRACE_SECONDS = 1.5
 #: Seconds after which a request for notes is answered without any.
 _NOTES_SECONDS = 1.0
 
@@ -62,7 +65,9 @@ class RayJob:
     def __init__(self, request: JobRequest, on_note: Callable[[Any], None] | None = None) -> None:
         settings = request.settings
         self._request, self._on_note = request, on_note
-        self._placement = Placement(request.workers, settings.placement_group_timeout_seconds, request.use_current_group)
+        self._placement = Placement(
+            request.workers, settings.placement_group_timeout_seconds, request.use_current_group
+        )
         self._executor: EngineExecutor | None = None
 
     def start(self) -> None:
@@ -74,6 +79,7 @@ class RayJob:
             environ=self._request.environ,
             start_timeout_seconds=settings.timeout_seconds,
             verbose=settings.verbose,
+            grace_seconds=_GRACE_SECONDS,
             network_interfaces=",".join(settings.nics) if settings.nics else None,
         )
         try:

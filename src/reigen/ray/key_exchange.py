@@ -1,7 +1,8 @@
-"""Secrets that pass Ray's RPC, which is plain text: Diffie and Hellman's key exchange, fresh for each secret and worker.
+"""Key exchange (Diffie and Hellman) for secrets that pass Ray's RPC, which is plain text.
 
-Who only listens learns nothing. Who can alter what passes could put keys of its own in between; but on a cluster without
-Ray's TLS such a one can run any code in any worker, and needs no secret of ours. The group is number 14 of RFC 3526.
+Keys are fresh for each secret and worker. Who only listens learns nothing. Who can alter what passes could put keys of
+its own in between; but on a cluster without Ray's TLS such a one can run any code in any worker, and needs no secret of
+ours. The group is number 14 of RFC 3526.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class KeyPair:
         self.public = pow(_GENERATOR, self._private, PRIME)
 
     def mask(self, secret: bytes, other: int) -> bytes:
-        """Mask a secret of 32 bytes for the holder of the ``other`` public key, or lift the mask: it is its own inverse.
+        """Mask 32 bytes for the holder of the ``other`` public key, or lift the mask: it is its own inverse.
 
         Raises:
             AuthenticationError: the other key is one that would give the common number away.

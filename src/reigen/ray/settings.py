@@ -144,7 +144,9 @@ def check_gpus(request: WorkerRequest, nodes: Sequence[Mapping[str, Any]]) -> No
     most = max((float(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), default=0.0)
     if wanted > most:
         what = "hosts" if request.spread else "workers"
-        raise ConfigError(f"{what} with {wanted:g} GPUs were asked for, and no node of the cluster has more than {most:g}")
+        raise ConfigError(
+            f"{what} with {wanted:g} GPUs were asked for, and no node of the cluster has more than {most:g}"
+        )
 
 
 def explain_timeout(
@@ -266,5 +268,3 @@ def explain_death(error: str) -> str:
     ):
         words = words.removeprefix(beginning).strip()
     return words or "Ray does not say why its actor has died"
-
-

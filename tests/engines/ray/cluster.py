@@ -45,7 +45,11 @@ class RayCluster:
         self._num_programs = 0
         head = hosts[0]
         self.address = f"{head.address}:{PORT}"
-        self.nodes = {head.name: self._start_node(head, "--head", f"--port={PORT}", "--ray-client-server-port=10001")}
+        self.nodes = {
+            head.name: self._start_node(
+                head, "--head", f"--port={PORT}", "--include-dashboard=false", "--ray-client-server-port=10001"
+            )
+        }
         head.wait_until_listening(PORT)
         for host in list(hosts)[1:]:
             self.nodes[host.name] = self.start_node(host)
@@ -58,7 +62,7 @@ class RayCluster:
 
     def _start_node(self, host: Host, *options: str) -> HostProcess:
         common = ("--node-ip-address", host.address, f"--num-cpus={CPUS}", "--object-store-memory=100000000")
-        rest = ("--temp-dir=/run/ray", "--include-dashboard=false", "--disable-usage-stats", "--block")
+        rest = ("--temp-dir=/run/ray", "--disable-usage-stats", "--block")
         return host.start([*_RAY, "start", *options, *common, *rest], env=_ENVIRON)
 
     def stop_node(self, host: Host) -> None:
