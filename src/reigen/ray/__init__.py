@@ -5,17 +5,12 @@ errors and clean-up are those of every other launcher. With Ray Train (`ReigenCo
 Ray itself is imported when something of this is used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from reigen.ray import ray_logger
 from reigen.ray.call import run
+from reigen.ray.connection import load_train_class as __getattr__  # noqa: F401  loads classes when they are used
 from reigen.ray.elastic import ElasticRayExecutor, RayHostDiscovery
 from reigen.ray.executor import RayExecutor
 from reigen.ray.settings import RaySettings
-
-if TYPE_CHECKING:
-    from reigen.ray.train import ReigenConfig
 
 __all__ = [
     "ElasticRayExecutor",
@@ -26,11 +21,3 @@ __all__ = [
     "ray_logger",
     "run",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name != "ReigenConfig":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = import_module(f"{__name__}.train").ReigenConfig  # a subclass of one of Ray Train's classes
-    globals()[name] = value
-    return value

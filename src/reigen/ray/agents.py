@@ -26,7 +26,7 @@ from reigen.errors import LaunchError
 from reigen.ray.settings import (
     NodeSeats,
     Place,
-    WorkerRequest,
+    PlacementRequest,
     check_gpus,
     explain_death,
     explain_timeout,
@@ -84,7 +84,7 @@ class Placement:
         use_current_group: take the placement group that this process is in, if there is one.
     """
 
-    request: WorkerRequest
+    request: PlacementRequest
     timeout_seconds: float
     use_current_group: bool = True
     _group: Any = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+#: Classes of `reigen.ray.train`, which needs more of Ray than jobs do: a subclass of one of Ray Train's.
+_TRAIN_CLASSES = ("ReigenConfig",)
 
 
 def require_ray() -> Any:
@@ -32,3 +36,12 @@ def is_client() -> bool:
     from ray.util.client import ray as client
 
     return bool(client.is_connected())
+
+
+def load_train_class(name: str) -> object:
+    """Import a class of `reigen.ray.train` when it is used; the ``__getattr__`` of `reigen.ray`."""
+    if name not in _TRAIN_CLASSES:
+        raise AttributeError(f"module 'reigen.ray' has no attribute {name!r}")
+    import_ray()
+    value: object = getattr(import_module("reigen.ray.train"), name)
+    return value

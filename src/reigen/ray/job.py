@@ -14,7 +14,7 @@ from reigen.errors import LaunchError
 from reigen.ray.agents import Placement
 from reigen.ray.callbacks import NoteCallbacks
 from reigen.ray.connection import import_ray, is_client, require_ray
-from reigen.ray.settings import RaySettings, WorkerRequest
+from reigen.ray.settings import PlacementRequest, RaySettings
 from reigen.runner.engine_executor import EngineExecutor
 from reigen.runner.engine_jobs import EngineJobOptions
 
@@ -36,7 +36,7 @@ class JobRequest:
         state: class, arguments and keyword arguments of an object that each rank makes; None: none.
     """
 
-    workers: WorkerRequest
+    workers: PlacementRequest
     settings: RaySettings
     use_current_group: bool = True
     environ: Mapping[str, str] | None = None

@@ -39,7 +39,7 @@ class RaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRequest:
+class PlacementRequest:
     """Workers that are asked of Ray.
 
     Attributes:
@@ -88,7 +88,7 @@ def request_workers(
     gpus_per_worker: object = None,
     min_workers: object = None,
     max_workers: object = None,
-) -> WorkerRequest:
+) -> PlacementRequest:
     """Check the arguments of `RayExecutor`, and make the request.
 
     Raises:
@@ -110,12 +110,12 @@ def request_workers(
     if num_workers is not None and num_hosts is not None:
         raise ConfigError("num_workers and num_hosts are two ways to say how many: give one of them")
     if num_workers is not None:
-        return WorkerRequest(_count("num_workers", num_workers), 1, cpus_per_worker, gpus)
+        return PlacementRequest(_count("num_workers", num_workers), 1, cpus_per_worker, gpus)
     if num_hosts is None:
         raise ConfigError("how many? Give num_workers, or num_hosts and num_workers_per_host")
     per_host = _count("num_workers_per_host", num_workers_per_host)
     hosts = _count("num_hosts", num_hosts)
-    return WorkerRequest(hosts * per_host, per_host, cpus_per_worker, gpus, spread=True)
+    return PlacementRequest(hosts * per_host, per_host, cpus_per_worker, gpus, spread=True)
 
 
 def _fixed_number(min_workers: object, max_workers: object) -> int:
@@ -138,7 +138,7 @@ def _count(name: str, value: object, *, least: int = 1) -> int:
     return number
 
 
-def check_gpus(request: WorkerRequest, nodes: Sequence[Mapping[str, Any]]) -> None:
+def check_gpus(request: PlacementRequest, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError where no node of ``ray.nodes()`` has the GPUs of one bundle: waiting would not help."""
     wanted = request.bundle.get("GPU", 0)
     most = max((float(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), default=0.0)
@@ -150,7 +150,7 @@ def check_gpus(request: WorkerRequest, nodes: Sequence[Mapping[str, Any]]) -> No
 
 
 def explain_timeout(
-    request: WorkerRequest, seconds: float, available: Mapping[str, float], total: Mapping[str, float]
+    request: PlacementRequest, seconds: float, available: Mapping[str, float], total: Mapping[str, float]
 ) -> str:
     """Explain that Ray has not given the resources in time, with what there is."""
     return (

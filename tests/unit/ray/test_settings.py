@@ -11,8 +11,8 @@ from reigen.ray import ElasticRayExecutor, RayExecutor
 from reigen.ray.settings import (
     NodeSeats,
     Place,
+    PlacementRequest,
     RaySettings,
-    WorkerRequest,
     check_gpus,
     count_slots,
     explain_death,
@@ -88,20 +88,20 @@ def test_the_older_executor_is_deprecated_and_elastic_jobs_are_refused_at_once()
 
 def test_more_gpus_than_any_node_has_are_refused():
     nodes = [node("a", CPU=8, GPU=2), node("b", CPU=8), node("c", alive=False, GPU=8)]
-    check_gpus(WorkerRequest(4, 1, 1, 2), nodes)
+    check_gpus(PlacementRequest(4, 1, 1, 2), nodes)
     with pytest.raises(
         ValueError, match="workers with 4 GPUs were asked for, and no node of the cluster has more than 2"
     ):
-        check_gpus(WorkerRequest(4, 1, 1, 4), nodes)
+        check_gpus(PlacementRequest(4, 1, 1, 4), nodes)
     with pytest.raises(ValueError, match="hosts with 4 GPUs"):
-        check_gpus(WorkerRequest(4, 2, 1, 2, spread=True), nodes)
+        check_gpus(PlacementRequest(4, 2, 1, 2, spread=True), nodes)
 
 
 def test_a_timeout_says_what_was_asked_for_and_what_there_is():
-    text = explain_timeout(WorkerRequest(9), 100, {"CPU": 2.0, "node:10.0.0.1": 1.0}, {"CPU": 8.0, "memory": 1e9})
+    text = explain_timeout(PlacementRequest(9), 100, {"CPU": 2.0, "node:10.0.0.1": 1.0}, {"CPU": 8.0, "memory": 1e9})
     assert "within 100 s what was asked for: 9 bundles of {'CPU': 1}, PACK" in text
     assert "Available: CPU 2; the whole cluster has CPU 8" in text
-    assert "Available: nothing" in explain_timeout(WorkerRequest(9), 100, {}, {})
+    assert "Available: nothing" in explain_timeout(PlacementRequest(9), 100, {}, {})
 
 
 def test_discovery_counts_what_each_living_node_could_have():

@@ -1,8 +1,10 @@
 """Jobs on Ray."""
 
-from reigen.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
-from reigen.ray.connection import import_ray
+try:
+    import ray  # noqa: F401  without it Horovod's module cannot be imported, either
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"reigen.ray needs Ray: pip install 'reigen[ray]' ({error})") from error
 
-import_ray()  # without Ray this module cannot be imported, as Horovod's cannot
+from reigen.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, ray_logger
 
 __all__ = ["ElasticRayExecutor", "RayExecutor", "RayHostDiscovery", "ray_logger"]
