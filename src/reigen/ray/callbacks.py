@@ -20,7 +20,7 @@ class NoteCallbacks:
         self._is_used = False
 
     def put(self, note: Any) -> None:
-        """Take a note; it is dropped where nobody wants any, or too many wait."""
+        """Take a note; it is dropped while there are no callbacks, or where too many wait."""
         if self._is_used and self._notes.qsize() < _MAX_NOTES:
             self._notes.put((note,))
 

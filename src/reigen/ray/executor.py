@@ -102,7 +102,7 @@ class RayExecutor:
 
     @property
     def num_workers(self) -> int:
-        """How many workers the job has."""
+        """Number of workers of the job."""
         return self._request.num_workers
 
     def start(

@@ -26,7 +26,7 @@ _NOTES_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a job needs; it can be pickled.
+    """Request for a job; it can be pickled.
 
     Attributes:
         workers: that are asked of Ray.
@@ -124,7 +124,7 @@ class Job(Protocol):
         """Get the resources and start the ranks."""
 
     def run(self, call: Call, callbacks: Sequence[Callable[[Any], object]]) -> list[Any]:
-        """Call a function in all ranks, and hand what they log to the callbacks; returns the results by rank."""
+        """Call a function in all ranks, and hand their notes to the callbacks; returns the results by rank."""
 
     def run_single(self, call: Call) -> Any:
         """Call a function in one rank; returns its result."""
@@ -169,7 +169,7 @@ class DriverJob:
         return self._job.submit(resolve_refs(call))[0].result()
 
     def refs(self, call: Call) -> list[Any]:
-        """Call a function in ranks; an actor without CPUs holds the results for whoever has the references."""
+        """Call a function in ranks; an actor without CPUs holds the results."""
         futures = self._job.submit(resolve_refs(call))
         if self._results is None:
             self._results = import_ray().remote(ResultsActor).options(num_cpus=0, max_restarts=0).remote()
@@ -318,7 +318,7 @@ class ClientJob:
 
 
 def _get(ref: Any) -> Any:
-    """Return what a call of the supervising actor returns; raises what it raised, and not Ray's error about that."""
+    """Return the result of a call of the supervising actor, or raise its exception, and not Ray's error about that."""
     ray = import_ray()
     try:
         return ray.get(ref)

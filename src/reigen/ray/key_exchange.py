@@ -29,7 +29,7 @@ _LABEL = b"reigen-ray-secret"
 
 
 class KeyPair:
-    """Key pair of one side, for one secret; ``public`` is what the other side gets."""
+    """Key pair of one side, for one secret; the other side gets ``public``."""
 
     def __init__(self) -> None:
         self._private = secrets.randbits(_EXPONENT_BITS) | 1 << (_EXPONENT_BITS - 1)

@@ -1,4 +1,4 @@
-"""Settings of jobs on Ray, and what is asked of Ray for one. Decides and explains; Ray is not imported."""
+"""Settings of jobs on Ray, and requests to Ray for their resources. Decides and explains; Ray is not imported."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def check_gpus(request: PlacementRequest, nodes: Sequence[Mapping[str, Any]]) ->
 def explain_timeout(
     request: PlacementRequest, seconds: float, available: Mapping[str, float], total: Mapping[str, float]
 ) -> str:
-    """Explain that Ray has not given the resources in time, with what there is."""
+    """Explain that Ray has not given the resources in time, with the resources of the cluster."""
     return (
         f"Ray has not given within {seconds:g} s what was asked for: {request}. Available: {_resources(available)}; "
         f"the whole cluster has {_resources(total)} (ray.available_resources(), ray.cluster_resources())"
