@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import groupby
 from typing import Any
 
+from reigen.cluster.environ import RANK_VARIABLES
+from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
+from reigen.launch.hosts import HostInfo, assign_ranks
 
 Bundle = Mapping[str, float]
 
@@ -268,3 +272,22 @@ def explain_death(error: str) -> str:
     ):
         words = words.removeprefix(beginning).strip()
     return words or "Ray does not say why its actor has died"
+
+
+def place_ranks(nodes: Sequence[str]) -> list[Topology]:
+    """Return the place of each rank, whose node is given.
+
+    Raises:
+        ConfigError: ranks of one node do not follow each other, as Ray numbers them.
+    """
+    hosts = [HostInfo(node, len(list(ranks))) for node, ranks in groupby(nodes)]
+    if len({host.name for host in hosts}) < len(hosts):
+        raise ConfigError(f"the ranks of a node have no numbers that follow each other: {', '.join(nodes)}")
+    assignments = assign_ranks(hosts, len(nodes), lambda name: False)
+    return [topology for each in assignments for topology in each.topologies]
+
+
+def rank_variables(topology: Topology) -> dict[str, str]:
+    """Return the variables of a rank's place, also by Horovod's names."""
+    variables = dict(zip(RANK_VARIABLES, map(str, astuple(topology)), strict=True))
+    return variables | {name.replace("REIGEN_", "HOROVOD_"): text for name, text in variables.items()}

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 
 from reigen import context
-from reigen.cluster.environ import RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.environ import RENDEZVOUS_VARIABLE, SECRET_VARIABLE
 from reigen.cluster.membership.control_service import ControlService
-from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.hosts import HostInfo, assign_ranks
 from reigen.launch.options import NetworkOptions
 from reigen.ray.key_exchange import KeyPair
+from reigen.ray.settings import place_ranks, rank_variables
 
 _SECRET_BYTES = 32
 #: Seconds that workers may take to leave the job before Ray ends them.
@@ -134,22 +132,3 @@ def _become_rank(environ: Mapping[str, str], public: int, masked: bytes) -> None
     keys = _keys.pop()
     os.environ.update(environ)
     os.environ[SECRET_VARIABLE] = keys.mask(masked, public).hex()
-
-
-def place_ranks(nodes: Sequence[str]) -> list[Topology]:
-    """Return the place of each rank, whose node is given.
-
-    Raises:
-        ConfigError: ranks of one node do not follow each other, as Ray numbers them.
-    """
-    hosts = [HostInfo(node, len(list(ranks))) for node, ranks in groupby(nodes)]
-    if len({host.name for host in hosts}) < len(hosts):
-        raise ConfigError(f"the ranks of a node have no numbers that follow each other: {', '.join(nodes)}")
-    assignments = assign_ranks(hosts, len(nodes), lambda name: False)
-    return [topology for each in assignments for topology in each.topologies]
-
-
-def rank_variables(topology: Topology) -> dict[str, str]:
-    """Return the variables of a rank's place, also by Horovod's names."""
-    variables = dict(zip(RANK_VARIABLES, map(str, astuple(topology)), strict=True))
-    return variables | {name.replace("REIGEN_", "HOROVOD_"): text for name, text in variables.items()}

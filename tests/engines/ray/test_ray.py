@@ -102,8 +102,9 @@ executor = RayExecutor(RayExecutor.create_settings(timeout_s=30), num_hosts=3, n
 executor.start(Counter, [10], {"step": 5}, extra_env_vars={"MINE": "a b"})
 say(places=executor.run(place))
 seen = []
-say(mine=executor.run(log, [ray.put(10)], {"plus": 1}, callbacks=[seen.append]), seen=sorted(e["value"] for e in seen))
-say(added=executor.execute(lambda counter: counter.add()), single=executor.execute_single(lambda counter: counter.add()))
+say(mine=executor.run(log, [ray.put(10)], {"plus": 1}, callbacks=[seen.append]))
+say(seen=sorted(note["value"] for note in seen))
+say(added=executor.execute(Counter.add), single=executor.execute_single(Counter.add))
 say(numbers=executor.execute(lambda counter: counter.number))
 refs = executor.run_remote(total, [ray.put(1)])
 say(refs=[type(ref).__name__ for ref in refs][0], totals=ray.get(refs))

@@ -18,6 +18,8 @@ from reigen.ray.settings import (
     explain_death,
     explain_timeout,
     group_by_node,
+    place_ranks,
+    rank_variables,
     request_workers,
 )
 
@@ -143,3 +145,21 @@ The actor died because its node has died. Node Id: 3f
         "health check failed"
     )
     assert explain_death("") == "Ray does not say why its actor has died"
+
+
+def test_workers_of_ray_train_have_their_places_by_node():
+    places = place_ranks(["a", "a", "b", "c", "c"])
+    numbers = [(each.rank, each.size, each.local_rank, each.local_size) for each in places]
+    assert numbers == [(0, 5, 0, 2), (1, 5, 1, 2), (2, 5, 0, 1), (3, 5, 0, 2), (4, 5, 1, 2)]
+    assert [(each.cross_rank, each.cross_size) for each in places] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
+    variables = rank_variables(places[4])
+    assert (variables["REIGEN_RANK"], variables["REIGEN_CROSS_SIZE"], variables["HOROVOD_LOCAL_RANK"]) == (
+        "4",
+        "2",
+        "1",
+    )
+
+
+def test_workers_of_one_node_that_are_apart_are_refused():
+    with pytest.raises(ConfigError, match="a, b, a"):
+        place_ranks(["a", "b", "a"])
