@@ -38,7 +38,7 @@ from reigen.runner.engine_jobs import EngineAgents, EngineHost
 #: Beginnings of names of variables of which a node's own value wins; those of ``runtime_env`` come on top.
 KEPT_VARIABLES = ("RAY_", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_", "CUDA_VISIBLE_DEVICES")
 #: Seconds that agents may take to end, and Ray to remove a group.
-_LAST_SECONDS = 5.0
+_LAST_SECONDS = 3.0
 _POLL_SECONDS = 0.02
 
 
@@ -195,7 +195,7 @@ class Placement:
         serving = self._serving.get(name)
         if serving is None or not ray.is_initialized():
             return ""
-        ready, _ = ray.wait([serving], timeout=0.1)
+        ready, _ = ray.wait([serving], timeout=0)
         if not ready:
             return ""
         try:

@@ -17,6 +17,7 @@ from reigen.ray.connection import import_ray, is_client, require_ray
 from reigen.ray.settings import PlacementRequest, RaySettings
 from reigen.runner.engine_executor import EngineExecutor
 from reigen.runner.engine_jobs import EngineJobOptions
+from reigen.runner.serialization import pickle_exception, unpickle_exception
 
 #: Seconds that the others have to end a function that has failed in one rank, and to end at all.
 _GRACE_SECONDS = 1.5
@@ -97,6 +98,10 @@ class RayJob:
         """Call a function in all ranks; returns the results by rank, or raises the first failure."""
         return self._started.run(call.func, call.args, call.kwargs, with_state=call.with_state)
 
+    def run_single(self, call: Call) -> Any:
+        """Call a function in one rank; returns its result."""
+        return self.submit(call)[0].result()
+
     def submit(self, call: Call) -> list[Future[Any]]:
         """Call a function in ranks; returns a future a rank."""
         return self._started.submit(call.func, call.args, call.kwargs, with_state=call.with_state, ranks=call.ranks)
@@ -166,7 +171,7 @@ class DriverJob:
 
     def run_single(self, call: Call) -> Any:
         """Call a function in one rank."""
-        return self._job.submit(resolve_refs(call))[0].result()
+        return self._job.run_single(resolve_refs(call))
 
     def refs(self, call: Call) -> list[Any]:
         """Call a function in ranks; an actor without CPUs holds the results."""
@@ -219,6 +224,22 @@ class ResultsActor:
             self._found.pop(key, None)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a call of the supervising actor: Ray would lose the ``cause`` of an error, which is pickled here."""
+
+    value: Any = None
+    error: Exception | None = None
+    cause: bytes | None = None
+
+
+async def _outcome_of(function: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(await asyncio.to_thread(function))
+    except Exception as error:  # noqa: BLE001  raised again in the driver
+        return Outcome(None, error, None if error.__cause__ is None else pickle_exception(error.__cause__))
+
+
 class JobActor:
     """Actor that supervises a job for a driver outside of the cluster."""
 
@@ -228,17 +249,24 @@ class JobActor:
         self._futures: dict[tuple[int, int], Future[Any]] = {}
         self._numbers = count()
 
-    async def start(self) -> None:
+    async def start(self) -> Outcome:
         """Get the resources and start the ranks."""
-        await asyncio.to_thread(self._job.start)
+        return await _outcome_of(self._job.start)
 
-    async def run(self, call: Call) -> list[Any]:
+    async def run(self, call: Call) -> Outcome:
         """Call a function in all ranks."""
-        return await asyncio.to_thread(lambda: self._job.run(resolve_refs(call)))
+        return await _outcome_of(lambda: self._job.run(resolve_refs(call)))
 
-    async def submit(self, call: Call) -> tuple[int, int]:
+    async def run_single(self, call: Call) -> Outcome:
+        """Call a function in one rank."""
+        return await _outcome_of(lambda: self._job.run_single(resolve_refs(call)))
+
+    async def submit(self, call: Call) -> Outcome:
         """Call a function in ranks; returns the call's number, and how many ranks there are."""
-        futures = await asyncio.to_thread(lambda: self._job.submit(resolve_refs(call)))
+        return await _outcome_of(lambda: self._submit(call))
+
+    def _submit(self, call: Call) -> tuple[int, int]:
+        futures = self._job.submit(resolve_refs(call))
         number = next(self._numbers)
         self._futures |= {(number, position): future for position, future in enumerate(futures)}
         return number, len(futures)
@@ -254,9 +282,9 @@ class JobActor:
             await asyncio.sleep(0.05)
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
-    async def shutdown(self) -> None:
+    async def shutdown(self) -> Outcome:
         """End the ranks and give everything back."""
-        await asyncio.to_thread(self._job.shutdown)
+        return await _outcome_of(self._job.shutdown)
 
 
 class ClientJob:
@@ -292,7 +320,7 @@ class ClientJob:
 
     def run_single(self, call: Call) -> Any:
         """Call a function in one rank."""
-        return _get(self.refs(call)[0])
+        return _get(self._started.run_single.remote(call))
 
     def refs(self, call: Call) -> list[Any]:
         """Call a function in ranks; returns an ObjectRef of each result."""
@@ -318,12 +346,11 @@ class ClientJob:
 
 
 def _get(ref: Any) -> Any:
-    """Return the result of a call of the supervising actor, or raise its exception, and not Ray's error about that."""
-    ray = import_ray()
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
+    """Return the value of an outcome, or raise its error."""
+    outcome: Outcome = import_ray().get(ref)
+    if outcome.error is not None:
+        raise outcome.error from unpickle_exception(outcome.cause)
+    return outcome.value
 
 
 def resolve_refs(call: Call) -> Call:

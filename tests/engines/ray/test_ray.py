@@ -244,6 +244,18 @@ def test_nothing_is_left_of_a_driver_that_was_killed_and_two_jobs_do_not_meet(cl
     cluster.wait_until_empty()
 
 
+def test_nothing_is_left_of_drivers_that_end_without_a_word(cluster: RayCluster):
+    program = "executor = RayExecutor(num_hosts=3)\nexecutor.start()\nsay(places=executor.run(place))\n"
+    assert len(facts_of(cluster, program)["places"]) == 3  # type: ignore[arg-type]
+    client = {"RAY_ADDRESS": f"ray://{cluster.hosts[0].address}:10001"}
+    with closing(cluster.start(BEGINNING + program + "say(done=1)\ntime.sleep(600)", env=client)) as driver:
+        wait_for(lambda: '"done"' in driver.output()[0], "the job of the client")
+        assert cluster.left_of_jobs()
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+    cluster.wait_until_empty(60)
+
+
 TRAINING = """
 import os, signal, sys, tempfile, time
 import ray, ray.train
