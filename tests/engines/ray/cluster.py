@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -95,11 +94,10 @@ class RayCluster:
             if any(mark in command for mark in marks)
         ]
 
+    def processes(self, word: str) -> list[int]:
+        """Processes of jobs, anywhere, that have this in their command line."""
+        return [pid for host in self.hosts for pid, command in host.processes().items() if word in command]
+
     def wait_until_empty(self, timeout: float = 30.0) -> None:
         """Waits until nothing of any job runs."""
         wait_for(lambda: not self.left_of_jobs(), f"the end of {self.left_of_jobs()}", timeout)
-
-
-def environ_of_tests() -> dict[str, str]:
-    """Variables of drivers that are started in another way."""
-    return {**os.environ, **_ENVIRON}

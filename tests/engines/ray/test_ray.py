@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -256,6 +257,35 @@ def test_nothing_is_left_of_drivers_that_end_without_a_word(cluster: RayCluster)
     cluster.wait_until_empty(60)
 
 
+#: What is killed in the middle of a job, by a word of its command line ("": the driver), and how.
+ENDS = [
+    (word, signal.SIGKILL)
+    for word in ("", "reigen.runner.task", "reigen.launch.agent", "AgentActor", "launcher_process")
+]
+ENDS += [("", signal.SIGINT), ("", signal.SIGTERM), ("reigen.launch.agent", signal.SIGTERM)]
+
+
+def test_nothing_is_left_after_any_end(cluster: RayCluster):
+    """RAY_ENDS=100 for more than there is time for in every run."""
+    chances = random.Random(int(os.environ.get("RAY_ENDS_SEED", "19")))
+    for number in range(int(os.environ.get("RAY_ENDS", "4"))):
+        word, signum = chances.choice(ENDS)
+        print(f"end {number}: {signum.name} for {word or 'the driver'}")
+        with closing(cluster.start(BEGINNING + "reigen.ray.run(hang, num_hosts=3)\n")) as driver:
+            wait_until_ready(driver)
+            targets = cluster.processes(word) if word else [driver.pid]
+            os.kill(chances.choice(targets), signum)
+            driver.wait()
+        cluster.wait_until_empty()
+    facts = facts_of(
+        cluster,
+        "say(free=ray.available_resources()['CPU'], places=reigen.ray.run(place, num_workers=CPUS * 3))".replace(
+            "CPUS", str(CPUS)
+        ),
+    )
+    assert len(facts["places"]) == 3 * CPUS  # type: ignore[arg-type]  # all of it was given back
+
+
 TRAINING = """
 import os, signal, sys, tempfile, time
 import ray, ray.train
@@ -310,7 +340,8 @@ def test_a_training_of_ray_train_goes_on_from_its_checkpoint_after_a_death(clust
     assert code == 0, out
     facts = json.loads(next(line for line in out.splitlines() if line.startswith("FACT ")).removeprefix("FACT "))
     metrics = facts["metrics"]
-    assert (metrics["epoch"], metrics["first"], metrics["size"], metrics["environ"]) == (3, 2, 3, "yes")
+    assert (metrics["epoch"], metrics["size"], metrics["environ"]) == (3, 3, "yes")
+    assert metrics["first"] in {1, 2}  # Ray may lose the last report of a group that dies
     assert metrics["weights"][0] == metrics["weights"][1] == metrics["weights"][2]
     assert facts["error"] == "None"
 
@@ -343,7 +374,8 @@ executor.shutdown()
 def test_a_node_that_crashes_is_named(cluster: RayCluster):
     """The last one: the cluster has a node less after it."""
     lost = cluster.hosts[2]
-    with closing(cluster.start(BEGINNING + "say(lost=caught(lambda: reigen.ray.run(hang, num_hosts=3)))\n")) as driver:
+    program = BEGINNING + "say(lost=caught(lambda: reigen.ray.run(hang, num_hosts=3)))\n"
+    with closing(cluster.start(program, env={"REIGEN_PEER_TIMEOUT": "4"})) as driver:
         wait_until_ready(driver)
         lost.crash()
         assert driver.wait(60) == 0
