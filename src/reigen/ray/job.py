@@ -70,6 +70,8 @@ class RayJob:
             request.workers, settings.placement_group_timeout_seconds, request.use_current_group
         )
         self._executor: EngineExecutor | None = None
+        #: Calls of `submit` that may not have ended.
+        self._futures: list[Future[Any]] = []
 
     def start(self) -> None:
         """Get the resources and start the ranks; raises what `Placement.allocate` and `EngineExecutor.start` raise."""
@@ -104,7 +106,10 @@ class RayJob:
 
     def submit(self, call: Call) -> list[Future[Any]]:
         """Call a function in ranks; returns a future a rank."""
-        return self._started.submit(call.func, call.args, call.kwargs, with_state=call.with_state, ranks=call.ranks)
+        executor = self._started
+        futures = executor.submit(call.func, call.args, call.kwargs, with_state=call.with_state, ranks=call.ranks)
+        self._futures = [each for each in self._futures if not each.done()] + futures
+        return futures
 
     @property
     def _started(self) -> EngineExecutor:
@@ -113,10 +118,12 @@ class RayJob:
         return self._executor
 
     def shutdown(self) -> None:
-        """End the ranks and give everything back; may be called again."""
+        """End the ranks, also those that run a function, and give everything back; may be called again."""
         executor, self._executor = self._executor, None
         try:
             if executor is not None:
+                if not all(future.done() for future in self._futures):
+                    executor.cancel("shutdown() was called before its functions had ended")
                 executor.shutdown()
         finally:
             self._placement.release()

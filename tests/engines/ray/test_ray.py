@@ -117,7 +117,9 @@ say(after=caught(lambda: executor.run(place)))
 executor = RayExecutor(num_workers=CPUS * 3)
 executor.start()
 say(all=executor.run(total, [0]))
+refs = executor.run_remote(hang)
 executor.shutdown()
+say(cancelled=caught(lambda: ray.get(refs)))
 """.replace("CPUS", str(CPUS)),
         env={"PYTHONPATH": f"{DIRECTORY}:{Path(__file__).parents[3] / 'src'}"},
     )
@@ -132,6 +134,7 @@ executor.shutdown()
     assert (facts["refs"], facts["totals"]) == ("ObjectRef", [[21.0, 21.0]] * 6)
     assert facts["twice"]["type"] == facts["after"]["type"] == "LaunchError"  # type: ignore[index]
     num = CPUS * 3
+    assert "shutdown() was called before" in facts["cancelled"]["text"]  # type: ignore[index]
     assert facts["all"] == [[num * (num - 1) / 2] * 2] * num
 
 
@@ -200,6 +203,31 @@ say(no_ray=caught(RayExecutor(settings, num_workers=1).start))
     assert facts["pickle"]["type"] == "UnsupportedTypeError"  # type: ignore[index]
     assert facts["no_ray"]["type"] == "RuntimeError"  # type: ignore[index]
     assert "ray.init()" in facts["no_ray"]["text"]  # type: ignore[index]
+
+
+def test_a_trial_uses_the_placement_group_that_it_is_in(cluster: RayCluster):
+    facts = facts_of(
+        cluster,
+        """
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+group = placement_group([{"CPU": 1}, {"CPU": 1}, {"CPU": 1}], strategy="STRICT_SPREAD")
+ray.get(group.ready())
+def trial(**options):
+    before = ray.available_resources()["CPU"]
+    return reigen.ray.run(lambda: (place(), before), **options)
+strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+trial = ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy)
+say(found=ray.get(trial.remote(num_workers=2)), nodes=ray.util.placement_group_table(group)["bundles_to_node_id"])
+say(names={node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()})
+say(too_many=caught(lambda: ray.get(trial.remote(num_workers=3, placement_timeout=1))))
+ray.util.remove_placement_group(group)
+""",
+    )
+    found, nodes, names = facts["found"], facts["nodes"], facts["names"]
+    hosts = [place[3] for place, _ in found]  # type: ignore[attr-defined]
+    assert sorted(hosts) == sorted(names[nodes[bundle]] for bundle in ("1", "2"))  # type: ignore[index]
+    assert "TimeoutError" in facts["too_many"]["type"]  # type: ignore[index]
 
 
 def test_secrets_are_nowhere_and_the_runtime_environment_reaches_the_ranks(cluster: RayCluster):
