@@ -127,7 +127,7 @@ def test_all_names_are_there_and_what_is_missing_says_so():
             "ModuleNotFoundError reigen.mxnet needs MXNet: pip install mxnet==1.9.1 numpy==1.23.5 "
             "(No module named 'mxnet')"
         ),
-        "ImportError horovod.ray: Reigen has no jobs in Ray yet",
+        "ModuleNotFoundError reigen.ray needs Ray: pip install 'reigen[ray]' (No module named 'ray')",
         "ImportError horovod.torch.elastic.TorchState: there are no elastic jobs in Reigen yet",
         "ImportError horovod.torch.elastic.sampler: there are no elastic jobs in Reigen yet",
         "ImportError horovod.torch.elastic.run: there are no elastic jobs in Reigen yet",

@@ -113,7 +113,7 @@ def collect_results(environ: Mapping[str, str]) -> list[CheckResult]:
     """Collect the lines of the report, in order. Imports no framework."""
     names = (*FRAMEWORKS, "keras", "tf_keras")
     frameworks = (CheckResult("frameworks", name, _framework_version(name) or "not installed") for name in names)
-    return [*_versions(), *_kernel(), *_host(), *_launcher(environ), *frameworks, *_backends(environ)]
+    return [*_versions(), *_kernel(), *_host(), *_launcher(environ), *_ray(environ), *frameworks, *_backends(environ)]
 
 
 def _versions() -> list[CheckResult]:
@@ -225,6 +225,19 @@ def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     way = f"by --launcher {choice.launcher}" if choice.uses_hosts_of_engine else "without it: there is one host"
     found += [CheckResult("launcher", "remark", remark)] if remark else []
     return [*found, CheckResult("launcher", "reigen run", f"{job.num_slots} ranks on {listed}, {way}")]
+
+
+def _ray(environ: Mapping[str, str]) -> list[CheckResult]:
+    """Find out whether this process is in a cluster of Ray's, or has been given one; empty where there is no sign."""
+    name = next((name for name in ("RAY_JOB_ID", "RAY_ADDRESS") if environ.get(name)), None)
+    if name is None:
+        return []
+    version = _version("ray")
+    way = (
+        "reigen.ray starts ranks there" if version else "reigen.ray would start ranks there: pip install 'reigen[ray]'"
+    )
+    evidence = f"{name}={environ[name]}, ray {version or 'is not installed here'}"
+    return [CheckResult("launcher", "Ray", f"{evidence}; {way}, `reigen run` does not (docs/ray.md)")]
 
 
 def _backends(environ: Mapping[str, str]) -> list[CheckResult]:

@@ -140,3 +140,13 @@ def test_check_imports_no_framework(monkeypatch):
 def test_the_two_forms_of_a_switch_say_opposite_things(option: str, text: str) -> None:
     [action] = [action for action in make_parser()._actions if option in action.option_strings]
     assert action.help == text
+
+
+def test_check_says_that_this_is_a_cluster_of_rays():
+    def said(environ: dict[str, str]) -> list[str]:
+        return [finding.value for finding in collect_results(environ) if finding.name == "Ray"]
+
+    assert said({}) == []
+    (words,) = said({"RAY_ADDRESS": "h1:6379"})
+    assert words.startswith("RAY_ADDRESS=h1:6379, ray ")
+    assert "reigen.ray" in words

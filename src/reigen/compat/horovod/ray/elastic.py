@@ -1,0 +1,5 @@
+"""Names of ``horovod.ray.elastic``."""
+
+from reigen.ray import ElasticRayExecutor, RayHostDiscovery
+
+__all__ = ["ElasticRayExecutor", "RayHostDiscovery"]

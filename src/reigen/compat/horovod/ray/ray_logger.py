@@ -1,0 +1,5 @@
+"""Names of ``horovod.ray.ray_logger``."""
+
+from reigen.ray.ray_logger import log
+
+__all__ = ["log"]
