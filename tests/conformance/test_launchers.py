@@ -19,6 +19,7 @@ from reigen.launch.slurm.launcher import SlurmLauncher
 from reigen.launch.supervision.spawn import spawn_client
 from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
+from tests.conformance.dialing_launcher import DialingLauncher
 from tests.conformance.plain_launcher import PlainLauncher
 from tests.multiprocess.launcher import launched, run
 from tests.network.conftest import make_hosts  # noqa: F401  a fixture
@@ -65,6 +66,13 @@ def test_ssh(make_hosts):  # noqa: F811
 @pytest.mark.timeout(600)
 def test_a_launcher_of_somebody_else():
     outcome = check_launcher(PlainLauncher, "localhost:1,a.invalid:2")
+    assert set(outcome.values()) == {"passed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_launcher_whose_agents_dial_back():
+    outcome = check_launcher(DialingLauncher, "localhost:1,a.invalid:2")
     assert set(outcome.values()) == {"passed"}
 
 

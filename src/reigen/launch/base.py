@@ -10,6 +10,8 @@ b. ``allocate`` is called in the supervisor. It waits, if it has to, by the func
 c. ``start_agent`` is called for every other host of the plan, one after the other, without waiting for any of them.
    The agent speaks through stdin and stdout of the client process (``launch.agent.agent_protocol``), which carries
    bytes as they are; the job's secret goes that way, and in no other. Nothing starts unless all agents are ready.
+   Where an engine gives a process but no stream of bytes, ``start_agents`` of a ``DialBackStarter`` is called once, for
+   all of them: it brings each agent a dial text, by which it connects to the supervisor (``launch.agent.dial_back``).
 d. Agents end when their stdin is closed, and client processes with them; one that does not, or whose job cannot be
    started, is killed. ``explain_exit`` is asked about agents that end by themselves.
 e. ``close`` is called when nothing of the job runs any more: in the supervisor, and in the process of step a, where it
@@ -36,6 +38,7 @@ from reigen.launch.hosts import HostAssignment, HostInfo, assign_ranks, assign_r
 from reigen.launch.job_state import FinishJob
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.options import LaunchOptions
+from reigen.launch.supervision.event_loop import LauncherLoop
 
 #: Where the factories of Reigen's own launchers are; a module is imported when its launcher is chosen.
 BUILT_IN_LAUNCHERS: Mapping[str, str] = {
@@ -89,11 +92,72 @@ class AgentCommand:
         # -P: a module of the directory where the agent begins, the user's home, is nobody's joke.
         return [self.python, "-P", "-m", "reigen.launch.agent"]
 
+    def argv_dialing(self, file: str = "") -> list[str]:
+        """Return the words for an agent that dials back, by a dial text in ``file``, or on the first line of stdin.
+
+        The file must be this user's alone (mode 0600). The end of stdin ends the agent.
+        """
+        return [*self.argv, "--dial", *([file] if file else [])]
+
     @property
     def argv_with_environ(self) -> list[str]:
         """Return ``argv`` for engines that carry no variables: they are set by ``env``."""
         variables = [f"{name}={text}" for name, text in self.environ.items()]
         return ["env", *variables, *self.argv] if variables else self.argv
+
+
+@dataclass(frozen=True, slots=True)
+class DialCall:
+    """Call for the agent of a host: its dial text is one line, for its stdin or a file of this user's alone.
+
+    The text holds a ticket: it must not be in a command line or an environment. It is not shown in ``repr``.
+    """
+
+    host: str
+    text: str = field(repr=False)
+
+
+class ExitExplainer(Protocol):
+    """Explainer of the ends of agents."""
+
+    def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
+        """Explain why an agent has not come, or has gone, from the engine's output; as in ``AgentStarter``."""
+
+
+class AgentCaller(Protocol):
+    """Supervisor, as a ``DialBackStarter`` sees it."""
+
+    loop: LauncherLoop
+
+    def exclude_child(self, pid: int) -> None:
+        """Exclude a child of this process, and what is below it, from the job's processes."""
+
+    def agent_ended(self, host: str, problem: HostProblem) -> None:
+        """Take note that an agent cannot come, or has ended, as its engine says; called from the loop."""
+
+
+class DialBackStarter(Protocol):
+    """Starter of agents that connect to the supervisor by themselves."""
+
+    @property
+    def remote_shell(self) -> Sequence[str]:
+        """Command line before a host's name for rsync; empty where there is none."""
+
+    def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
+        """Have an agent started for each call, and return at once.
+
+        The agents run ``agent.argv_dialing()``, or that with a file's name. Where the engine says that one cannot come
+        or has ended, ``caller.agent_ended`` is told; ``caller.loop`` may be used to hear of it.
+
+        Raises:
+            LaunchError: the engine cannot be asked.
+        """
+
+    def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
+        """Explain why an agent has gone; the exit code is None, and the output empty."""
+
+    def close_agents(self) -> None:
+        """End what ``start_agents`` has started on this host. May be called twice, and without a start."""
 
 
 class AgentStarter(Protocol):
@@ -130,6 +194,7 @@ class JobPlan:
     Attributes:
         assignments: hosts with their processes, in the order of ranks.
         agents: starts the agents of other hosts; None where all are this one.
+        directory: where the ranks run; None: in this process's working directory, empty: where their agents run.
         addresses: of hosts whose names this one cannot resolve, by name.
         processes: the engine's own commands on this host that start the ranks; None: the ranks are started one by one.
         describe_end: makes the last message of such a job; None: the supervisor names the rank that failed first.
@@ -138,12 +203,13 @@ class JobPlan:
     """
 
     assignments: Sequence[HostAssignment]
-    agents: AgentStarter | None = None
+    agents: AgentStarter | DialBackStarter | None = None
     addresses: Mapping[str, str] = field(default_factory=dict)
     processes: Sequence[ProcessSpec] | None = None
     describe_end: Callable[[FinishJob], str] | None = None
     kept_variables: tuple[str, ...] = ()
     describe_notice: Callable[[str], str] | None = None
+    directory: str | None = None
 
 
 class Launcher(Protocol):

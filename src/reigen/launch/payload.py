@@ -22,6 +22,8 @@ from reigen.resources.memory import KEEP_FREE_BYTES
 
 #: Arguments of a command that stand for the descriptors' numbers, which differ from host to host.
 PAYLOAD_PLACEHOLDER, CHANNEL_PLACEHOLDER = "@payload", "@channel"
+#: First word of a command that stands for the Python in which a host's agent runs.
+PYTHON_PLACEHOLDER = "@python"
 PAYLOAD_CHUNK_BYTES = 1 << 20
 #: Limit of a rank's message.
 MAX_RANK_MESSAGE_BYTES = 1 << 14

@@ -9,7 +9,8 @@ c. The connecting end checks that proof and sends its own PROOF (32 bytes).
 d. The accepting end checks it. An end that finds a wrong proof closes the connection without an answer.
 
 The first four bytes are looked at as soon as they are there: an end that speaks another version, or no Reigen at all,
-is refused at once, whatever the length of its messages. Who the peer is gets read after its proof was checked.
+is refused at once, whatever the length of its messages. Who the peer is gets read after its proof was checked; only an
+end that has another secret for each peer (`KeyedServerHandshake`) reads it before, from bytes of fixed size.
 
 A proof is HMAC-SHA256(secret, label of that end + HELLO + CHALLENGE without proof + binding): both nonces, roles, ranks
 and purposes are in it. The labels of the two ends differ, so that a proof cannot be sent back to the end that made it;
@@ -21,7 +22,9 @@ body is a 16-byte tag, BLAKE2b keyed with it (RFC 7693) over sequence number + p
 counts the bodies of this direction and is not sent: a body that is repeated, left out, reordered or taken from
 elsewhere does not open. (BLAKE2b, because a tag of a short message takes a third of HMAC's time.)
 
-Nothing is encrypted: on one host the loopback interface is as private as the processes' memory.
+Nothing is encrypted: on one host the loopback interface is as private as the processes' memory. One secret may be told
+in a session all the same, masked by HMAC-SHA256(secret, "mask" + the same transcript), of which both ends' nonces are a
+part: so a job's secret goes to an agent that knows only a ticket (`AuthSession.mask`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import hmac
 import os
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -78,13 +82,26 @@ class AuthSession:
         peer: who is at the other end; it has proven to know the secret.
     """
 
-    def __init__(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, peer: Identity, send_key: bytes, receive_key: bytes, mask: bytes = b"") -> None:
         self.peer = peer
+        #: For one secret; empty once it was used.
+        self._mask = mask
         #: The beginnings of all tags, by direction.
         self._send_mac = hashlib.blake2b(key=send_key, digest_size=TAG_BYTES)
         self._receive_mac = hashlib.blake2b(key=receive_key, digest_size=TAG_BYTES)
         #: How many bodies went each way: the number of the next one.
         self._num_sent = self._num_received = 0
+
+    def mask(self, secret: bytes) -> bytes:
+        """Mask a secret of 32 bytes before it is sent, or unmask it at the other end: once in a session.
+
+        Raises:
+            AuthenticationError: it was done before: two secrets under one mask would tell of each other.
+        """
+        mask, self._mask = self._mask, b""
+        if len(secret) != len(mask):
+            raise AuthenticationError("one secret of 32 bytes can be told in a session, and it was told before")
+        return bytes(one ^ other for one, other in zip(secret, mask, strict=True))
 
     def seal(self, payload: bytes) -> bytes:
         """``payload`` with its tag in front."""
@@ -173,7 +190,9 @@ class ClientHandshake(Handshake):
         if not hmac.compare_digest(proof, self._mac(b"accepts", transcript)):
             raise AuthenticationError("the other end of the connection does not know this job's secret")
         sends, receives = self._mac(b"there", transcript), self._mac(b"back", transcript)
-        return self._mac(b"connects", transcript), AuthSession(_unpack_introduction(introduction), sends, receives)
+        mask = self._mac(b"mask", transcript)
+        peer = _unpack_introduction(introduction)
+        return self._mac(b"connects", transcript), AuthSession(peer, sends, receives, mask)
 
 
 class ServerHandshake(Handshake):
@@ -191,7 +210,30 @@ class ServerHandshake(Handshake):
         if not hmac.compare_digest(message, self._mac(b"connects", self._transcript)):
             raise AuthenticationError("a connection did not prove that it knows this job's secret")
         sends, receives = self._mac(b"back", self._transcript), self._mac(b"there", self._transcript)
-        return b"", AuthSession(_unpack_introduction(self._peer_introduction), sends, receives)
+        mask = self._mac(b"mask", self._transcript)
+        return b"", AuthSession(_unpack_introduction(self._peer_introduction), sends, receives, mask)
+
+
+class KeyedServerHandshake(ServerHandshake):
+    """The accepting end where each peer has a secret of its own, chosen by what the peer says of itself.
+
+    A peer for which there is none gets a challenge like any other, and fails.
+
+    Args:
+        choose_secret: returns the secret of a peer, which is not proven yet; None: there is none.
+        me: identity of this end.
+    """
+
+    def __init__(self, choose_secret: Callable[[Identity], bytes | None], me: Identity) -> None:
+        super().__init__(os.urandom(SECRET_BYTES), me)
+        self._choose_secret = choose_secret
+
+    def _take(self, message: bytes) -> tuple[bytes, AuthSession | None]:
+        """Choose the secret by HELLO, and go on with it."""
+        if not self._transcript:
+            peer = _unpack_introduction(self._peer_introduction + message)
+            self._secret = self._choose_secret(peer) or self._secret
+        return super()._take(message)
 
 
 def _pack_introduction(me: Identity) -> bytes:

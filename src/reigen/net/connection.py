@@ -76,6 +76,11 @@ class StreamProtocol:
             return self._channel.num_wanted_bytes
         return self._handshake.num_expected_bytes - len(self._early)
 
+    def mask(self, secret: bytes) -> bytes:
+        """Mask or unmask one secret, as `AuthSession.mask` does; only after the handshake."""
+        assert self._session is not None, "only after the handshake"
+        return self._session.mask(secret)
+
     def receive(self, data: bytes) -> list[bytes]:
         """Take bytes that were read (at most ``num_wanted_bytes``); return the payloads that are complete.
 
@@ -203,6 +208,10 @@ class Connection:
     def fileno(self) -> int:
         """The socket's descriptor, -1 after `close`."""
         return self.socket.fileno()
+
+    def mask(self, secret: bytes) -> bytes:
+        """Mask or unmask one secret, as `reigen.net.auth.AuthSession.mask` does; only after the handshake."""
+        return self._protocol.mask(secret)
 
     def keep_alive(self, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
         """Set keepalive options, as `reigen.net.sockets.set_keepalive` does."""
@@ -379,7 +388,11 @@ class ConnectionOptions:
     def accept(self, accepted: socket.socket) -> Connection:
         """Begin the handshake of the accepting end."""
         channel = None if self.tls is None else self.tls.accepts()
-        return self._begin(accepted, ServerHandshake(self.secret, self.me), channel)
+        return self._begin(accepted, self.make_server_handshake(), channel)
+
+    def make_server_handshake(self) -> Handshake:
+        """Make the accepting end's handshake."""
+        return ServerHandshake(self.secret, self.me)
 
     def connect(self, connecting: socket.socket) -> Connection:
         """Begin the handshake of the connecting end."""

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.lines import PipedLine
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.spawn import spawn_client
 
@@ -25,7 +26,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def outpost(clock: list[float]) -> Iterator[AgentClient]:
     """One whose agent is there, and may be silent for 5 seconds."""
-    with LauncherLoop() as loop, closing(AgentClient("h2", spawn_client(["sleep", "60"]), loop, Mock(), 5.0)) as made:
+    with (
+        LauncherLoop() as loop,
+        closing(AgentClient("h2", PipedLine(spawn_client(["sleep", "60"]), loop), Mock(), 5.0)) as made,
+    ):
         made.phase = AgentPhase.CONNECTED
         yield made
 

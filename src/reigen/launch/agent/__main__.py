@@ -1,5 +1,8 @@
 """Agent of the launcher on another host: ``python -m reigen.launch.agent``, which ssh runs there.
 
+With ``--dial`` it connects to the launcher by itself: the dial text is the first line of stdin, whose end ends the
+agent, or is in a file, ``--dial FILE``.
+
 It keeps the host's ranks as the launcher keeps those of its own host: it plans their processors, starts them, reports
 their output and their ends, and ends them on request. It decides nothing but this: when nothing has come from the
 launcher for too long, everything ends at once. `launch.agent.agent_protocol` has the protocol.
@@ -12,10 +15,12 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
+from typing import Protocol
 
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import ConfigError, LaunchError
@@ -25,21 +30,27 @@ from reigen.launch.agent.agent_protocol import (
     REPLY_CODEC,
     REQUEST_CODEC,
     WINDOW_BYTES,
+    AgentReply,
     AgentRequest,
 )
+from reigen.launch.agent.dial_back import DialText
+from reigen.launch.agent.dialing import dial, read_dial_file, read_dial_text
 from reigen.launch.agent.heartbeat import AgentHeartbeat
 from reigen.launch.agent.host_facts import collect_host_facts
+from reigen.launch.agent.lines import MessageConnection
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.agent.relay import RankRelay
 from reigen.launch.env_export import merge_remote_environ
 from reigen.launch.job_state import ProcessesSwept, ProcessExited
 from reigen.launch.local_plan import plan_host
 from reigen.launch.options import NetworkOptions
+from reigen.launch.payload import PYTHON_PLACEHOLDER
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STREAMS, HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
 from reigen.launch.supervision.watchdog import PASSED_SIGNALS, run_under_watchdog
+from reigen.net.connection import Connection
 from reigen.net.interfaces import choose_address
 from reigen.resources.stdio import open_standard_streams
 
@@ -48,14 +59,89 @@ _FIRST_SILENCE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0
 
 
-def main() -> int:
-    """Serve the launcher at the other end of stdin and stdout; returns the exit code."""
+class RequestChannel(Protocol):
+    """Channel to the launcher: through pipes, or an own connection."""
+
+    def send(self, message: AgentReply) -> None:
+        """Send a message."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Return whether something that was sent has not been written."""
+
+
+#: Makes the channel: it gets the loop, and functions for requests and for the end.
+ChannelFactory = Callable[[LauncherLoop, Callable[[AgentRequest], None], Callable[[str], None]], RequestChannel]
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Serve the launcher; returns the exit code. ``arguments``: none for stdin and stdout, or ``--dial [FILE]``."""
     open_standard_streams()
+    if arguments:
+        return _main_dialing(arguments)
     reading, writing = os.dup(0), os.dup(1)
+    _detach_standard_streams()
+    return run_under_watchdog(
+        lambda watchdog_pipe: Agent(watchdog_pipe, _pipe_channel((reading, writing))).run(), complain_as_agent
+    )
+
+
+def _main_dialing(arguments: Sequence[str]) -> int:
+    if arguments[0] != "--dial" or len(arguments) > 2:
+        complain_as_agent(f"unknown arguments: {' '.join(arguments)}; there is --dial [FILE]")
+        return 2
+    stdin = None if len(arguments) == 2 else os.dup(0)
+    try:
+        text = read_dial_file(arguments[1]) if stdin is None else read_dial_text(stdin)
+        _detach_standard_streams()
+        return serve_by_dialing(text, stdin)
+    except LaunchError as error:
+        complain_as_agent(str(error))
+        return error.exit_code
+
+
+def serve_by_dialing(text: DialText, stdin: int | None = None, num_slots: int | None = None) -> int:
+    """Connect to the launcher, and serve it to the end; returns the exit code. To be called before any thread starts.
+
+    Args:
+        text: the dial text.
+        stdin: a descriptor whose end ends the agent; None: there is none.
+        num_slots: the slots of this host, where the launcher does not know them.
+
+    Raises:
+        LaunchError: the launcher was not there in time, or refuses this agent.
+    """
+    connection = dial(text, complain_as_agent, stdin, num_slots)
+    return run_under_watchdog(
+        lambda watchdog_pipe: Agent(watchdog_pipe, _dialed_channel(connection), connection.mask, stdin).run(),
+        complain_as_agent,
+    )
+
+
+def _detach_standard_streams() -> None:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # output must not end up between the messages
-    return run_under_watchdog(lambda watchdog_pipe: Agent(watchdog_pipe, (reading, writing)).run(), _complain)
+
+
+def _pipe_channel(descriptors: tuple[int, int]) -> ChannelFactory:
+    """Return the maker of a channel through pipes, to read from and to write to; it begins with the greeting."""
+
+    def make(
+        loop: LauncherLoop, on_request: Callable[[AgentRequest], None], on_end: Callable[[str], None]
+    ) -> RequestChannel:
+        codecs = REPLY_CODEC, REQUEST_CODEC
+        pipes = MessagePipes(loop, descriptors, codecs, on_request, on_end, trailer=agent_protocol.LINE_END)
+        pipes.send_bytes(agent_protocol.greeting())
+        return pipes
+
+    return make
+
+
+def _dialed_channel(connection: Connection) -> ChannelFactory:
+    return lambda loop, on_request, on_end: MessageConnection(
+        loop, connection, (REPLY_CODEC, REQUEST_CODEC), on_request, on_end
+    )
 
 
 class Agent:
@@ -63,22 +149,22 @@ class Agent:
 
     Args:
         watchdog_pipe: see ``launch.supervision.watchdog``.
-        descriptors: to read from the launcher, and to write to it.
+        make_channel: makes the channel to the launcher.
+        unmask: returns the job's secret, as it comes through the channel, in the clear.
+        stdin: a descriptor whose end ends the agent; None: there is none.
     """
 
-    def __init__(self, watchdog_pipe: int, descriptors: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        watchdog_pipe: int,
+        make_channel: ChannelFactory,
+        unmask: Callable[[bytes], bytes] = bytes,
+        stdin: int | None = None,
+    ) -> None:
         self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
-        self._pipes = MessagePipes(
-            self._loop,
-            descriptors,
-            (REPLY_CODEC, REQUEST_CODEC),
-            self._on_request,
-            self._on_end,
-            trailer=agent_protocol.LINE_END,
-        )
+        self._unmask, self._stdin = unmask, stdin
         self._processes = LocalProcesses(self._loop, self)
         self._heartbeat: AgentHeartbeat | None = None
-        self._relay = RankRelay(self._loop, self._pipes.send, lambda: self._pipes.has_pending)
         self._last_received = self._turned_at = time.monotonic()
         self._next_keepalive = self._last_received + KEEPALIVE_SECONDS
         self._silence_seconds = _FIRST_SILENCE_SECONDS
@@ -89,11 +175,14 @@ class Agent:
         self._is_swept = False
         self._exit_code: int | None = None
         self._stack = ExitStack()
+        self._pipes = make_channel(self._loop, self._on_request, self._on_end)
+        self._relay = RankRelay(self._loop, self._pipes.send, lambda: self._pipes.has_pending)
+        if stdin is not None:
+            self._loop.watch(stdin, self._read_stdin)
 
     def run(self) -> int:
         """Serve until the launcher has gone; the watchdog ends all that runs then."""
         with self._loop, self._stack:
-            self._pipes.send_bytes(agent_protocol.greeting())
             client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
             self._pipes.send(agent_protocol.AgentHello(socket.gethostname(), platform.python_version(), client))
             while self._exit_code is None:
@@ -119,7 +208,7 @@ class Agent:
         self._loop.wait(wait if seconds is None else min(wait, seconds))
 
     def _end(self, reason: str, exit_code: int = 1) -> None:
-        _complain(reason)
+        complain_as_agent(reason)
         self._exit_code = exit_code
 
     # ---------------------------------------------------------------- requests
@@ -159,12 +248,14 @@ class Agent:
 
     def _prepare(self, request: agent_protocol.PrepareRequest) -> agent_protocol.HostReady:
         try:
-            os.chdir(Path.home() / request.directory)
+            if request.directory:
+                os.chdir(Path.home() / request.directory)
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise LaunchError(f"the working directory {request.directory} cannot be used there: {reason}") from None
-        if which(request.program, path=merge_remote_environ(os.environ, {"PATH": request.path})["PATH"]) is None:
-            raise LaunchError(f"no such command there: {request.program}", 127)
+        program = sys.executable if request.program == PYTHON_PLACEHOLDER else request.program
+        if which(program, path=merge_remote_environ(os.environ, {"PATH": request.path})["PATH"]) is None:
+            raise LaunchError(f"no such command there: {program}", 127)
         for file in request.files:
             if not Path(file).exists():
                 raise LaunchError(f"there is no {file} in {Path.cwd()} there")
@@ -176,9 +267,10 @@ class Agent:
 
     def _start(self, request: agent_protocol.StartRequest) -> None:
         environ = merge_remote_environ(os.environ, request.environ, request.package, request.kept_variables)
+        services = replace(request.services, secret=self._unmask(request.services.secret), node_host=self._address)
         self._heartbeat = AgentHeartbeat(
-            request.services.rendezvous,
-            request.services.secret,
+            services.rendezvous,
+            services.secret,
             request.number,
             self._loop,
             self._mark_alive,
@@ -186,8 +278,8 @@ class Agent:
             min(_CONNECT_SECONDS, self._silence_seconds / 2),
         )
         self._stack.callback(self._heartbeat.close)
-        services = replace(request.services, node_host=self._address)
-        specs, notes = plan_host(request.assignment, request.options, services, environ)
+        options = replace(request.options, command=_with_python(request.options.command))
+        specs, notes = plan_host(request.assignment, options, services, environ)
         for spec in specs:
             self._processes.start(spec, self._relay.inherited, stdin=0)
         self._pipes.send(agent_protocol.ProcessesStarted(tuple(self._processes.pids.values()), tuple(notes)))
@@ -197,6 +289,12 @@ class Agent:
             self._exit_code = 0
         else:
             self._end(f"the connection to the launcher has ended{reason and ': '}{reason}")
+
+    def _read_stdin(self) -> None:
+        assert self._stdin is not None, "it is watched"
+        if not os.read(self._stdin, 1 << 12):
+            self._loop.unwatch(self._stdin)
+            self._on_end("the process that has started the agent has ended")
 
     def _on_signal(self, signum: int) -> None:
         if self._processes.pids and not self._is_swept:
@@ -243,11 +341,17 @@ def _connect_to_launcher(launcher: str, seconds: float) -> str:
         ) from None
 
 
-def _complain(message: str) -> None:
+def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Put this process's Python in the place of the word that stands for it."""
+    return (sys.executable, *command[1:]) if command[:1] == (PYTHON_PLACEHOLDER,) else command
+
+
+def complain_as_agent(message: str) -> None:
+    """Write a message of the agent's own to stderr, where its engine may keep it."""
     with suppress(OSError):
         sys.stderr.write(f"reigen agent on {socket.gethostname()}: {message}\n")
         sys.stderr.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,34 +1,22 @@
-"""Launcher's end of the connection to its agent on one host: a client process and the frames through it."""
+"""Launcher's end of the conversation with its agent on one host, over a line (``launch.agent.lines``)."""
 
 from __future__ import annotations
 
 import math
 import os
-import subprocess
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from enum import IntEnum, auto
 from typing import Protocol
 
 from reigen.launch.agent import agent_protocol
-from reigen.launch.agent.agent_protocol import (
-    KEEPALIVE_SECONDS,
-    REPLY_CODEC,
-    REQUEST_CODEC,
-    AgentReply,
-    AgentRequest,
-    GreetingParser,
-)
-from reigen.launch.agent.pipe_messages import MessagePipes
-from reigen.launch.base import AgentStarter, HostProblem, last_line
+from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS, AgentReply, AgentRequest
+from reigen.launch.agent.lines import AgentLine
+from reigen.launch.base import ExitExplainer, HostProblem, last_line
 from reigen.launch.job_state import ProcessesSwept, ProcessExited, ProcessInstruction, SweepProcesses
 from reigen.launch.payload import PayloadFile
-from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STREAMS, ProcessListener
 
-_STDERR_BYTES = 1 << 14
 #: Seconds that the client process may take to end when its output has ended.
 _LAST_SECONDS = 2.0
 
@@ -62,8 +50,7 @@ class AgentClient:
 
     Args:
         host: its name.
-        process: its stdin and stdout are the agent's; from now on the client's to end.
-        loop: waits for it.
+        line: to the agent; from now on the client's to end.
         listener: gets the events of its ranks.
         silence_seconds: the connection is cut where no message comes for so long; may be changed later.
 
@@ -72,14 +59,14 @@ class AgentClient:
         phase: of the agent.
         refused: why it cannot take part, in its own words; or why the connection has ended.
         hello, ready, started, facts, time_reply: its latest answers.
-        exit_code: of the client process, when it has ended.
+        exit_code: of the line's own process, when it has ended.
+        engine_problem: why the agent cannot come, or has ended, as its engine has said by itself.
     """
 
     def __init__(
         self,
         host: str,
-        process: subprocess.Popen[bytes],
-        loop: LauncherLoop,
+        line: AgentLine,
         listener: AgentListener,
         silence_seconds: float,
     ) -> None:
@@ -91,47 +78,35 @@ class AgentClient:
         self.facts: agent_protocol.HostFacts | None = None
         self.time_reply: agent_protocol.TimeReply | None = None
         self.exit_code: int | None = None
+        self.engine_problem: HostProblem | None = None
         #: A rank's message and its payload, which is not complete.
         self._incoming: tuple[bytes, PayloadFile] | None = None
-        self._loop, self._listener = loop, listener
+        self._listener = listener
         self.silence_seconds = silence_seconds
         self.last_received_elsewhere: Callable[[], float] = lambda: -math.inf
-        self._greeting_parser = GreetingParser()
-        self._stderr: deque[bytes] = deque(maxlen=64)
         self._paused: set[int] = set()
         #: Bytes that were taken while the stream was paused, by stream.
         self._credit = dict.fromkeys(STREAMS, 0)
-        self._process = process
-        self._pipes: MessagePipes[AgentRequest, AgentReply] = MessagePipes(
-            loop, self._descriptors(), (REQUEST_CODEC, REPLY_CODEC), self._on_reply, self._on_end, self._greeting_parser
-        )
+        self._line = line
+        line.open(self._on_reply, self._on_end)
         self._last_received = self._turned_at = time.monotonic()
         self._next_keepalive = self._last_received
 
-    def _descriptors(self) -> tuple[int, int]:
-        process = self._process
-        assert process.stdin is not None, "it was asked for"
-        assert process.stdout is not None, "it was asked for"
-        assert process.stderr is not None, "it was asked for"
-        os.set_blocking(process.stderr.fileno(), False)
-        self._loop.watch(process.stderr, self._read_stderr)
-        reading, writing = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
-        process.stdout.close()
-        process.stdin.close()
-        return reading, writing
-
-    @property
-    def pid(self) -> int:
-        """Process id of the client."""
-        return self._process.pid
-
     @property
     def output(self) -> str:
-        """Output of the client process and of the agent on stderr, and before the agent's greeting."""
-        return (self._greeting_parser.banner + "\n" + b"".join(self._stderr).decode(errors="replace")).strip()
+        """Output on the way to the agent, and of the agent on stderr, where it comes here."""
+        return self._line.output
 
-    def problem(self, starter: AgentStarter, seconds: float) -> HostProblem:
+    def give_up(self, problem: HostProblem) -> None:
+        """Wait no more for an agent that has not come; of one that has, remember why its engine says that it ended."""
+        self.engine_problem = self.engine_problem or problem
+        if self.phase is AgentPhase.STARTING:
+            self._on_end(problem.what)
+
+    def problem(self, starter: ExitExplainer, seconds: float) -> HostProblem:
         """Explain why its host cannot take part: it has refused, it has gone, or it has not come within ``seconds``."""
+        if self.engine_problem is not None:
+            return self.engine_problem
         if self.refused is None:
             words = f" ({last_line(self.output)})" if self.output else ""
             return HostProblem(self.host, f"it has not answered within {seconds:g} s{words}")
@@ -143,19 +118,19 @@ class AgentClient:
 
     def send(self, request: AgentRequest) -> None:
         """Send a request that is not one of ``HostProcesses``."""
-        self._pipes.send(request)
+        self._line.send(request)
 
     @property
     def is_busy(self) -> bool:
         """Return whether part of a request has not been written yet."""
-        return self._pipes.has_pending
+        return self._line.has_pending
 
     def execute(self, instruction: ProcessInstruction) -> None:
         """Implement ``HostProcesses``; on a host that is lost, the agent ends everything by itself."""
         if self.phase is AgentPhase.GONE and isinstance(instruction, SweepProcesses):
             self._listener.swept(self)
         else:
-            self._pipes.send(instruction)
+            self._line.send(instruction)
 
     def pause(self, stream: int) -> None:
         """Implement ``HostProcesses``: give no credit."""
@@ -182,23 +157,22 @@ class AgentClient:
             return None
         if now >= self._next_keepalive:
             if self.phase is not AgentPhase.STARTING:
-                self._pipes.send(agent_protocol.KeepAlive())
+                self._line.send(agent_protocol.KeepAlive())
             self._next_keepalive = now + KEEPALIVE_SECONDS
         return max(0.0, min(self._next_keepalive, lost_at) - now)
 
+    def mask(self, secret: bytes) -> bytes:
+        """Return the job's secret in the form in which it may travel to this agent."""
+        return self._line.mask(secret)
+
     def finish_agent(self) -> None:
-        """Close the agent's stdin: it has nothing more to do, and ends."""
-        self._pipes.finish()
+        """Send no more: the agent has nothing more to do, and ends."""
+        self._line.finish()
 
     def close(self) -> None:
-        """End the client process; the agent then kills its processes. May be called twice."""
-        self._pipes.close()
-        if self._process.returncode is None:
-            self._process.kill()
-            self.exit_code = self._process.wait()
-        if self._process.stderr is not None and not self._process.stderr.closed:
-            self._loop.unwatch(self._process.stderr)
-            self._process.stderr.close()
+        """End the line; the agent then kills its processes. May be called twice."""
+        exit_code = self._line.close()
+        self.exit_code = exit_code if self.exit_code is None else self.exit_code
         self.phase = AgentPhase.GONE
 
     # ---------------------------------------------------------------- answers
@@ -260,28 +234,15 @@ class AgentClient:
 
     def _give_credit(self, stream: int) -> None:
         if self._credit[stream]:
-            self._pipes.send(agent_protocol.OutputCredit(stream, self._credit[stream]))
+            self._line.send(agent_protocol.OutputCredit(stream, self._credit[stream]))
             self._credit[stream] = 0
 
     def _on_end(self, reason: str) -> None:
         if self.phase is AgentPhase.GONE:
             return
         was = self.phase
-        with suppress(subprocess.TimeoutExpired):
-            self.exit_code = self._process.wait(0.0 if reason else _LAST_SECONDS)
-        self._read_stderr()
+        self.exit_code = self._line.wait_end(0.0 if reason else _LAST_SECONDS)
         self.close()
         if was is not AgentPhase.SWEPT:
             self.refused = self.refused or agent_protocol.HostRefused(reason)
             self._listener.stepped(self)
-
-    def _read_stderr(self) -> None:
-        assert self._process.stderr is not None, "it was asked for"
-        try:
-            data = os.read(self._process.stderr.fileno(), _STDERR_BYTES)
-        except BlockingIOError:
-            return
-        if data:
-            self._stderr.append(data)
-        else:
-            self._loop.unwatch(self._process.stderr)

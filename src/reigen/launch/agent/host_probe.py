@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.host_facts import collect_host_facts
+from reigen.launch.agent.lines import PipedLine
 from reigen.launch.base import AgentCommand, AgentStarter, HostProblem
 from reigen.launch.hosts import is_this_host
 from reigen.launch.supervision.event_loop import LauncherLoop
@@ -91,7 +92,7 @@ class _HostProber:
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> AgentClient:
         """Talk to an agent through this client process."""
         self._pings[host] = []
-        agent = self._agents[host] = AgentClient(host, process, self._loop, self, _SILENCE_SECONDS)
+        agent = self._agents[host] = AgentClient(host, PipedLine(process, self._loop), self, _SILENCE_SECONDS)
         return agent
 
     def wait(self, seconds: float) -> None:

@@ -7,36 +7,46 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard, cast
 
+from reigen.cluster.environ import SECRET_VARIABLE
 from reigen.errors import LaunchError
 from reigen.launch.agent import agent_protocol, rsync
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS
+from reigen.launch.agent.dial_back import DialedAgent, DialListener
+from reigen.launch.agent.lines import DialedLine
 from reigen.launch.agent.rsync import ChildWaiter
-from reigen.launch.base import AgentCommand, AgentStarter, HostProblem, JobPlan
+from reigen.launch.base import AgentCaller, AgentCommand, AgentStarter, DialBackStarter, DialCall, HostProblem, JobPlan
 from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
 from reigen.launch.hosts import HostAssignment, choose_own_address
 from reigen.launch.local_plan import JobServices
-from reigen.launch.options import LaunchOptions
+from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
 
 #: Least time in seconds for a host to log in, to start Python, and to answer.
 _CONNECT_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
+#: Seconds between lines about what is waited for, and most names in one.
+_NOTICE_SECONDS = 30.0
+_MOST_NAMES = 8
 #: Options of Python behind which no script follows: -c and -m, also as the last of several (-Sc).
 _NO_SCRIPT = re.compile(r"-[^-XW]*[cm]")
 
 
-class AgentOwner(ChildWaiter, Protocol):
+class AgentOwner(ChildWaiter, AgentCaller, Protocol):
     """Owner of the agents, which waits for them."""
 
     agents: dict[str, AgentClient]
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """Talk to an agent through this client process."""
+
+    def await_agent(self, host: str) -> DialedLine:
+        """Wait for an agent that dials back; returns its line."""
 
 
 class RemoteStart:
@@ -52,6 +62,9 @@ class RemoteStart:
         self._plan, self._assignments = plan, plan.assignments
         self.reason = ""
         self.master: tuple[str, int] | None = None
+        self._listener: DialListener | None = None
+        self._lines: dict[str, DialedLine] = {}
+        self._is_starting = True
 
     def call(self) -> str:
         """Start the agents; returns the address at which they reach this host, empty where there are none.
@@ -60,20 +73,66 @@ class RemoteStart:
             LaunchError: hosts cannot take part: a table of them.
             ConfigError: this host has none of the interfaces that were asked for.
         """
-        command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
-        for assignment in self._assignments:
-            if not assignment.is_local:
-                self._caller.add_agent(assignment.host, self._starter.start_agent(assignment.host, command))
         timeout_seconds = max(self._options.network.start_timeout_seconds, self._options.start_timeout_seconds or 0.0)
-        self._gather(AgentPhase.CONNECTED, max(_CONNECT_SECONDS, timeout_seconds))
-        agents = self._caller.agents
-        if not agents:
+        timeout_seconds = max(_CONNECT_SECONDS, timeout_seconds)
+        hosts = [each.host for each in self._assignments if not each.is_local]
+        if not hosts:
             return ""
+        if is_dial_back(self._plan.agents):
+            address = self._dial(hosts, timeout_seconds)
+            self._gather(AgentPhase.CONNECTED, timeout_seconds)
+            return address
+        command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
+        for host in hosts:
+            self._caller.add_agent(host, self._pipe_starter.start_agent(host, command))
+        self._gather(AgentPhase.CONNECTED, timeout_seconds)
+        agents = self._caller.agents
         clients = [each.hello.client for each in agents.values() if each.hello is not None]
         first = next(iter(agents))
         towards = self._plan.addresses.get(first, first)
         address, self.reason = choose_own_address(self._options.network.interfaces, towards, clients)
         return address
+
+    def _dial(self, hosts: Sequence[str], timeout_seconds: float) -> str:
+        """Have the agents dial back; returns the address at which they are awaited."""
+        assert is_dial_back(self._plan.agents), "asked before"
+        network = self._options.network
+        address, self.reason = choose_own_address(network.interfaces, self._plan.addresses.get(hosts[0], hosts[0]), [])
+        self._listener = DialListener(
+            self._caller.loop,
+            DialListener.at(address),
+            self._on_agent,
+            self._on_conflict,
+            lambda host, reason: self._caller.agent_ended(host, HostProblem(host, reason)),
+            tls=network.make_tls(),
+            peer_timeout_seconds=network.peer_timeout_seconds,
+        )
+        calls = []
+        for number, host in enumerate(hosts):
+            self._lines[host] = self._caller.await_agent(host)
+            calls.append(DialCall(host, self._listener.issue(number, host, timeout_seconds)))
+        command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
+        self._plan.agents.start_agents(calls, command, self._caller)
+        return address
+
+    def close(self) -> None:
+        """Wait for no more agents, and end what has started them on this host. May be called twice."""
+        if self._listener is not None:
+            self._listener.close()
+        if is_dial_back(self._plan.agents):
+            self._plan.agents.close_agents()
+
+    def _on_agent(self, agent: DialedAgent) -> None:
+        client = self._caller.agents[agent.host]
+        if client.phase is AgentPhase.GONE:
+            agent.connection.close()
+        else:
+            self._lines[agent.host].attach(agent.connection)
+
+    def _on_conflict(self, reason: str) -> None:
+        if self._is_starting:
+            raise LaunchError(f"{reason}: nothing was started; who else has the ticket?")
+        complain(f"{reason}; the second one was refused")
 
     def prepare(self, launcher: str) -> None:
         """Have each host checked for everything that the job needs; ``launcher`` is the service's ``host:port``.
@@ -81,7 +140,7 @@ class RemoteStart:
         Raises:
             LaunchError: hosts cannot take part: a table of them.
         """
-        directory = self._sync() or str(Path.cwd())
+        directory = self._sync() or (str(Path.cwd()) if self._plan.directory is None else self._plan.directory)
         for assignment in self._assignments:
             agent = self._caller.agents.get(assignment.host)
             if agent is None:
@@ -132,7 +191,9 @@ class RemoteStart:
 
         ``last_received`` returns when the control service last received a message of an agent, by its number.
         """
+        self._is_starting = False
         environ = select_exported(self._environ, self._options.exports)
+        environ.pop(SECRET_VARIABLE, None)  # another one, which must not travel in the clear
         for number, assignment in enumerate(self._assignments):
             agent = self._caller.agents.get(assignment.host)
             if agent is not None:
@@ -142,7 +203,7 @@ class RemoteStart:
                         number,
                         assignment,
                         self._options.processes,
-                        services,
+                        replace(services, secret=agent.mask(services.secret)),
                         environ,
                         PACKAGE_DIRECTORY,
                         self._plan.kept_variables,
@@ -150,9 +211,13 @@ class RemoteStart:
                 )
 
     @property
-    def _starter(self) -> AgentStarter:
+    def _starter(self) -> AgentStarter | DialBackStarter:
         assert self._plan.agents is not None, "a launcher without agents has no other hosts"
         return self._plan.agents
+
+    @property
+    def _pipe_starter(self) -> AgentStarter:
+        return cast(AgentStarter, self._starter)
 
     def _sync(self) -> str:
         """Copy the working directory, if that was asked for; return its place on the hosts, else an empty text."""
@@ -171,15 +236,31 @@ class RemoteStart:
     def _gather(self, phase: AgentPhase, seconds: float) -> None:
         """Wait until every agent has reached a phase; raises LaunchError, after all answers, where one has not."""
         agents = self._caller.agents.values()
-        deadline = time.monotonic() + seconds
-        while any(each.phase < phase and each.refused is None for each in agents):
-            if (remaining := deadline - time.monotonic()) <= 0:
+        begin = time.monotonic()
+        deadline, next_notice = begin + seconds, begin + _NOTICE_SECONDS
+        while missing := [each.host for each in agents if each.phase < phase and each.refused is None]:
+            if (now := time.monotonic()) >= deadline:
                 break
-            self._caller.turn(remaining)
+            if now >= next_notice:
+                next_notice = now + _NOTICE_SECONDS
+                complain(describe_waiting(missing, now - begin, deadline - now))
+            self._caller.turn(min(deadline, next_notice) - now)
         failed = [each for each in agents if each.phase < phase or each.refused is not None]
         if problems := [each.problem(self._starter, seconds) for each in failed]:
             codes = {each.refused.exit_code for each in agents if each.refused is not None}
             raise LaunchError(format_problems(problems, len(agents)), codes.pop() if len(codes) == 1 else 1)
+
+
+def is_dial_back(starter: AgentStarter | DialBackStarter | None) -> TypeGuard[DialBackStarter]:
+    """Return whether the agents of a starter dial back."""
+    return hasattr(starter, "start_agents")
+
+
+def describe_waiting(missing: Sequence[str], waited_seconds: float, left_seconds: float) -> str:
+    """Describe the hosts whose agents have not come: which, and for how long they are waited for."""
+    num_more = len(missing) - _MOST_NAMES
+    shown = ", ".join(missing[:_MOST_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
+    return f"waiting for {shown} since {waited_seconds:.0f} s; {left_seconds:.0f} s are left (REIGEN_START_TIMEOUT)"
 
 
 def find_scripts(command: Sequence[str]) -> tuple[str, ...]:

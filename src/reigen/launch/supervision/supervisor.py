@@ -20,8 +20,9 @@ from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import LaunchError, format_ranks
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.lines import DialedLine, PipedLine
 from reigen.launch.agent.remote_start import RemoteStart
-from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
+from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, find_launcher
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.options import JobListener, LaunchOptions, complain
@@ -95,6 +96,7 @@ def _start_ranks(
     """Start ranks and servers on all hosts, with the services that they need."""
     secret = secrets.token_bytes(SECRET_BYTES)
     start = RemoteStart(options, plan, environ, supervisor)
+    stack.callback(start.close)
     network = options.network
     server = ControlService(
         secret, start.call() or _LOOPBACK, peer_timeout_seconds=network.peer_timeout_seconds, tls=network.make_tls()
@@ -233,8 +235,19 @@ class Supervisor:
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """Talk to the agent of another host through this client process."""
-        self.agents[host] = AgentClient(host, process, self.loop, self, self._options.network.silence_seconds)
+        line = PipedLine(process, self.loop)
+        self.agents[host] = AgentClient(host, line, self, self._options.network.silence_seconds)
         self.exclude_child(process.pid)
+
+    def await_agent(self, host: str) -> DialedLine:
+        """Wait for the agent of another host, which dials back; returns the line that it will have."""
+        line = DialedLine(self.loop)
+        self.agents[host] = AgentClient(host, line, self, self._options.network.silence_seconds)
+        return line
+
+    def agent_ended(self, host: str, problem: HostProblem) -> None:
+        """Take note that an agent cannot come, or has ended, as its engine says."""
+        self.agents[host].give_up(problem)
 
     def exclude_child(self, pid: int) -> None:
         """Exclude a child of this process from the job's."""
