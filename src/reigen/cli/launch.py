@@ -45,8 +45,6 @@ its exit code; Ctrl-C cancels the job.
 examples: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
           reigen launch --launcher sge -n 4 -s 2 --queue all.q python train.py --kvstore dist_sync
 """
-#: MXNet's launchers that are not possible yet.
-_NOT_YET = ("yarn",)
 _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 
 
@@ -164,10 +162,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:
-    if chosen.launcher in _NOT_YET:
-        raise ConfigError(
-            f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, slurm, sge, lsf, pbs, mpi"
-        )
     if chosen.launcher == "local" and chosen.hostfile is not None:
         raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:

@@ -29,6 +29,11 @@ def add_submission_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="YARN: send files that the command names, too",
     )
+    add(
+        "--containers-by-host",
+        action="store_true",
+        help="YARN: one container on each node, for as many workers as it has room for (default: one each)",
+    )
     add("--hdfs-tempdir", metavar="DIR", help="YARN: where the job's files are kept meanwhile")
     add("--sge-log-dir", type=Path, metavar="DIR", help="Grid Engine: where the job's output is (default: here)")
     add("--sge-pe", metavar="NAME", help="Grid Engine: parallel environment (default: the only one that will do)")

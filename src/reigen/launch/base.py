@@ -46,6 +46,7 @@ BUILT_IN_LAUNCHERS: Mapping[str, str] = {
     "mpi": "reigen.launch.mpi.launcher:MpiLauncher",
     "slurm": "reigen.launch.slurm.launcher:SlurmLauncher",
     "ssh": "reigen.launch.ssh.launcher:ssh_launcher",
+    "yarn": "reigen.launch.yarn.launcher:YarnLauncher",
 }
 #: Entry points of this group, in other packages, are launchers, too.
 ENTRY_POINT_GROUP = "reigen.launchers"

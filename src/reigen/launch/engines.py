@@ -15,7 +15,10 @@ from reigen.launch.base import DEFAULT_LAUNCHER
 from reigen.launch.hosts import HostInfo
 
 #: Function ``(environ) -> EngineJob | None`` of each launcher whose engine gives a job its hosts.
-ENGINES: Mapping[str, str] = {"slurm": "reigen.launch.slurm.allocation:find_engine_job"}
+ENGINES: Mapping[str, str] = {
+    "yarn": "reigen.launch.yarn.launcher:find_engine_job",
+    "slurm": "reigen.launch.slurm.allocation:find_engine_job",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-import pyspark
 from py4j.java_gateway import CallbackServerParameters, GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JJavaError
 
-JARS = Path(pyspark.__file__).parent / "jars"
+JARS = Path(find_spec("pyspark").submodule_search_locations[0]) / "jars"
 MINIMUM_MB = 256
 KILLED_BY_MASTER, ABORTED, PREEMPTED = -105, -100, -102
 #: Seconds between SIGTERM and SIGKILL, as of YARN.
@@ -73,6 +73,7 @@ class Container:
     memory: int
     cores: int
     id: object
+    priority: int = 0
     environ: dict[str, str] = field(default_factory=dict)
     command: str = ""
     directory: Path | None = None
@@ -117,8 +118,8 @@ class Application:
     url: str = ""
     user: str = "root"
     started: int = 0
-    #: What the master wants: (priority, host or *, memory, cores) -> number.
-    asks: dict[tuple, int] = field(default_factory=dict)
+    #: What the master wants: (priority, host or *, memory, cores) -> number, and whether any other host will do.
+    asks: dict[tuple, tuple[int, bool]] = field(default_factory=dict)
     containers: dict[str, Container] = field(default_factory=dict)
     fresh: list[Container] = field(default_factory=list)
     master: Container | None = None
@@ -360,24 +361,21 @@ class StandIn:
     def schedule(self, application: Application) -> None:
         """Give the master's open requests what there is."""
         with self.lock:
-            for (priority, host, memory, cores), count in list(application.asks.items()):
-                if host == "*" and self._has_strict(application, priority, memory, cores):
-                    continue
-                while count > 0:
+            # hosts before "*", which counts them, too
+            for key in sorted(application.asks, key=lambda each: each[1] == "*"):
+                priority, host, memory, cores = key
+                everywhere = (priority, "*", memory, cores)
+                count, is_relaxed = application.asks[key]
+                while count > 0 and (host != "*" or is_relaxed):
                     container = self._allocate_one(application, memory, cores, None if host == "*" else host)
                     if container is None:
                         break
                     container.priority = priority
-                    count -= 1
                     application.fresh.append(container)
-                application.asks[priority, host, memory, cores] = count
-
-    @staticmethod
-    def _has_strict(application: Application, *wanted: object) -> bool:
-        return any(
-            (priority, memory, cores) == wanted and host != "*" and count
-            for (priority, host, memory, cores), count in application.asks.items()
-        )
+                    for name in {key, everywhere}:
+                        number, others = application.asks[name]
+                        application.asks[name] = number - 1, others
+                    count -= 1
 
     # ---------------------------------------------------------------- containers
 
@@ -706,7 +704,7 @@ class MasterProtocol:
             memory = cluster.check(ask.getCapability())
             key = (ask.getPriority().getPriority(), ask.getResourceName(), memory, ask.getCapability().getVirtualCores())
             if key[1] == "*" or any(node.host == key[1] for node in cluster.nodes):
-                application.asks[key] = ask.getNumContainers()
+                application.asks[key] = ask.getNumContainers(), ask.getRelaxLocality()
         for released in request.getReleaseList() or ():
             container = application.containers.get(released.toString())
             if container is not None and not container.is_done:

@@ -7,6 +7,7 @@ a command line, and ends when this process does.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -123,6 +124,7 @@ class Gateway:
     def __init__(self, client: HadoopClient, environ: Mapping[str, str]) -> None:
         from py4j import java_gateway
 
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # errors are told to the user, by `explained`
         command = self._command(client, environ, java_gateway.find_jar_path())
         self._said: deque[str] = deque(maxlen=20)
         try:
@@ -195,6 +197,10 @@ class Gateway:
 
     def close(self) -> None:
         """End the process. May be called twice."""
+        if (gateway := getattr(self, "_gateway", None)) is not None:
+            # objects of Java's that Python drops later are not to be reported to a process that has gone
+            gateway._gateway_client.is_connected = False
+            gateway.close()
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
@@ -228,6 +234,12 @@ class Gateway:
         for name, value in settings.items():
             configuration.set(name, value)
         return configuration
+
+    def enums(self, value: Any) -> Any:
+        """Make an array of Java's with one value of an enumeration."""
+        array = self._gateway.new_array(getattr(self.jvm, value.getClass().getName()), 1)
+        array[0] = value
+        return array
 
     def strings(self, texts: Sequence[str]) -> Any:
         """Make an array of Java's strings."""
