@@ -249,7 +249,11 @@ class StandIn:
         jvm = self.jvm
         protocol = jvm.java.lang.Class.forName("org.apache.hadoop.yarn.api.ApplicationMasterProtocol")
         # an instance without a handler, for py4j puts no Python object into an array of Java's
-        wrapper = self._compile("Caller", _CALLER).getConstructors()[0].newInstance(self.gateway.new_array(jvm.java.lang.Object, 0))
+        wrapper = (
+            self._compile("Caller", _CALLER)
+            .getConstructors()[0]
+            .newInstance(self.gateway.new_array(jvm.java.lang.Object, 0))
+        )
         return wrapper.implement(protocol, MasterProtocol(self))
 
     def _serve_resource_manager(self, ports: tuple[int, int]) -> None:
@@ -343,9 +347,7 @@ class StandIn:
             )
         return max(MINIMUM_MB, -(-wanted // MINIMUM_MB) * MINIMUM_MB)
 
-    def _allocate_one(
-        self, application: Application, memory: int, cores: int, host: str | None
-    ) -> Container | None:
+    def _allocate_one(self, application: Application, memory: int, cores: int, host: str | None) -> Container | None:
         everything = self.all_containers
         for node in sorted(self.nodes, key=lambda each: each.used(everything)[0]):
             used_memory, used_cores = node.used(everything)
@@ -702,7 +704,12 @@ class MasterProtocol:
             raise cluster.fail("ApplicationAttemptNotFoundException", f"{application.attempt} doesn't exist")
         for ask in request.getAskList() or ():
             memory = cluster.check(ask.getCapability())
-            key = (ask.getPriority().getPriority(), ask.getResourceName(), memory, ask.getCapability().getVirtualCores())
+            key = (
+                ask.getPriority().getPriority(),
+                ask.getResourceName(),
+                memory,
+                ask.getCapability().getVirtualCores(),
+            )
             if key[1] == "*" or any(node.host == key[1] for node in cluster.nodes):
                 application.asks[key] = ask.getNumContainers(), ask.getRelaxLocality()
         for released in request.getReleaseList() or ():

@@ -167,5 +167,3 @@ def check_size(what: str, options: str, size: ContainerSize, maximum: ContainerS
             f"(yarn.scheduler.maximum-allocation-mb) and {maximum.cores} cores "
             f"(yarn.scheduler.maximum-allocation-vcores) at most: ask for less, with {options}"
         )
-
-

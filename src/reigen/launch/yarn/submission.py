@@ -95,7 +95,9 @@ class YarnSubmission:
             f"  {request.num_workers} workers of {self._worker}: {' '.join(request.command)}",
         ]
         lines += [f"  {request.num_servers} servers of {self._server}"] if request.num_servers else []
-        lines += [f"  file {each.name}{' (unpacked)' if each.is_archive else ''}: {each.source}" for each in self._files]
+        lines += [
+            f"  file {each.name}{' (unpacked)' if each.is_archive else ''}: {each.source}" for each in self._files
+        ]
         return "\n".join(lines)
 
     @property
@@ -105,7 +107,9 @@ class YarnSubmission:
 
     @property
     def _name(self) -> str:
-        return self._request.options.job_name or Path(self._request.command[-1] if self._request.command else "job").name
+        return (
+            self._request.options.job_name or Path(self._request.command[-1] if self._request.command else "job").name
+        )
 
     @property
     def _master_command(self) -> tuple[str, ...]:
@@ -254,7 +258,10 @@ class YarnSubmission:
         try:
             with self._gateway.explained("YARN's ResourceManager"):
                 report = self._client.getApplicationReport(self._application)
-                state, final = report.getYarnApplicationState().toString(), report.getFinalApplicationStatus().toString()
+                state, final = (
+                    report.getYarnApplicationState().toString(),
+                    report.getFinalApplicationStatus().toString(),
+                )
                 diagnostics, host, port = report.getDiagnostics() or "", report.getHost(), report.getRpcPort()
         except LaunchError:
             if self._exit_code is not None:  # the job itself has said how it has ended
