@@ -20,7 +20,8 @@ The command and its arguments are passed on as they are, without a shell; `--` m
 line by line with the rank in front. When a process fails, the others are stopped, its last words are printed last, and
 its exit code is that of `reigen run` (128 + n for a signal n).
 
-In a job of Slurm's, the ranks run on its nodes, as many as it has tasks; nothing else has to be said.
+In a job of Slurm's, the ranks run on its nodes, as many as it has tasks; nothing else has to be said. So it is in a
+parallel job of Grid Engine's, in jobs of LSF's and of PBS's, with their slots.
 
 Other hosts are reached by ssh, which must work without a password; its configuration and known hosts are respected.
 They need the same Reigen. The ranks there have the environment of this shell, but for what belongs to a host or a
@@ -78,7 +79,7 @@ def _add_general(add: AddArgument) -> None:
         dest="num_ranks",
         type=int,
         metavar="N",
-        help="how many processes (default: the tasks of Slurm's job)",
+        help="how many processes (default: the tasks, or slots, of the engine's job)",
     )
     add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
     add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
@@ -117,6 +118,11 @@ def add_output_options(add: AddArgument) -> None:
         metavar="S",
         help="time between asking a process to stop and killing it (default: 5)",
     )
+    add(
+        "--requeue-on-notice",
+        action="store_true",
+        help="when the job has ended after its engine announced an end, run it again (Grid Engine: exit code 99)",
+    )
     add("--verbose", action="store_true", help="say what is started, where, and why there")
     add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
     add(
@@ -144,8 +150,9 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         metavar="NAME",
         help="how ranks are started: local, on this host alone; ssh, on others, too (the default); slurm, in a job of "
-        "Slurm's (the default there); mpi, anywhere by mpirun, of which --mpi-args and --binding-args hold further "
-        "options; or one of another package, by its name or as MODULE:FACTORY",
+        "Slurm's, sge, in one of Grid Engine's, lsf, pbs (the default there); mpi, anywhere by mpirun, of which "
+        "--mpi-args and --binding-args hold further options; or one of another package, by its name or as "
+        "MODULE:FACTORY",
     )
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):
@@ -171,7 +178,7 @@ def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:
 
 def parse_common_options(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of LaunchOptions that are read alike in `reigen run` and `reigen launch`."""
-    names = ("grace_seconds", "prefix", "timestamps", "verbose", "output_directory")
+    names = ("grace_seconds", "requeue_on_notice", "prefix", "timestamps", "verbose", "output_directory")
     return {name: getattr(chosen, name) for name in names} | {
         "command": parse_command(chosen),
         "ssh": parse_ssh_options(chosen),

@@ -110,6 +110,7 @@ class LaunchOptions:
         mpi_args: further options of mpirun, where that starts the ranks.
         binding_args: its options that place and bind ranks, instead of those that ``bind`` comes to.
         servers: parameter servers that run beside the ranks; None: none.
+        requeue_on_notice: when the job has ended after its engine had announced an end, have the engine run it again.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -133,6 +134,7 @@ class LaunchOptions:
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
     servers: ServerOptions | None = None
+    requeue_on_notice: bool = False
 
     def __post_init__(self) -> None:
         if not self.command:

@@ -176,6 +176,12 @@ def check_srun(environ: Mapping[str, str]) -> None:
         )
 
 
+def check_engine(environ: Mapping[str, str]) -> str:
+    """Look whether agents can be started, for `launch.engines`; raises ConfigError where there is no srun."""
+    check_srun(environ)
+    return ""
+
+
 def _with_rank_variables(assignments: Sequence[HostAssignment], environ: Mapping[str, str]) -> list[HostAssignment]:
     """Add Slurm's variables of each rank; those of a step's MPI are this process's alone."""
     of_mpi = dict.fromkeys(name for name in environ if name.startswith(("PMI_", "PMIX_")))
