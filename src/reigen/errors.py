@@ -235,6 +235,7 @@ class RankFailedError(LaunchError):
 
     Attributes:
         rank: its number.
+        host: where it ran; empty: this one, or unknown.
         exit_code: of its process; 128 + n where a signal n ended it.
         signum: the signal that ended it, or None.
         traceback: of a rank that raised, as Python prints it, else empty.
@@ -242,9 +243,16 @@ class RankFailedError(LaunchError):
     """
 
     def __init__(
-        self, message: str, exit_code: int = 1, *, rank: int = -1, signum: int | None = None, traceback: str = ""
+        self,
+        message: str,
+        exit_code: int = 1,
+        *,
+        rank: int = -1,
+        signum: int | None = None,
+        traceback: str = "",
+        host: str = "",
     ) -> None:
-        self.rank, self.signum, self.traceback = rank, signum, traceback
+        self.rank, self.signum, self.traceback, self.host = rank, signum, traceback, host
         super().__init__(message, exit_code)
 
 

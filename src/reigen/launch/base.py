@@ -198,6 +198,7 @@ class JobPlan:
     Attributes:
         assignments: hosts with their processes, in the order of ranks.
         agents: starts the agents of other hosts; None where all are this one.
+        exports_environ: ranks elsewhere get this process's variables; else only Reigen's, Horovod's, and exported ones.
         directory: where the ranks run; None: in this process's working directory, empty: where their agents run.
         addresses: of hosts whose names this one cannot resolve, by name.
         processes: the engine's own commands on this host that start the ranks; None: the ranks are started one by one.
@@ -219,6 +220,7 @@ class JobPlan:
     directory: str | None = None
     hint: Callable[[FinishJob], str] | None = None
     requeue: Callable[[], int] | None = None
+    exports_environ: bool = True
 
 
 class Launcher(Protocol):

@@ -61,7 +61,8 @@ def merge_remote_environ(
     both = {**remote, **exported, **{name: text for name, text in remote.items() if name.startswith(kept)}}
     if paths := _entries(exported, "PATH") + _entries(remote, "PATH"):
         both["PATH"] = os.pathsep.join(dict.fromkeys(paths))
-    if package and (modules := _entries(exported, "PYTHONPATH")):
+    is_kept = "PYTHONPATH" in remote and "PYTHONPATH".startswith(kept)
+    if package and not is_kept and (modules := _entries(exported, "PYTHONPATH")):
         both["PYTHONPATH"] = os.pathsep.join(_relocate_entry(entry, package) for entry in modules)
     return both
 

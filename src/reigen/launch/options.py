@@ -13,7 +13,7 @@ from reigen.errors import ConfigError
 from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import FinishJob, ProcessExited
-from reigen.launch.local_plan import ProcessOptions
+from reigen.launch.local_plan import JobServices, ProcessOptions
 from reigen.launch.payload import InheritedDescriptors
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.ssh.command import SshOptions
@@ -167,11 +167,13 @@ class JobListener:
     Attributes:
         complain: something is wrong with the launcher itself, in one line.
         exited: a rank's process has ended.
+        started: all processes were started, with these services.
         lost: these ranks are lost with their host, for this reason.
         finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
     """
 
     complain: Callable[[str], None] = complain
     exited: Callable[[ProcessExited], None] = lambda event: None
+    started: Callable[[JobServices], None] = lambda services: None
     lost: Callable[[Sequence[int], str], None] = lambda ranks, reason: None
     finished: Callable[[FinishJob], None] | None = None

@@ -136,13 +136,13 @@ def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], setti
                 monitor = JobMonitor(command, own, descriptors)
             with monitor:
                 monitor.wait()
-                return _collect_results(monitor, settings.num_ranks)
+                return collect_results(monitor, settings.num_ranks)
     finally:
         os.close(payload)
 
 
-def _collect_results(monitor: JobMonitor, size: int) -> list[Any]:
-    """Return the results by rank, or raise RankFailedError, or LaunchError."""
+def collect_results(monitor: JobMonitor, size: int, hosts: Sequence[str] = ()) -> list[Any]:
+    """Return the results by rank, or raise RankFailedError, or LaunchError; ``hosts`` by rank, where they are known."""
     match decide_outcome(monitor.messages, size):
         case None:
             for complaint in list_complaints(monitor.messages):
@@ -150,16 +150,26 @@ def _collect_results(monitor: JobMonitor, size: int) -> list[Any]:
             return [_result(monitor, rank, size) for rank in range(size)]
         case RankReport(rank) as report:
             text, frozen = unpack_object(monitor.payloads[rank])
-            message = f"rank {rank} of {size} raised {report.text}\n\n{text.rstrip()}"
-            error = RankFailedError(message, report.exit_code, rank=rank, traceback=text)
-            raise error from unpickle_exception(frozen)
+            raise rank_raised_error(report, size, text, host_of(rank, hosts)) from unpickle_exception(frozen)
         case RankProcessDied() as death:
-            raise rank_died_error(death, size, list_complaints(monitor.messages))
+            raise rank_died_error(death, size, list_complaints(monitor.messages), host_of(death.rank, hosts))
         case LauncherFinished(signum):
             assert signum is not None, "it was stopped"
             raise LaunchError(f"the job was stopped: its launcher was sent {signal_name(signum)}", 128 + signum)
         case LauncherComplaint(reason):
             raise LaunchError(reason or "the job's launcher was killed, and so were the ranks", monitor.exit_code or 1)
+
+
+def host_of(rank: int, hosts: Sequence[str]) -> str:
+    """Return the host of a rank; empty: it is not known."""
+    return hosts[rank] if rank < len(hosts) else ""
+
+
+def rank_raised_error(report: RankReport, size: int, text: str, host: str = "") -> RankFailedError:
+    """Make the error for a function that raised; ``text`` is the traceback."""
+    where = f" (host {host})" if host else ""
+    message = f"rank {report.rank} of {size}{where} raised {report.text}\n\n{text.rstrip()}"
+    return RankFailedError(message, report.exit_code, rank=report.rank, traceback=text, host=host)
 
 
 def _result(monitor: JobMonitor, rank: int, size: int) -> Any:

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Self, TextIO
 
 from reigen.errors import LaunchError
-from reigen.net.event_loop import EventLoop
+from reigen.net.event_loop import EventLoop, HasFileno
 from reigen.resources.limits import explain_limit
 from reigen.runner.result_channel import RankReport, ResultChannel, ResultMessage
 
@@ -27,6 +27,8 @@ class JobMonitor:
         command: the launcher's command line.
         channel: the caller's end of the channel.
         descriptors: those that the launcher inherits.
+        environ: its environment; None: this process's.
+        outputs: where the processes' output goes; None: to this process's stdout and stderr.
 
     Attributes:
         messages: those received so far, in order.
@@ -36,12 +38,20 @@ class JobMonitor:
         LaunchError: the launcher cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], channel: ResultChannel, descriptors: Sequence[int]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        channel: ResultChannel,
+        descriptors: Sequence[int],
+        environ: Mapping[str, str] | None = None,
+        outputs: tuple[TextIO | None, TextIO | None] = (None, None),
+    ) -> None:
         self.messages: list[ResultMessage] = []
         self.payloads: dict[int, int] = {}
         self._channel = channel
         self._is_open = True
-        streams = [_stream(sys.stdout, sys.__stdout__), _stream(sys.stderr, sys.__stderr__)]
+        now = outputs[0] or sys.stdout, outputs[1] or sys.stderr
+        streams = [_stream(now[0], sys.__stdout__), _stream(now[1], sys.__stderr__)]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -49,17 +59,22 @@ class JobMonitor:
                 stdout=streams[0],
                 stderr=streams[1],
                 pass_fds=descriptors,
+                env=environ,
                 start_new_session=True,  # Ctrl-C reaches it one way only: through the caller
                 bufsize=0,
             )
             self._handle = self._open_handle()
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from error
-        self._loop = EventLoop()
+        self._loop = loop = EventLoop()
+        #: Ends `wait` soon, from any thread.
+        self.wake = loop.wake
+        #: Called after each turn of `wait`; what it raises ends the waiting.
+        self.on_turn: Callable[[], float | None] = lambda: None
         #: everything that is read from; each returns whether there may be more
         self._readers: list[Callable[[], bool]] = [self._receive]
         self._loop.watch(channel, self._receive)
-        for file, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
+        for file, target in zip((self._process.stdout, self._process.stderr), now, strict=True):
             if file is not None:
                 self._readers.append(_OutputPump(self._loop, file, target).turn)
                 self._loop.watch(file, self._readers[-1])
@@ -89,10 +104,18 @@ class JobMonitor:
     def wait(self) -> None:
         """Receive and show everything until the launcher has ended."""
         while self._is_open:
-            self._loop.wait()
+            self._loop.wait(self.on_turn())
         for read in self._readers:  # the last messages and output
             while read():
                 pass
+
+    def watch(self, file: HasFileno, on_readable: Callable[[], object]) -> None:
+        """Call a function whenever something can be read from a file, while `wait` runs."""
+        self._loop.watch(file, on_readable)
+
+    def unwatch(self, file: HasFileno) -> None:
+        """Call nothing for a file any more."""
+        self._loop.unwatch(file)
 
     def _open_handle(self) -> int:
         """Open a descriptor that becomes readable when the launcher ends."""
@@ -106,6 +129,7 @@ class JobMonitor:
     def _stop(self) -> None:
         """Ask the launcher to stop, again each time that the caller is interrupted meanwhile; wait until it has."""
         signum = signal.SIGTERM
+        self.on_turn = lambda: None
         while self._is_open:
             try:
                 self._process.send_signal(signum)

@@ -15,12 +15,15 @@ import msgspec
 
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.job_state import HOST_LOST_EXIT_CODE, ProcessExited
+from reigen.launch.local_plan import JobServices
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
 from reigen.launch.ssh.command import SshOptions, check_identity_file
 from reigen.launch.supervision.process_tree import die_with_process
 from reigen.launch.supervision.supervisor import run_job
 from reigen.resources.stdio import open_standard_streams
+from reigen.runner.engine_channel import EngineChannel, RanksStarted
+from reigen.runner.engine_launcher import EngineLauncher, EngineSettings
 from reigen.runner.interpreter import module_command
 from reigen.runner.options import RunSettings
 from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, ResultChannel, ResultMessage
@@ -30,21 +33,46 @@ def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code.
 
     ``arguments`` are RunSettings in JSON, the caller's process id, and the descriptors of the payload with the function
-    and of the channel to the caller.
+    and of the channel to the caller; where the caller has the hosts of an engine, also those of a payload with
+    EngineSettings in JSON, and of the channel for its agents (``runner.engine_channel``).
     """
     open_standard_streams()
     settings = msgspec.json.decode(arguments[0], type=RunSettings)
-    caller, payload, channel_fd = map(int, arguments[1:])
+    caller, payload, channel_fd, *of_engine = map(int, arguments[1:])
     die_with_process(caller)
     channel, inherited = ResultChannel(channel_fd), InheritedDescriptors(payload, channel_fd)
     try:
         environ = dict(os.environ)
         if settings.network_interfaces is not None:
             environ["REIGEN_NETWORK_INTERFACES"] = settings.network_interfaces
-        return run_job(_options(settings, inherited, environ), environ, _listener(channel), launcher=settings.launcher)
+        options = _options(settings, inherited, environ)
+        if not of_engine:
+            return run_job(options, environ, _listener(channel), launcher=settings.launcher)
+        return _run_on_engine(options, environ, _listener(channel), of_engine)
     except (ConfigError, LaunchError) as error:
         _send_message(channel, LauncherComplaint(str(error)))
         return 1
+
+
+def _run_on_engine(
+    options: LaunchOptions, environ: Mapping[str, str], listener: JobListener, descriptors: Sequence[int]
+) -> int:
+    """Run a job on the hosts that the caller's engine has given to it."""
+    payload, channel_fd = descriptors
+    text = os.pread(payload, os.fstat(payload).st_size, 0)
+    os.close(payload)
+    settings, channel = msgspec.json.decode(text, type=EngineSettings), EngineChannel(channel_fd)
+
+    def tell(services: JobServices) -> None:
+        with suppress(OSError):  # the caller has gone, and so will this process
+            channel.post(RanksStarted(services.rendezvous, services.secret))
+
+    return run_job(
+        options,
+        environ,
+        replace(listener, started=tell),
+        launcher=lambda options, environ: EngineLauncher(options, settings, channel),
+    )
 
 
 def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Mapping[str, str]) -> LaunchOptions:
@@ -55,6 +83,9 @@ def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Ma
         start_timeout_seconds=settings.start_timeout_seconds,
         output_directory=None if settings.output_directory is None else Path(settings.output_directory),
         verbose=settings.verbose,
+        prefix=settings.prefix,
+        timestamps=settings.timestamps,
+        grace_seconds=settings.grace_seconds,
         inherited=inherited,
         hosts=settings.hosts,
         ssh=ssh if settings.executable is None else replace(ssh, python=settings.executable),

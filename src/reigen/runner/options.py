@@ -37,6 +37,9 @@ class RunSettings(msgspec.Struct, frozen=True):
     ssh_identity_file: str | None
     network_interfaces: str | None
     launcher: str
+    prefix: bool = True
+    timestamps: bool = False
+    grace_seconds: float = 5.0
 
 
 def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:

@@ -76,17 +76,21 @@ def _first_failure(messages: Sequence[ResultMessage]) -> RankReport | RankProces
     return victims[0] if victims else None
 
 
-def rank_died_error(death: RankProcessDied, size: int, complaints: Sequence[str] = ()) -> RankFailedError:
+def rank_died_error(
+    death: RankProcessDied, size: int, complaints: Sequence[str] = (), host: str = ""
+) -> RankFailedError:
     """Make the error for a process that ended by itself, or was lost, as the launcher's ``complaints`` explain."""
     rank, exit_code = death.rank, death.exit_code
+    name = f"rank {rank} of {size}" + (f" (host {host})" if host else "")
     when = "after the function had returned" if death.returned else "before the function returned"
     hints = [SIGKILL_HINT] if exit_code in KILLED_EXIT_CODES and not death.cause else []
     when = "\n".join([f"{when}; {death.cause}" if death.cause else when, *complaints, *hints])
     if exit_code >= 0:
-        return RankFailedError(f"rank {rank} of {size} exited with code {exit_code}, {when}", exit_code, rank=rank)
+        return RankFailedError(f"{name} exited with code {exit_code}, {when}", exit_code, rank=rank, host=host)
     return RankFailedError(
-        f"rank {rank} of {size} was killed by {signal_name(-exit_code)}, {when}",
+        f"{name} was killed by {signal_name(-exit_code)}, {when}",
         128 - exit_code,
         rank=rank,
         signum=-exit_code,
+        host=host,
     )

@@ -1,4 +1,4 @@
-"""Stand-in ResourceManager and NodeManagers, which speak Hadoop's own RPC, with its tokens, and run containers for real.
+"""Stand-in ResourceManager and NodeManagers, which speak Hadoop's own RPC, with its tokens, and run containers.
 
 The servers are those of the Hadoop client's jar (``YarnRPC.getServer``), in a JVM; what they answer is decided here.
 Masters and nodes are asked for the tokens that YARN asks for: a client without them is refused. Nodes are addresses of
@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 from urllib.parse import unquote, urlparse
 
 from py4j.java_gateway import CallbackServerParameters, GatewayParameters, JavaGateway, launch_gateway
@@ -145,7 +146,7 @@ class StandIn:
         #: Everything that YARN's own records and pages would show of applications and containers.
         self.records: list[str] = []
 
-    def __enter__(self) -> StandIn:
+    def __enter__(self) -> Self:
         # a log4j of the tests' own: Hadoop's is silent
         port, token, self._jvm = launch_gateway(
             jarpath=str(next(JARS.glob("py4j*.jar"))),

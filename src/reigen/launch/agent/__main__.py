@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Protocol
@@ -34,7 +35,8 @@ from reigen.launch.agent.agent_protocol import (
     AgentRequest,
 )
 from reigen.launch.agent.dial_back import DialText
-from reigen.launch.agent.dialing import dial, read_dial_file, read_dial_text
+from reigen.launch.agent.dialing import dial, read_dial_file, read_dial_text, wait_for_call
+from reigen.launch.agent.gathering import await_call
 from reigen.launch.agent.heartbeat import AgentHeartbeat
 from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.agent.lines import MessageConnection
@@ -112,6 +114,9 @@ def serve_by_dialing(text: DialText, stdin: int | None = None, num_slots: int | 
         LaunchError: the launcher was not there in time, or refuses this agent.
     """
     connection = dial(text, complain_as_agent, stdin, num_slots)
+    if text.gathers:
+        call = await_call(connection, partial(wait_for_call, stdin))
+        return 0 if call is None else serve_by_dialing(call, stdin)
     return run_under_watchdog(
         lambda watchdog_pipe: Agent(watchdog_pipe, _dialed_channel(connection), connection.mask, stdin).run(),
         complain_as_agent,

@@ -60,6 +60,7 @@ class DialText(msgspec.Struct, frozen=True):
         timeout_seconds: how long it tries to connect.
         peer_timeout_seconds: how long the other host may be silent.
         tls: everything is encrypted.
+        gathers: it says where it is, and waits to be made an agent (``launch.agent.gathering``).
     """
 
     addresses: tuple[str, ...]
@@ -68,6 +69,7 @@ class DialText(msgspec.Struct, frozen=True):
     timeout_seconds: float
     peer_timeout_seconds: float = 20.0
     tls: bool = False
+    gathers: bool = False
 
     def __repr__(self) -> str:
         """Describe it without the ticket."""
@@ -75,7 +77,15 @@ class DialText(msgspec.Struct, frozen=True):
 
 
 class DialGreeting(msgspec.Struct, frozen=True):
-    """First words of an agent: its version, Python, host's own name and, for hosts not known by name, machine."""
+    """First words of an agent.
+
+    Attributes:
+        version: of Reigen.
+        python: its interpreter.
+        hostname: its host's own name.
+        machine: the same for all processes of a machine, or of a container.
+        num_slots: of its host; None: the launcher knows it.
+    """
 
     version: str
     python: str
@@ -232,12 +242,15 @@ class DialListener:
         """Number of connections that came to nothing."""
         return self._listener.num_refused
 
-    def issue(self, number: int, host: str, timeout_seconds: float, secret: bytes | None = None) -> str:
-        """Make the ticket of a host; returns the dial text of its agent."""
+    def issue(
+        self, number: int, host: str, timeout_seconds: float, secret: bytes | None = None, *, gathers: bool = False
+    ) -> str:
+        """Make the ticket of a host, or take ``secret`` for it; returns the dial text of its agent."""
         ticket = self.book.issue(number, host, time.monotonic() + timeout_seconds, secret)
-        return encode_dial_text(
-            DialText((self.address,), ticket.hex(), number, timeout_seconds, self._peer_timeout_seconds, self._has_tls)
+        text = DialText(
+            (self.address,), ticket.hex(), number, timeout_seconds, self._peer_timeout_seconds, self._has_tls, gathers
         )
+        return encode_dial_text(text)
 
     def close(self) -> None:
         """Stop listening, and end what has not greeted. May be called twice."""

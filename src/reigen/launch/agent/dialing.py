@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import sys
@@ -108,6 +109,20 @@ def dial(
     raise LaunchError(
         f"the launcher at {', '.join(text.addresses)} was not there within {text.timeout_seconds:g} s: {reason}"
     )
+
+
+def wait_for_call(stdin: int | None, connection: Connection) -> None:
+    """Wait until something comes through a connection; raises LaunchError where stdin ends before that."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if stdin is not None:
+        poll.register(stdin, select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if connection.fileno() in ready:
+            return
+        if stdin is not None and not os.read(stdin, 1 << 12):
+            raise LaunchError("the process that has started this agent has ended")
 
 
 def _attempt(address: str, text: DialText, deadline: float, num_slots: int | None) -> Connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -252,7 +253,8 @@ class MessageConnection(Generic[_Out, _In]):
             while messages and self._is_open:
                 self._on_message(self._decode(messages.pop(0)))
         except OSError as error:
-            self._end("" if error.errno is None else str(error.strerror))
+            is_end = error.errno in {None, errno.ECONNRESET, errno.EPIPE}  # a process that was killed
+            self._end("" if is_end else str(error.strerror))
         except (AuthenticationError, WireError) as error:
             self._end(str(error))
 

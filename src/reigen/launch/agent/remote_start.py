@@ -30,6 +30,8 @@ from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
 #: Least time in seconds for a host to log in, to start Python, and to answer.
 _CONNECT_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
+#: Variables of the launcher's host that always go to others.
+_OWN_VARIABLES = ("REIGEN_", "HOROVOD_")
 #: Seconds between lines about what is waited for, and most names in one.
 _NOTICE_SECONDS = 30.0
 _MOST_NAMES = 8
@@ -193,6 +195,8 @@ class RemoteStart:
         """
         self._is_starting = False
         environ = select_exported(self._environ, self._options.exports)
+        if not self._plan.exports_environ:
+            environ = {name: text for name, text in environ.items() if name in self._options.exports or _is_own(name)}
         environ.pop(SECRET_VARIABLE, None)  # another one, which must not travel in the clear
         for number, assignment in enumerate(self._assignments):
             agent = self._caller.agents.get(assignment.host)
@@ -251,6 +255,10 @@ class RemoteStart:
             raise LaunchError(format_problems(problems, len(agents)), codes.pop() if len(codes) == 1 else 1)
 
 
+def _is_own(name: str) -> bool:
+    return name.startswith(_OWN_VARIABLES)
+
+
 def is_dial_back(starter: AgentStarter | DialBackStarter | None) -> TypeGuard[DialBackStarter]:
     """Return whether the agents of a starter dial back."""
     return hasattr(starter, "start_agents")
@@ -275,10 +283,10 @@ def find_scripts(command: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def format_problems(problems: Sequence[HostProblem], num_hosts: int) -> str:
+def format_problems(problems: Sequence[HostProblem], num_hosts: int, what: str = "other hosts") -> str:
     """Format hosts that cannot take part, with their problems."""
     width = max(len(problem.host) for problem in problems)
-    lines = [f"{len(problems)} of {num_hosts} other hosts cannot take part; nothing was started"]
+    lines = [f"{len(problems)} of {num_hosts} {what} cannot take part; nothing was started"]
     for problem in problems:
         lines.append(f"  {problem.host:{width}}  {problem.what}")
         lines += [f"  {'':{width}}  {problem.advice}"] if problem.advice else []

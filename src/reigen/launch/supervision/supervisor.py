@@ -22,7 +22,7 @@ from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.lines import DialedLine, PipedLine
 from reigen.launch.agent.remote_start import RemoteStart
-from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, find_launcher
+from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, LauncherFactory, find_launcher
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.options import JobListener, LaunchOptions, complain
@@ -47,7 +47,7 @@ def run_job(
     environ: Mapping[str, str],
     listener: JobListener | None = None,
     *,
-    launcher: str = DEFAULT_LAUNCHER,
+    launcher: str | LauncherFactory = DEFAULT_LAUNCHER,
 ) -> int:
     """Run a job to its end; returns its exit code. Call it before any thread is started.
 
@@ -60,7 +60,8 @@ def run_job(
     """
     listener = listener or JobListener()
     try:
-        engine = find_launcher(launcher)(options, environ)
+        make = find_launcher(launcher) if isinstance(launcher, str) else launcher
+        engine = make(options, environ)
         try:
             return run_under_watchdog(lambda end: _run_supervised(engine, environ, end, listener), listener.complain)
         finally:
@@ -86,14 +87,14 @@ def _run_supervised(launcher: Launcher, environ: Mapping[str, str], watchdog_pip
             supervisor.start_all(plan.processes)
             supervisor.is_starting = False
         else:
-            _start_ranks(options, plan, environ, supervisor, stack)
+            listener.started(_start_ranks(options, plan, environ, supervisor, stack))
         return supervisor.run()
 
 
 def _start_ranks(
     options: LaunchOptions, plan: JobPlan, environ: Mapping[str, str], supervisor: Supervisor, stack: ExitStack
-) -> None:
-    """Start ranks and servers on all hosts, with the services that they need."""
+) -> JobServices:
+    """Start ranks and servers on all hosts, with the services that they need, which are returned."""
     secret = secrets.token_bytes(SECRET_BYTES)
     start = RemoteStart(options, plan, environ, supervisor)
     stack.callback(start.close)
@@ -113,6 +114,7 @@ def _start_ranks(
     start.start(services, server.heard_at)
     supervisor.is_starting = False
     server.start()
+    return services
 
 
 def _add_scheduler(

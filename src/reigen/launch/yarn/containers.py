@@ -33,7 +33,7 @@ _WAITING_SECONDS, _RUNNING_SECONDS, _NEWS_SECONDS = 0.25, 1.0, 30.0
 _LOG = "1><LOG_DIR>/stdout 2><LOG_DIR>/stderr"
 #: Priorities of what is asked for. Requests of several sizes need several, or the last one counts.
 _SERVERS, _WORKERS = 1, 2
-_MASTER_TOKEN = "YARN_AM_RM_TOKEN"  # noqa: S105  the name of its kind
+_MASTER_TOKEN = "YARN_AM_RM_TOKEN"
 
 
 class FileStore:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.supervision.process_tree import dies_with_parent
@@ -31,8 +31,8 @@ _CLASSPATH_SECONDS = 60.0
 #: One that is small and begins soon; the cluster's own options for clients come behind.
 _JAVA_OPTIONS = ("-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 _HOW_TO_GET = (
-    "install the cluster's Hadoop client, so that `hadoop` or `yarn` is in PATH (or HADOOP_HOME is set) and pip install "
-    "py4j; or pip install pyspark, which brings a Hadoop client, and set HADOOP_CONF_DIR to the cluster's configuration"
+    "install the cluster's Hadoop client, so that `hadoop` or `yarn` is in PATH (or HADOOP_HOME is set), and pip "
+    "install py4j; or pip install pyspark, which brings a Hadoop client, and set HADOOP_CONF_DIR to the cluster's configuration"
 )
 
 _Result = TypeVar("_Result")
@@ -189,7 +189,7 @@ class Gateway:
     def _last_words(self) -> str:
         return " / ".join(line.strip() for line in list(self._said)[-3:]) or "it did not say why"
 
-    def __enter__(self) -> Gateway:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

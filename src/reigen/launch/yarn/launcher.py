@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -52,12 +53,20 @@ def find_engine_job(environ: Mapping[str, str]) -> EngineJob | None:
     return EngineJob("yarn", f"YARN application (CONTAINER_ID={container}), in its master", ())
 
 
-class MessageSocket:
-    """One end of the socket between a master and its launcher: messages of msgspec's, a line each."""
+_Message = TypeVar("_Message")
 
-    def __init__(self, descriptor: int, kind: object) -> None:
+
+class MessageSocket(Generic[_Message]):
+    """One end of the socket between a master and its launcher: messages of msgspec's, a line each.
+
+    Args:
+        descriptor: of the socket; it is this object's from now on.
+        decoder: of the messages that come.
+    """
+
+    def __init__(self, descriptor: int, decoder: msgspec.json.Decoder[_Message]) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(kind)  # type: ignore[call-overload]
+        self._decoder = decoder
         self._rest = b""
         self.is_ended = False
 
@@ -72,7 +81,7 @@ class MessageSocket:
         except OSError:
             self.is_ended = True
 
-    def read(self, timeout_seconds: float = 0.0) -> Iterator[object]:
+    def read(self, timeout_seconds: float = 0.0) -> Iterator[_Message]:
         """Yield the messages that come within so many seconds, or are there."""
         if self.is_ended or not select.select([self._socket], [], [], timeout_seconds)[0]:
             return
@@ -102,7 +111,9 @@ class YarnLauncher:
         if options.sync_directory is not None:
             raise ConfigError("--sync-dst-dir: YARN brings files to its containers: --files, --archives")
         self.options = options
-        self._master = MessageSocket(os.dup(int(environ[MASTER_VARIABLE])), MasterEvent)
+        self._master = MessageSocket(
+            os.dup(int(environ[MASTER_VARIABLE])), msgspec.json.Decoder[MasterEvent](MasterEvent)
+        )
         self._grants: dict[str, Grant] = {}
         self._ended: dict[str, Ended] = {}
         self._caller: AgentCaller | None = None
@@ -173,7 +184,7 @@ class YarnLauncher:
         if self._master.is_ended:
             caller.loop.unwatch(self._master)
 
-    def _take(self, events: Iterator[object]) -> list[Ended]:
+    def _take(self, events: Iterator[MasterEvent]) -> list[Ended]:
         """Keep the ends among the events; returns those that are new."""
         ended = [event for event in events if isinstance(event, Ended) and event.container not in self._ended]
         self._ended |= {event.container: event for event in ended}

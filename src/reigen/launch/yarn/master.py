@@ -132,7 +132,7 @@ class Master:
             )
         finally:
             theirs.close()
-        self._link = MessageSocket(ours.detach(), LauncherRequest)
+        self._link = MessageSocket(ours.detach(), msgspec.json.Decoder[LauncherRequest](LauncherRequest))
         assert launcher.stdout is not None, "it was asked for"
         assert launcher.stderr is not None, "it was asked for"
         self._streams = {launcher.stdout.fileno(): STDOUT, launcher.stderr.fileno(): STDERR}
@@ -154,7 +154,7 @@ class Master:
 
     def _on_request(self, containers: Containers) -> None:
         for request in self._link.read():
-            containers.request(request)  # type: ignore[arg-type]  as MessageSocket was told
+            containers.request(request)
         if self._link.is_ended:
             self._loop.unwatch(self._link)
 

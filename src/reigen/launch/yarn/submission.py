@@ -1,4 +1,4 @@
-"""Submission of applications by `reigen launch --launcher yarn`: Hadoop's YarnClient, and the connection to the master."""
+"""Submission of applications: Hadoop's YarnClient, and the connection to the application's master."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class YarnSubmission:
 
     @property
     def _agent_environ(self) -> dict[str, str]:
-        """Variables of the containers, which YARN records: where Reigen is, and who the user is, where nobody proves it."""
+        """Variables of the containers, which YARN records: where Reigen is, and the user where nobody proves that."""
         environ = dict(AgentCommand.with_modules_of(self._python, self._request.environ).environ)
         security = self._gateway.jvm.org.apache.hadoop.security.UserGroupInformation
         if not security.isSecurityEnabled():
@@ -303,8 +303,8 @@ class YarnSubmission:
             if not self._has_complained:
                 self._has_complained = True
                 complain(
-                    f"the application's master at {host}:{port} cannot be reached ({error}), so nothing is shown of what "
-                    f"it prints; it is in yarn logs -applicationId {self._id} -follow"
+                    f"the application's master at {host}:{port} cannot be reached ({error}), so nothing is shown of "
+                    f"what it prints; it is in yarn logs -applicationId {self._id} -follow"
                 )
 
     def read_output(self) -> Iterable[tuple[int, bytes]]:

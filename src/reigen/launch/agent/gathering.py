@@ -1,0 +1,167 @@
+"""Gathering: processes of an engine say where they are before a job's hosts are decided. For engines that grant slots.
+
+Some engines grant so many tasks, and not hosts (Spark's barrier stage, YARN's containers of one rank); or each node
+knows its own number of slots alone (self-start). Each task then dials back twice (`launch.agent.dial_back`):
+
+a. The first time, with the ticket that its engine brought, it says where it is, and how many slots it has.
+b. When all are there, tasks of one machine are one host. The first of them is sent the dial text of its host's agent,
+   whose ticket is masked as the job's secret is, and dials a second time, as the agent. The others keep their
+   connections, hold their slots, and end when the job does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from reigen.errors import AuthenticationError, LaunchError, WireError
+from reigen.launch.agent.dial_back import DialedAgent, DialListener, DialText, decode_dial_text, encode_dial_text
+from reigen.net.connection import Connection
+from reigen.net.event_loop import EventLoop
+from reigen.net.listener import open_listening_socket
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
+
+_TURN_SECONDS = 0.05
+
+
+class Gathering:
+    """Supervisor's end: listens for the tasks of an engine, by their names.
+
+    Args:
+        address: of this host, where they reach it, and the port, 0: the kernel chooses.
+        names: of the tasks, in order; the text of each is in ``texts``.
+        timeout_seconds: how long they may take to come.
+        secrets: tickets that the tasks have already, by name; others are made.
+        tls: everything is encrypted.
+        peer_timeout_seconds: how long another host may be silent.
+
+    Raises:
+        OSError, ConfigError: the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        names: Sequence[str],
+        timeout_seconds: float,
+        *,
+        secrets: Mapping[str, bytes] | None = None,
+        tls: TlsContext | None = None,
+        peer_timeout_seconds: float = 20.0,
+    ) -> None:
+        self._loop = EventLoop()
+        self._names, self._timeout_seconds = names, timeout_seconds
+        self.agents: dict[str, DialedAgent] = {}
+        #: Why tasks cannot come, or have gone before the job began.
+        self._problems: dict[str, str] = {}
+        self._conflicts: list[str] = []
+        self._listener = DialListener(
+            self._loop,
+            open_listening_socket(*address),
+            self._on_agent,
+            self._conflicts.append,
+            self._problems.__setitem__,
+            tls=tls,
+            peer_timeout_seconds=peer_timeout_seconds,
+        )
+        given = secrets or {}
+        self.texts = {
+            name: self._listener.issue(number, name, timeout_seconds, given.get(name), gathers=True)
+            for number, name in enumerate(names)
+        }
+
+    def missing(self) -> list[str]:
+        """Return the names of the tasks that have not come."""
+        return [name for name in self._names if name not in self.agents]
+
+    def wait(self, wait: Callable[[float], None], look: Callable[[Mapping[str, str]], None]) -> None:
+        """Wait for all tasks.
+
+        Args:
+            wait: sleeps so many seconds at most (``Launcher.allocate``).
+            look: called often with the problems so far, by name; may raise an error.
+
+        Raises:
+            LaunchError: a ticket was used twice. (Who has not come in time is for the caller to see.)
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while self.missing() and time.monotonic() < deadline:
+            self._loop.wait(_TURN_SECONDS)
+            wait(0.0)
+            if self._conflicts:
+                raise LaunchError(f"{self._conflicts[0]}: nothing was started; who else has the ticket?")
+            look(self._problems)
+
+    def call(self, name: str, text: str) -> None:
+        """Make a task the agent of its host, by this dial text; raises LaunchError where it has gone."""
+        agent = self.agents[name]
+        dial_text = decode_dial_text(text)
+        masked = agent.connection.mask(bytes.fromhex(dial_text.ticket)).hex()
+        self._loop.unwatch(agent.connection)
+        try:
+            agent.connection.send(
+                encode_dial_text(msgspec.structs.replace(dial_text, ticket=masked)).encode(),
+                time.monotonic() + self._timeout_seconds,
+            )
+        except OSError as error:
+            raise LaunchError(f"{name} ({agent.greeting.hostname}) has gone: {error}") from None
+        agent.connection.close()
+
+    def close(self) -> None:
+        """End all connections: the tasks that hold slots end. May be called twice."""
+        for agent in self.agents.values():
+            if agent.connection.fileno() >= 0:
+                self._loop.unwatch(agent.connection)
+                agent.connection.close()
+        self._listener.close()
+        self._loop.close()
+
+    def _on_agent(self, agent: DialedAgent) -> None:
+        self.agents[agent.host] = agent
+        self._loop.watch(agent.connection, partial(self._on_readable, agent))
+
+    def _on_readable(self, agent: DialedAgent) -> None:
+        """A task says nothing here: it has gone."""
+        try:
+            if not agent.connection.read():
+                return
+            reason = "it has said something that makes no sense"
+        except (OSError, AuthenticationError, WireError) as error:
+            reason = str(error)
+        self._loop.unwatch(agent.connection)
+        self._problems[agent.host] = f"it came from {agent.greeting.hostname}, and has gone: {reason}"
+
+
+def group_by_machine(agents: Mapping[str, DialedAgent], names: Sequence[str]) -> list[list[str]]:
+    """Return the tasks of each machine, in the order of ``names``; machines in the order of their first task."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(agents[name].greeting.machine or name, []).append(name)
+    return list(groups.values())
+
+
+def await_call(connection: Connection, wait: Callable[[Connection], None]) -> DialText | None:
+    """Wait, as a task, for the dial text of the host's agent.
+
+    Args:
+        connection: the task's.
+        wait: returns when the connection is readable; may raise an error.
+
+    Returns:
+        The text; None: the job has ended, and the task only held a slot.
+    """
+    try:
+        while not (messages := connection.read()):
+            wait(connection)
+        text = decode_dial_text(messages[0].decode("ascii", "replace"))
+        return msgspec.structs.replace(text, ticket=connection.mask(bytes.fromhex(text.ticket)).hex())
+    except (OSError, AuthenticationError, WireError):
+        return None
+    finally:
+        connection.close()
