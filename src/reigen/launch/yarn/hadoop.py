@@ -32,7 +32,8 @@ _CLASSPATH_SECONDS = 60.0
 _JAVA_OPTIONS = ("-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 _HOW_TO_GET = (
     "install the cluster's Hadoop client, so that `hadoop` or `yarn` is in PATH (or HADOOP_HOME is set), and pip "
-    "install py4j; or pip install pyspark, which brings a Hadoop client, and set HADOOP_CONF_DIR to the cluster's configuration"
+    "install py4j; or pip install pyspark, which brings a Hadoop client, and set HADOOP_CONF_DIR to the directory of "
+    "the cluster's configuration"
 )
 
 _Result = TypeVar("_Result")

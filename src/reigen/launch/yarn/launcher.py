@@ -138,7 +138,14 @@ class YarnLauncher:
                 raise LaunchError("the application's master has gone")
         assignments, self._grants = place(grants, self.options)
         addresses = {name: grant.node for name, grant in self._grants.items()}
-        return JobPlan(assignments, self, addresses, kept_variables=KEPT_VARIABLES, directory="")
+        return JobPlan(
+            assignments,
+            self,
+            addresses,
+            kept_variables=KEPT_VARIABLES,
+            directory="",
+            describe_notice=self._describe_notice,
+        )
 
     def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
         """Have the master start an agent in each container."""
@@ -173,6 +180,17 @@ class YarnLauncher:
         """Give nothing back: the application ends with its master."""
         return ()
 
+    def _describe_notice(self, output: str) -> str:
+        """Explain a signal that asks an agent to stop, by the container that YARN says has ended, or will soon."""
+        known, deadline = set(self._ended), time.monotonic() + _STATUS_SECONDS
+        while not self._master.is_ended and time.monotonic() < deadline:
+            self._master.send(LookNow())
+            for ended in self._take(self._master.read(_WAIT_SECONDS)):
+                if ended.container not in known:
+                    what = explain_container("", ended.status, ended.diagnostics)
+                    return f"by YARN: {what.what}" + (f"; {what.advice}" if what.advice else "")
+        return "by YARN, or by hand"
+
     def _on_events(self) -> None:
         ended = self._take(self._master.read())
         caller = self._caller
@@ -186,9 +204,14 @@ class YarnLauncher:
 
     def _take(self, events: Iterator[MasterEvent]) -> list[Ended]:
         """Keep the ends among the events; returns those that are new."""
-        ended = [event for event in events if isinstance(event, Ended) and event.container not in self._ended]
-        self._ended |= {event.container: event for event in ended}
-        return ended
+        found = []
+        for event in events:
+            if isinstance(event, Ended) and event.container not in self._ended:
+                self._ended[event.container] = event
+                found.append(event)
+            elif isinstance(event, Refused):
+                complain(f"{event.reason}; the job goes on without it")
+        return found
 
 
 def place(grants: Sequence[Grant], options: LaunchOptions) -> tuple[list[HostAssignment], dict[str, Grant]]:

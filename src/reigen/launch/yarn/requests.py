@@ -139,6 +139,8 @@ def plan_by_host(
 ) -> tuple[list[tuple[str, int]], str]:
     """Decide how many processes go into one container on each node, the roomiest nodes first.
 
+    On each of them room is left for the master, which YARN puts where it likes.
+
     Returns:
         Hosts and numbers; and, where that is not possible now, why (the list is empty then).
     """
@@ -155,7 +157,7 @@ def plan_by_host(
 
 
 def _room(node: NodeSpace, size: ContainerSize, maximum: ContainerSize) -> int:
-    memory, cores = min(node.memory_mb, maximum.memory_mb), min(node.cores, maximum.cores)
+    memory, cores = min(node.memory_mb - MASTER_MB, maximum.memory_mb), min(node.cores - 1, maximum.cores)
     return max(0, min(memory // size.memory_mb, cores // size.cores))
 
 

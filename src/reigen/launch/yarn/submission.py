@@ -282,7 +282,7 @@ class YarnSubmission:
         return SubmittedState(SubmittedPhase.RUNNING)
 
     def _ended(self, state: str, final: str, diagnostics: str) -> SubmittedState:
-        if self._exit_code is not None:
+        if self._exit_code is not None and state == "FINISHED":
             return SubmittedState(SubmittedPhase.ENDED, "", self._exit_code)
         code, reason = explain_application(state, final, diagnostics)
         if not self._had_link:
