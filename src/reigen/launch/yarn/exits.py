@@ -26,6 +26,7 @@ _SIGNALS = {
 #: The master's own words in the application's diagnostics.
 _EXIT_CODE = re.compile(r"exit code (\d+) of reigen launch(?:: (.*))?", re.DOTALL)
 _MASTER_EXIT = re.compile(r"exited with\s+exitCode: (-?\d+)")
+_TIME = re.compile(r"^\[[-\d:. ]+\]")
 _STACK = re.compile(r"^\s*(at |\.\.\. \d+ more|Shell output|Stack trace|Exception from|Container id|Exit code)")
 
 
@@ -38,8 +39,9 @@ def explain_container(host: str, status: int, diagnostics: str) -> HostProblem:
 
 def summarize_diagnostics(text: str) -> str:
     """Return the lines of YARN's diagnostics that say something, as one, without traces of calls."""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not _STACK.match(line)]
-    found = "; ".join(dict.fromkeys(line.removeprefix("[").strip() for line in lines))
+    lines = [_TIME.sub("", line) for line in text.splitlines()]
+    said = [" ".join(line.split()) for line in lines if line.strip() and not _STACK.match(line)]
+    found = "; ".join(dict.fromkeys(said))
     return found if len(found) <= 400 else found[:400] + " ..."
 
 
