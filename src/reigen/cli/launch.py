@@ -39,7 +39,7 @@ Options stand before the command, which is passed on as it is, without a shell. 
 place in DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_TASK_ID. The
 scheduler runs on this host, servers and workers on the hosts in turn, servers first.
 
-With --launcher sge, outside of its jobs, it makes a job of this, submits it, prints what the job prints, and ends with
+With --launcher sge or yarn, outside of their jobs, it makes a job of this, submits it, prints what the job prints, and ends with
 its exit code; Ctrl-C cancels the job.
 
 examples: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="how processes are started: local, on this host alone; ssh, on others (the default); slurm, in a job of "
         "Slurm's; sge, in a job of Grid Engine's, which is submitted if this is in none; lsf, pbs, in a job of theirs; "
-        "mpi, by mpirun",
+        "yarn, in an application of YARN's that is submitted; mpi, by mpirun",
     )
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     for role in ("server", "worker"):

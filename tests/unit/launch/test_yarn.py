@@ -104,7 +104,7 @@ def test_one_container_on_each_node():
     assert plan_by_host(6, size, nodes, maximum) == ([("h1", 4), ("h2", 2)], "")
     assert plan_by_host(8, size, nodes, maximum)[0] == [("h1", 4), ("h2", 4)]
     hosts, reason = plan_by_host(9, size, nodes, maximum)
-    assert (hosts, reason) == ([], "the 3 nodes have room for 8 processes of 1024 MB and 2 cores now; 9 are wanted")
+    assert (hosts, reason) == ([], "the 3 nodes have space for 8 processes of 1024 MB and 2 cores now; 9 are wanted")
 
 
 # ------------------------------------------------------------------------------------------------ placement

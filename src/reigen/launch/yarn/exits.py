@@ -33,20 +33,20 @@ _STACK = re.compile(r"^\s*(at |\.\.\. \d+ more|Shell output|Stack trace|Exceptio
 def explain_container(host: str, status: int, diagnostics: str) -> HostProblem:
     """Explain the end of an agent's container."""
     what, advice = _STATUSES.get(status) or _SIGNALS.get(status) or (f"it has ended with exit code {status}", "")
-    said = summarize_diagnostics(diagnostics)
-    return HostProblem(host, f"its container has ended: {what}" + (f" ({said})" if said else ""), advice)
+    words = summarize_diagnostics(diagnostics)
+    return HostProblem(host, f"its container has ended: {what}" + (f" ({words})" if words else ""), advice)
 
 
 def summarize_diagnostics(text: str) -> str:
     """Return the lines of YARN's diagnostics that say something, as one, without traces of calls."""
     lines = [_TIME.sub("", line) for line in text.splitlines()]
-    said = [" ".join(line.split()) for line in lines if line.strip() and not _STACK.match(line)]
-    found = "; ".join(dict.fromkeys(said))
+    words = [" ".join(line.split()) for line in lines if line.strip() and not _STACK.match(line)]
+    found = "; ".join(dict.fromkeys(words))
     return found if len(found) <= 400 else found[:400] + " ..."
 
 
 def master_diagnostics(exit_code: int, message: str = "") -> str:
-    """Return what the master tells YARN in the end."""
+    """Return the master's last words to YARN: the diagnostics of its application."""
     return f"exit code {exit_code} of reigen launch" + (f": {message}" if message else "")
 
 

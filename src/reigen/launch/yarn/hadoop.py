@@ -127,7 +127,7 @@ class Gateway:
 
         logging.getLogger("py4j").setLevel(logging.CRITICAL)  # errors are told to the user, by `explained`
         command = self._command(client, environ, java_gateway.find_jar_path())
-        self._said: deque[str] = deque(maxlen=20)
+        self._lines: deque[str] = deque(maxlen=20)
         try:
             self._process = subprocess.Popen(
                 command,
@@ -182,13 +182,13 @@ class Gateway:
 
         def read() -> None:
             with suppress(ValueError, OSError):
-                self._said.extend(stream)
+                self._lines.extend(stream)
 
         threading.Thread(target=read, daemon=True, name="hadoop-client").start()
 
     @property
     def _last_words(self) -> str:
-        return " / ".join(line.strip() for line in list(self._said)[-3:]) or "it did not say why"
+        return " / ".join(line.strip() for line in list(self._lines)[-3:]) or "it did not say why"
 
     def __enter__(self) -> Self:
         return self
@@ -251,7 +251,7 @@ class Gateway:
 
 
 def summarize_java_error(text: str) -> str:
-    """Return what a Java exception says, in one line, without the names of its class and of those around it."""
+    """Return the message of a Java exception, in one line, without the names of its class and of those around it."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("at ")]
     words = lines[0] if lines else text
     while True:

@@ -1,4 +1,4 @@
-"""What the process that submits an application tells its master: a file in the job's directory, for its user alone."""
+"""Messages between the parts of an application, and the file in the job's directory that describes it to its master."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Master to launcher: YARN does not give what the job needs; why."""
+    """Master to launcher: YARN refuses the containers; why."""
 
     reason: str
 

@@ -115,8 +115,8 @@ class Master:
     # ---------------------------------------------------------------- the launcher
 
     def _start_launcher(self) -> subprocess.Popen[bytes]:
-        ours, theirs = socket.socketpair()
-        environ = {**self._environ, MASTER_VARIABLE: str(theirs.fileno())}
+        ours, inherited = socket.socketpair()
+        environ = {**self._environ, MASTER_VARIABLE: str(inherited.fileno())}
         command = [sys.executable, "-P", "-m", "reigen", "launch", *self._job.arguments]
         try:
             launcher = subprocess.Popen(
@@ -126,12 +126,12 @@ class Master:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[inherited.fileno()],
                 start_new_session=True,
                 preexec_fn=dies_with_parent(),  # noqa: PLW1509  there is no other thread
             )
         finally:
-            theirs.close()
+            inherited.close()
         self._link = MessageSocket(ours.detach(), msgspec.json.Decoder[LauncherRequest](LauncherRequest))
         assert launcher.stdout is not None, "it was asked for"
         assert launcher.stderr is not None, "it was asked for"

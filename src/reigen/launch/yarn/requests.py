@@ -1,4 +1,4 @@
-"""What an application asks YARN for, and the files that it sends. Pure, but for looking at files."""
+"""Sizes of an application's containers, their placement, and the files that it sends. Pure, but for looking at files."""
 
 from __future__ import annotations
 
@@ -137,26 +137,26 @@ class NodeSpace:
 def plan_by_host(
     num: int, size: ContainerSize, nodes: Sequence[NodeSpace], maximum: ContainerSize
 ) -> tuple[list[tuple[str, int]], str]:
-    """Decide how many processes go into one container on each node, the roomiest nodes first.
+    """Decide how many processes go into one container on each node, the largest nodes first.
 
-    On each of them room is left for the master, which YARN puts where it likes.
+    On each of them space is left for the master, which YARN puts where it likes.
 
     Returns:
         Hosts and numbers; and, where that is not possible now, why (the list is empty then).
     """
-    rooms = sorted(((_room(node, size, maximum), node.host) for node in nodes), key=lambda room: (-room[0], room[1]))
+    capacities = sorted((-_capacity(node, size, maximum), node.host) for node in nodes)
     chosen, left = [], num
-    for room, host in rooms:
-        if left and room:
-            chosen.append((host, min(room, left)))
+    for negative, host in capacities:
+        if left and negative:
+            chosen.append((host, min(-negative, left)))
             left -= chosen[-1][1]
     if left:
-        total = sum(room for room, _ in rooms)
-        return [], f"the {len(nodes)} nodes have room for {total} processes of {size} now; {num} are wanted"
+        total = -sum(negative for negative, _ in capacities)
+        return [], f"the {len(nodes)} nodes have space for {total} processes of {size} now; {num} are wanted"
     return chosen, ""
 
 
-def _room(node: NodeSpace, size: ContainerSize, maximum: ContainerSize) -> int:
+def _capacity(node: NodeSpace, size: ContainerSize, maximum: ContainerSize) -> int:
     memory, cores = min(node.memory_mb - MASTER_MB, maximum.memory_mb), min(node.cores - 1, maximum.cores)
     return max(0, min(memory // size.memory_mb, cores // size.cores))
 

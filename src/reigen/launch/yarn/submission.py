@@ -87,7 +87,7 @@ class YarnSubmission:
 
     @property
     def preview(self) -> str:
-        """What would be asked for."""
+        """Description of the application that would be submitted."""
         request, options = self._request, self._request.options
         lines = [
             f"application {self._name!r} in queue {options.queue or 'default'}, by {self._hadoop.source}",
@@ -139,8 +139,8 @@ class YarnSubmission:
 
     def _connect(self) -> None:
         configuration = self._gateway.configuration({})
-        patience = min(int(configuration.getLong(_MAX_WAIT, 900_000)), _ANSWER_MILLISECONDS)
-        self._configuration = self._gateway.configuration({_MAX_WAIT: str(patience)})
+        limit = min(int(configuration.getLong(_MAX_WAIT, 900_000)), _ANSWER_MILLISECONDS)
+        self._configuration = self._gateway.configuration({_MAX_WAIT: str(limit)})
         self._client = self._gateway.jvm.org.apache.hadoop.yarn.client.api.YarnClient.createYarnClient()
         self._client.init(self._configuration)
         self._client.start()
@@ -220,7 +220,7 @@ class YarnSubmission:
 
     @property
     def _agent_environ(self) -> dict[str, str]:
-        """Variables of the containers, which YARN records: where Reigen is, and the user where nobody proves that."""
+        """Variables of the containers, which YARN records: the place of Reigen, and the user where there is no Kerberos."""
         environ = dict(AgentCommand.with_modules_of(self._python, self._request.environ).environ)
         security = self._gateway.jvm.org.apache.hadoop.security.UserGroupInformation
         if not security.isSecurityEnabled():
