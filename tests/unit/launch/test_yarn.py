@@ -191,6 +191,7 @@ def test_containers_are_waited_for(master):
     plan = launcher.allocate(wait)
     assert len(waits) == 3
     assert plan.addresses == {"h2/000003": "h2", "h2/000004": "h2", "h1/000002": "h1"}
+    assert launcher.options.network.start_timeout_seconds == 600
     assert plan.directory == ""  # where the agents run: a container's directory is YARN's choice
     close(launcher)
 

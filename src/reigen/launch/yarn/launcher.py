@@ -42,6 +42,8 @@ KEPT_VARIABLES = ("CONTAINER_ID", "HADOOP_", "HOME", "JAVA_HOME", "LOCAL_DIRS", 
 #: Seconds until the ResourceManager knows that a container has ended.
 _STATUS_SECONDS = 2.5
 _WAIT_SECONDS = 0.2
+#: How long agents may take at least.
+_FETCH_SECONDS = 600.0
 _READ_BYTES = 1 << 16
 
 
@@ -110,7 +112,9 @@ class YarnLauncher:
             raise ConfigError("--launcher yarn: `reigen launch` submits such jobs: reigen launch --launcher yarn ...")
         if options.sync_directory is not None:
             raise ConfigError("--sync-dst-dir: YARN brings files to its containers: --files, --archives")
-        self.options = options
+        # an agent begins when its node has fetched and unpacked the job's archives; ranks wait no longer than elsewhere
+        seconds = max(_FETCH_SECONDS, options.network.start_timeout_seconds)
+        self.options = replace(options, network=replace(options.network, start_timeout_seconds=seconds))
         self._master = MessageSocket(
             os.dup(int(environ[MASTER_VARIABLE])), msgspec.json.Decoder[MasterEvent](MasterEvent)
         )

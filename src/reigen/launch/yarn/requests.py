@@ -1,4 +1,4 @@
-"""Sizes of an application's containers, their placement, and the files that it sends. Pure, but for looking at files."""
+"""Sizes of an application's containers, their placement, and its files. Pure, but for looking at files."""
 
 from __future__ import annotations
 

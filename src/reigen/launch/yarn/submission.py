@@ -220,7 +220,7 @@ class YarnSubmission:
 
     @property
     def _agent_environ(self) -> dict[str, str]:
-        """Variables of the containers, which YARN records: the place of Reigen, and the user where there is no Kerberos."""
+        """Variables that YARN records: the place of Reigen, and the user where there is no Kerberos."""
         environ = dict(AgentCommand.with_modules_of(self._python, self._request.environ).environ)
         security = self._gateway.jvm.org.apache.hadoop.security.UserGroupInformation
         if not security.isSecurityEnabled():
