@@ -75,6 +75,7 @@ class YarnSubmission:
         self._application: Any = None
         self._id = ""
         self._state = ""
+        self._store: FileStore | None = None
         self._link: Connection | None = None
         #: The master's connection came, and went.
         self._had_link = False
@@ -120,8 +121,12 @@ class YarnSubmission:
     def submit(self) -> str:
         """Submit the application."""
         self._gateway = self._stack.enter_context(Gateway(self._hadoop, self._request.environ))
-        with self._gateway.explained("YARN's ResourceManager does not take the application"):
+        with self._gateway.explained("the Hadoop client cannot be used"):
             self._connect()
+        address = self._configuration.get("yarn.resourcemanager.address")
+        with self._gateway.explained(
+            f"YARN's ResourceManager (yarn.resourcemanager.address={address}) does not answer"
+        ):
             created = self._client.createApplication()
             largest = created.getNewApplicationResponse().getMaximumResourceCapability()
             hosts = self._check(ContainerSize(largest.getMemorySize(), largest.getVirtualCores()))
@@ -178,7 +183,7 @@ class YarnSubmission:
         request = self._request
         self._store = store = FileStore(self._gateway, self._configuration, self._directory)
         store.make_directory()
-        files = tuple(self._send(index, each) for index, each in enumerate(self._files))
+        files = tuple(self._send(store, index, each) for index, each in enumerate(self._files))
         job = YarnJob(
             request.arguments,
             request.command,
@@ -210,13 +215,13 @@ class YarnSubmission:
             base = system.getHomeDirectory().toString() + "/.reigen"
         return f"{base.rstrip('/')}/{self._id}"
 
-    def _send(self, index: int, file: SentFile) -> StoredFile:
+    def _send(self, store: FileStore, index: int, file: SentFile) -> StoredFile:
         if file.is_remote:
             path = self._gateway.jvm.org.apache.hadoop.fs.Path(file.source)
-            return self._store.describe(path, file.name, is_archive=file.is_archive)
+            return store.describe(path, file.name, is_archive=file.is_archive)
         # under a name of its own, with the ending by which YARN knows how to unpack it
         stored = f"file-{index}-{Path(file.source).name}"
-        return self._store.copy(file.source, stored, file.name, is_archive=file.is_archive)
+        return store.copy(file.source, stored, file.name, is_archive=file.is_archive)
 
     @property
     def _agent_environ(self) -> dict[str, str]:
@@ -351,11 +356,12 @@ class YarnSubmission:
         try:
             self._stack.close()
         except LaunchError as error:
-            return (f"{error}: to remove them: hadoop fs -rm -r {self._store.uri}",)
+            place = "" if self._store is None else f"; to remove them: hadoop fs -rm -r {self._store.uri}"
+            return (f"{error}{place}",)
         return ()
 
     def _remove_files(self) -> None:
-        if self._state and self._state not in _ENDED:
+        if self._store is None or (self._state and self._state not in _ENDED):
             return  # it goes on without this process
         with self._gateway.explained("the job's files are left"):
             self._store.remove()
