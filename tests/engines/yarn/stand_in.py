@@ -288,11 +288,11 @@ class StandIn:
         settings = {
             "yarn.resourcemanager.address": client,
             "yarn.resourcemanager.scheduler.address": masters,
-            "yarn.resourcemanager.connect.max-wait.ms": "2000",
+            "yarn.resourcemanager.connect.max-wait.ms": "600",
             "yarn.resourcemanager.connect.retry-interval.ms": "200",
             "yarn.client.nodemanager-connect.max-wait-ms": "2000",
             "yarn.client.nodemanager-connect.retry-interval-ms": "200",
-            "ipc.client.connect.max.retries": "2",
+            "ipc.client.connect.max.retries": "1",
             "ipc.client.connect.retry.interval": "200",
             **{name.replace("_", "."): value for name, value in more.items()},
         }

@@ -82,6 +82,8 @@ class Master:
         self._last_message = ""
         self._stops: list[int] = []
         self._is_cancelled = False
+        #: The job has ended, and has told its exit code.
+        self._is_over = False
         self._streams: dict[int, bytes] = {}
 
     def run(self) -> int:
@@ -105,7 +107,8 @@ class Master:
                 self._finish(containers, exit_code)
         except (LaunchError, ConfigError) as error:
             self._print(STDERR, f"reigen launch: {error}\n".encode())
-            self._finish_client(exit_code or 1)
+            if not self._is_over:
+                self._finish_client(exit_code)
             return 1
         finally:
             launcher.kill()
@@ -276,6 +279,7 @@ class Master:
 
     def _finish_client(self, exit_code: int) -> None:
         """Tell the client the exit code, and give it some time to read the rest."""
+        self._is_over = True
         if self._client is None:
             return
         self._send(EXIT_CODE + str(exit_code).encode())

@@ -321,7 +321,7 @@ class YarnSubmission:
             while messages := self._link.read():
                 for message in messages:
                     kind, data = message[:1], message[1:]
-                    if kind == EXIT_CODE:
+                    if kind == EXIT_CODE:  # what comes behind it is about the master's own end
                         self._exit_code, self._ended_at = int(data), time.monotonic()
                     else:
                         found.append((_STREAMS[kind], data))
