@@ -218,9 +218,9 @@ class JobPlan:
     kept_variables: tuple[str, ...] = ()
     describe_notice: Callable[[str], str] | None = None
     directory: str | None = None
+    exports_environ: bool = True
     hint: Callable[[FinishJob], str] | None = None
     requeue: Callable[[], int] | None = None
-    exports_environ: bool = True
 
 
 class Launcher(Protocol):
