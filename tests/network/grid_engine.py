@@ -133,6 +133,7 @@ class GridEngine:
             wait_for(shown.exists, "the job begins")
             pairs = dict(line.split("=", 1) for line in shown.read_text(errors="replace").split("\0") if line)
             own = {name: text for name, text in pairs.items() if name.startswith(_OF_A_JOB)}
+            own["PE_HOSTFILE"] = str(self.directory / "hosts")  # that of Grid Engine is on the first host alone
             yield next(host for host in self.hosts if host.name == pairs["HOSTNAME"]), own
         finally:
             self.run("qdel", job_id)

@@ -6,14 +6,13 @@ a file of this user's alone, in the job's directory. Where there is no pbs_tmrsh
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from reigen.launch.batch import BatchJob, BatchLauncher, parse_host_lines, read_
 from reigen.launch.engines import EngineJob
 from reigen.launch.options import LaunchOptions
 from reigen.launch.ssh.launcher import SshAgentStarter
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.spawn import spawn_client
 
 _SHELL = "pbs_tmrsh"
@@ -61,7 +61,9 @@ class PbsLauncher(BatchLauncher):
                 "in a script for qsub -l select=..."
             )
         has_shell = shutil.which(_SHELL, path=environ.get("PATH")) is not None
-        self._agents: TaskStarter | SshAgentStarter = TaskStarter() if has_shell else SshAgentStarter(options.ssh)
+        self._agents: TaskStarter | SshAgentStarter = (
+            TaskStarter(options.ssh.python) if has_shell else SshAgentStarter(options.ssh)
+        )
         super().__init__(options, environ, job)
 
     def check_tools(self) -> None:
@@ -83,14 +85,18 @@ class TaskStarter:
 
     remote_shell: Sequence[str] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._loop: LauncherLoop | None = None
         self._directory: Path | None = None
         self._clients: dict[str, subprocess.Popen[bytes]] = {}
+        #: Descriptors of the clients' processes, which can be waited for.
+        self._handles: dict[str, int] = {}
         self._outputs: dict[str, bytes] = {}
 
     def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
         """Start an agent in a task of the job for each call; raises LaunchError."""
-        self._directory = _make_private_directory()
+        self._loop, self._directory = caller.loop, _make_private_directory()
         for number, call in enumerate(calls):
             file = self._directory / str(number)
             write_atomically(file, [f"{call.text}\n".encode()], mode=0o600)
@@ -99,7 +105,7 @@ class TaskStarter:
             )
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
-        """Explain the end of a task: what it has printed is in the job's files, but for pbs_tmrsh's own words."""
+        """Explain the end of a task by the words of pbs_tmrsh; those of the agent are in the job's files."""
         output = output or self._outputs.get(host, b"").decode(errors="replace")
         if "--dial" in output:
             return HostProblem(
@@ -108,15 +114,19 @@ class TaskStarter:
         if _SHELL in output:
             advice = f"try it by hand: {_SHELL} {host} hostname"
             return HostProblem(host, f"{_SHELL} failed: {last_line(output)}", advice)
-        problem = explain_agent_exit(host, exit_code, output, sys.executable)
-        return problem if output else replace(problem, advice="see the job's files of output")
+        return explain_agent_exit(host, exit_code, output or "see the job's files of output", self._python)
 
     def close_agents(self) -> None:
         """End the tasks' clients, and remove the dial texts."""
         clients, self._clients = self._clients, {}
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            self._unwatch(handle)
+            os.close(handle)
         for client in clients.values():
             for stream in (client.stdin, client.stdout, client.stderr):
                 if stream is not None:
+                    self._unwatch(stream)
                     stream.close()
         until = time.monotonic() + _END_SECONDS
         for client in clients.values():
@@ -134,21 +144,26 @@ class TaskStarter:
         self._outputs[host] = b""
         for stream in (client.stdout, client.stderr):
             assert stream is not None, "it was asked for"
-            caller.loop.watch(stream, partial(self._read, host, stream, caller))
+            caller.loop.watch(stream, partial(self._read, host, stream))
+        handle = self._handles[host] = os.pidfd_open(client.pid)
+        caller.loop.watch(handle, partial(self._end, host, caller))
 
-    def _read(self, host: str, stream: IO[bytes], caller: AgentCaller) -> None:
-        """Keep the last words of a client; the end of its stderr is its own."""
-        client = self._clients.get(host)
-        data = stream.read(_READ_BYTES)
-        if data:
+    def _read(self, host: str, stream: IO[bytes]) -> None:
+        """Keep the last words of a client."""
+        if data := os.read(stream.fileno(), _READ_BYTES):
             self._outputs[host] = (self._outputs[host] + data)[-_READ_BYTES:]
-            return
-        caller.loop.unwatch(stream)
-        if client is not None and stream is client.stderr:
-            exit_code: int | None = None
-            with suppress(subprocess.TimeoutExpired):
-                exit_code = client.wait(_END_SECONDS)
-            caller.agent_ended(host, self.explain_exit(host, exit_code, ""))
+        else:
+            self._unwatch(stream)
+
+    def _unwatch(self, source: IO[bytes] | int) -> None:
+        if self._loop is not None:
+            self._loop.unwatch(source)
+
+    def _end(self, host: str, caller: AgentCaller) -> None:
+        handle = self._handles.pop(host)
+        self._unwatch(handle)
+        os.close(handle)
+        caller.agent_ended(host, self.explain_exit(host, self._clients[host].wait(), ""))
 
 
 def _make_private_directory() -> Path:

@@ -67,7 +67,7 @@ def parse_pe_hostfile(text: str, file: str = "PE_HOSTFILE") -> tuple[HostInfo, .
 
 def _remark(environ: Mapping[str, str]) -> str:
     task, restarted = environ.get("SGE_TASK_ID", "undefined"), environ.get("RESTARTED", "0")
-    remarks = [f"in the parallel environment {environ['PE']}"] if environ.get("PE") else []
-    remarks += [f"task {task} of an array, each of whose tasks is a job of its own"] if task != "undefined" else []
-    remarks += ["started again"] if restarted not in {"", "0"} else []
-    return ", ".join(remarks)
+    facts = [f"in the parallel environment {environ['PE']}"] if environ.get("PE") else []
+    facts += [f"task {task} of an array, each of whose tasks is a job of its own"] if task != "undefined" else []
+    facts += ["started again"] if restarted not in {"", "0"} else []
+    return ", ".join(facts)

@@ -1,4 +1,4 @@
-"""Parallel environments of Grid Engine: what qconf says about one, and what a job of Reigen's needs of it."""
+"""Parallel environments of Grid Engine: their settings by qconf, and those that jobs of Reigen's need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def explain_parallel_environment(name: str, settings: Mapping[str, str]) -> str:
-    """Say what is wrong with a parallel environment; empty: jobs can run in it.
+    """Explain the fault of a parallel environment; empty: jobs can run in it.
 
     job_is_first_task does not matter: nothing is started by qrsh on the first host, where the job's script runs.
     """

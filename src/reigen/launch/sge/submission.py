@@ -59,8 +59,8 @@ class SgeSubmission:
             raise ConfigError(f"--sge-log-dir {self._logs}: Grid Engine takes no path with a comma")
         if shutil.which("qsub", path=request.environ.get("PATH")) is None:
             raise ConfigError(
-                "--launcher sge: this is in no parallel job of Grid Engine's, and there is no qsub in PATH to submit one: "
-                ". $SGE_ROOT/default/common/settings.sh"
+                "--launcher sge: this is in no parallel job of Grid Engine's, and there is no qsub in PATH for one "
+                "(. $SGE_ROOT/default/common/settings.sh)"
             )
 
     @property
@@ -167,9 +167,10 @@ class SgeSubmission:
     def _last_line(self) -> str:
         """The command, by exec: signals are for it, and no shell waits for it."""
         request = self._request
-        code_file = ("--exit-code-file", str(self._directory / "exit-code"))
-        command = [sys.executable, "-m", "reigen", "launch", *request.arguments, *code_file, "--", *request.command]
-        return f"exec {shlex.join(command)}\n"
+        file = str(self._directory / "exit-code")
+        command = [sys.executable, "-m", "reigen", "launch", *request.arguments]
+        command += ["--exit-code-file", file, "--", *request.command]
+        return f"rm -f {shlex.quote(file)}\nexec {shlex.join(command)}\n"  # one may be there, of a job that runs again
 
     def _ask(self, what: str) -> str:
         """Return the lines about something in what qstat tells of the job, in one; empty: there are none."""
@@ -279,7 +280,7 @@ def _resources(request: SubmissionRequest) -> list[str]:
     options = request.options
     if options.gpus is not None:
         raise ConfigError(
-            "--gpus: what Grid Engine calls them differs from site to site; ask for them in a file .sge_request: -l gpu=1"
+            "--gpus: Grid Engine has no common name for them; ask for them in a file .sge_request here: -l gpu=1"
         )
     asked: Mapping[str, str | None] = {
         "--worker-memory": options.worker_memory,
