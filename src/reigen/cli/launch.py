@@ -41,8 +41,8 @@ Options stand before the command, which is passed on as it is, without a shell. 
 place in DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_TASK_ID. The
 scheduler runs on this host, servers and workers on the hosts in turn, servers first.
 
-With --launcher sge or yarn, outside of their jobs, it makes a job of this, submits it, prints what the job prints, and ends with
-its exit code; Ctrl-C cancels the job.
+With --launcher sge or yarn, outside of their jobs, it makes a job of this, submits it, prints what the job prints, and
+ends with its exit code; Ctrl-C cancels the job.
 
 examples: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
           reigen launch --launcher sge -n 4 -s 2 --queue all.q python train.py --kvstore dist_sync
