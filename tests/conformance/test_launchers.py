@@ -198,7 +198,7 @@ def test_a_launcher_of_another_package(tmp_path, monkeypatch):
     assert find_launcher("plain") is PlainLauncher
     with pytest.raises(
         ConfigError,
-        match="there is no such launcher; there are broken, local, lsf, mpi, pbs, plain, sge, slurm, ssh, and",
+        match="there is no such launcher; there are broken, local, lsf, mpi, pbs, plain, sge, slurm, ssh, yarn, and",
     ):
         find_launcher("plane")
     with pytest.raises(ConfigError, match=r"--launcher broken: .* cannot be imported: .*PlainLaunchers"):

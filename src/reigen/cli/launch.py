@@ -41,14 +41,12 @@ Options stand before the command, which is passed on as it is, without a shell. 
 place in DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_TASK_ID. The
 scheduler runs on this host, servers and workers on the hosts in turn, servers first.
 
-With --launcher sge, outside of its jobs, it makes a job of this, submits it, prints what the job prints, and ends with
-its exit code; Ctrl-C cancels the job.
+With --launcher sge or yarn, outside of their jobs, it makes a job of this, submits it, prints what the job prints, and
+ends with its exit code; Ctrl-C cancels the job.
 
 examples: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
           reigen launch --launcher sge -n 4 -s 2 --queue all.q python train.py --kvstore dist_sync
 """
-#: MXNet's launchers that are not possible yet.
-_NOT_YET = ("yarn",)
 _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 
 
@@ -136,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="how processes are started: local, on this host alone; ssh, on others (the default); slurm, in a job of "
         "Slurm's; sge, in a job of Grid Engine's, which is submitted if this is in none; lsf, pbs, in a job of theirs; "
-        "mpi, by mpirun",
+        "yarn, in an application of YARN's that is submitted; mpi, by mpirun",
     )
     for role in ("worker", "server"):
         add(
@@ -174,10 +172,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:
-    if chosen.launcher in _NOT_YET:
-        raise ConfigError(
-            f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, slurm, sge, lsf, pbs, mpi"
-        )
     if chosen.launcher == "local" and chosen.hostfile is not None:
         raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:

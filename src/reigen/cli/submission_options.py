@@ -11,7 +11,7 @@ from reigen.launch.submission import SubmissionOptions
 
 def add_submission_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for `parse_submission_options`, and ``print_job``."""
-    group = parser.add_argument_group("jobs that are submitted (--launcher sge, outside a job)")
+    group = parser.add_argument_group("jobs that are submitted (--launcher sge, yarn, outside a job)")
     add = group.add_argument
     add("--print", dest="print_job", action="store_true", help="show what would be submitted, and end")
     add("--jobname", dest="job_name", metavar="NAME", help="name of the job (default: made of the command)")
@@ -28,6 +28,11 @@ def add_submission_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="YARN: send files that the command names, too",
+    )
+    add(
+        "--containers-by-host",
+        action="store_true",
+        help="YARN: one container on each node, for as many workers as it has room for (default: one each)",
     )
     add("--hdfs-tempdir", metavar="DIR", help="YARN: where the job's files are kept meanwhile")
     add("--sge-log-dir", type=Path, metavar="DIR", help="Grid Engine: where the job's output is (default: here)")

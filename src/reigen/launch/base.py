@@ -49,6 +49,7 @@ BUILT_IN_LAUNCHERS: Mapping[str, str] = {
     "sge": "reigen.launch.sge.launcher:SgeLauncher",
     "slurm": "reigen.launch.slurm.launcher:SlurmLauncher",
     "ssh": "reigen.launch.ssh.launcher:ssh_launcher",
+    "yarn": "reigen.launch.yarn.launcher:YarnLauncher",
 }
 #: Entry points of this group, in other packages, are launchers, too.
 ENTRY_POINT_GROUP = "reigen.launchers"

@@ -20,6 +20,7 @@ ENGINES: Mapping[str, str] = {
     "sge": "reigen.launch.sge.allocation:find_engine_job",
     "lsf": "reigen.launch.lsf:find_engine_job",
     "pbs": "reigen.launch.pbs:find_engine_job",
+    "yarn": "reigen.launch.yarn.launcher:find_engine_job",
 }
 #: Function ``(environ) -> str`` of a launcher that looks whether agents can be started in the job: returns a remark,
 #: which may be empty, or raises ConfigError. It may ask the engine.

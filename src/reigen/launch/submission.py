@@ -38,6 +38,7 @@ from reigen.resources.limits import explain_limit
 SUBMITTERS: Mapping[str, str] = {
     "kubernetes": "reigen.launch.kubernetes.submission:KubernetesSubmission",
     "sge": "reigen.launch.sge.submission:SgeSubmission",
+    "yarn": "reigen.launch.yarn.submission:YarnSubmission",
 }
 
 _OUTPUT_SECONDS = 0.5
@@ -69,6 +70,7 @@ class SubmissionOptions:
         hdfs_tempdir: directory of the job's files in HDFS.
         archives, files: files that the job gets, unpacked or as they are.
         auto_file_cache: send files that the command names, too.
+        containers_by_host: one container on each node, for as many workers as it has room for.
     """
 
     job_name: str | None = None
@@ -90,6 +92,7 @@ class SubmissionOptions:
     archives: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     auto_file_cache: bool = True
+    containers_by_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
