@@ -19,6 +19,7 @@ from reigen.cli.run_options import add_ssh_options, parse_ssh_options
 from reigen.cli.tables import print_table
 from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import resolve_hosts
+from reigen.launch.nodes.sources import NodeJob
 
 #: Distributions in which a framework may be installed, where they are not called like it.
 _DISTRIBUTIONS = {
@@ -209,6 +210,8 @@ def _host() -> list[CheckResult]:
 def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     """Find out in which engine this process is, how `reigen run` would start ranks there, and why not."""
     from reigen.launch.engines import choose_launcher_in_engine, detect_engine
+    from reigen.launch.nodes.launcher import count_slots, read_file
+    from reigen.launch.nodes.sources import find_node_job
     from reigen.launch.slurm.launcher import check_srun
 
     try:
@@ -216,6 +219,18 @@ def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     except ConfigError as error:  # the command itself can run as a rank
         return [CheckResult("launcher", "reigen run", str(error))]
     if job is None:
+        try:
+            node = find_node_job(environ, read_file)
+        except ConfigError as error:  # this host alone can be used all the same
+            return [CheckResult("launcher", "--nodes-from-env", str(error))]
+        if node is not None:
+            slots = count_slots(node, environ, None)
+            role = "starts the job" if node.index == 0 else f"dials {node.leader}"
+            summary = f"node {node.index} of {node.size} {role}, with {slots} ranks of -np auto"
+            return [
+                CheckResult("launcher", "engine", node.source),
+                CheckResult("launcher", "--nodes-from-env", f"{summary}; {_secret_of_nodes(environ, node)}"),
+            ]
         return [CheckResult("launcher", "engine", "none: `reigen run` uses this host, and others by ssh (-H)")]
     found = [CheckResult("launcher", "engine", job.description)]
     try:
@@ -226,6 +241,18 @@ def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     listed = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
     way = f"by srun (--launcher {choice.launcher})" if choice.uses_hosts_of_engine else "without it: there is one host"
     return [*found, CheckResult("launcher", "reigen run", f"{job.num_slots} ranks on {listed}, {way}")]
+
+
+def _secret_of_nodes(environ: Mapping[str, str], job: NodeJob) -> str:
+    """Say where the secret of the nodes comes from, or what is missing."""
+    from reigen.launch.nodes.launcher import find_secret
+
+    if job.size == 1:
+        return "a secret is not needed"
+    try:
+        return find_secret(job, environ)[1]
+    except ConfigError as error:
+        return str(error)
 
 
 def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
