@@ -1,10 +1,12 @@
-"""Training jobs of SageMaker on two stand-in hosts, algo-1 and algo-2, with the service's files and the real toolkit."""
+"""Training jobs of SageMaker on two stand-in hosts, algo-1 and algo-2, with the service's files and real toolkit."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -77,9 +79,9 @@ def resolve(hosts: Hosts) -> None:
 
 
 @pytest.fixture
-def algo() -> Iterator[Hosts]:
+def algo(request: pytest.FixtureRequest) -> Iterator[Hosts]:
     try:
-        with Hosts(2) as hosts:
+        with Hosts(2, ssh_port=getattr(request, "param", None)) as hosts:
             name_hosts(hosts)
             yield hosts
     except Unavailable as error:
@@ -182,3 +184,37 @@ def test_a_shell_script_under_the_toolkit(algo: Hosts, toolkit: Path) -> None:
         ]
         assert [container.wait(90) for container in containers] == [0, 0], containers[0].err
         assert "0 algo-1 2 ['--epochs', '3']" in containers[0].out
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("algo", [22], indirect=True)
+def test_the_mpi_distribution_of_the_toolkit(algo: Hosts, toolkit: Path) -> None:
+    if reason := why_no_mpirun():
+        pytest.skip(reason)
+    resolve(algo)
+    mpi = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
+    env = use_toolkit(
+        algo, toolkit, "train.py", SCRIPT, **mpi, sagemaker_mpi_custom_mpi_options="-x REIGEN_SECRET_FILE"
+    )
+    for host in algo:
+        config = host.root / "root/.ssh/config"
+        config.write_text(config.read_text().replace("StrictHostKeyChecking yes", "StrictHostKeyChecking no"))
+    env |= {
+        "PYTHONPATH": IMAGE["PYTHONPATH"],
+        "HOME": "/root",
+        "REIGEN_SECRET_FILE": "/opt/ml/input/data/reigen/secret",
+    }
+    with contextlib.ExitStack() as stack:
+        containers = [
+            stack.enter_context(contextlib.closing(Container(host, (str(toolkit / "bin/train"),), env)))
+            for host in algo
+        ]
+        # its own sshd finds the port taken; when mpirun has ended, the toolkit waits for 30 s, which are not waited for
+        ended = "Begin writing status file"
+        wait_for(lambda: ended in containers[0].out + containers[0].err, "mpirun has ended", 90)
+        found = re.findall(r"(\d) (algo-\d) 4 \[\]", containers[0].out)
+    assert sorted(found) == [("0", "algo-1"), ("1", "algo-1"), ("2", "algo-2"), ("3", "algo-2")], containers[0].out
+
+
+def why_no_mpirun() -> str:
+    return "" if shutil.which("mpirun") else "mpirun is not installed (openmpi-bin)"
