@@ -24,10 +24,10 @@ VARIABLES = {
     "OMPI_MCA_orte_set_default_slots": "2",
 }
 SCRIPT = """
-import socket, numpy, reigen
+import os, socket, numpy, reigen
 reigen.init()
 total = int(reigen.allreduce(numpy.ones(3), op=reigen.Sum)[0])
-print("rank", reigen.rank(), socket.gethostname(), total, flush=True)
+os.write(1, f"rank {reigen.rank()} {socket.gethostname()} {total}\n".encode())
 """
 
 

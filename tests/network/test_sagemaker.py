@@ -26,7 +26,7 @@ SCRIPT = """
 import os, socket, sys, numpy, reigen
 reigen.init()
 total = int(reigen.allreduce(numpy.ones(3), op=reigen.Sum)[0])
-print(reigen.rank(), os.environ["SM_CURRENT_HOST"], total, sys.argv[1:], flush=True)
+os.write(1, f"{reigen.rank()} {os.environ['SM_CURRENT_HOST']} {total} {sys.argv[1:]}\n".encode())
 sys.exit(7 if "--fail" in sys.argv and reigen.rank() == 1 else 0)
 """
 HEARING = """
@@ -69,7 +69,7 @@ def name_hosts(hosts: Hosts) -> None:
         channel = host.root / "opt/ml/input/data/reigen"
         channel.mkdir(parents=True, exist_ok=True)
         (channel / "secret").write_text(SECRET)
-        (channel / "secret").chmod(0o400)
+        (channel / "secret").chmod(0o644)
 
 
 def resolve(hosts: Hosts) -> None:
@@ -197,12 +197,15 @@ def test_the_mpi_distribution_of_the_toolkit(algo: Hosts, toolkit: Path) -> None
         algo, toolkit, "train.py", SCRIPT, **mpi, sagemaker_mpi_custom_mpi_options="-x REIGEN_SECRET_FILE"
     )
     for host in algo:
+        private = host.root / "opt/ml/private"
+        private.write_text(SECRET)
+        private.chmod(0o400)
         config = host.root / "root/.ssh/config"
         config.write_text(config.read_text().replace("StrictHostKeyChecking yes", "StrictHostKeyChecking no"))
     env |= {
         "PYTHONPATH": IMAGE["PYTHONPATH"],
         "HOME": "/root",
-        "REIGEN_SECRET_FILE": "/opt/ml/input/data/reigen/secret",
+        "REIGEN_SECRET_FILE": "/opt/ml/private",
     }
     with contextlib.ExitStack() as stack:
         containers = [
@@ -213,8 +216,8 @@ def test_the_mpi_distribution_of_the_toolkit(algo: Hosts, toolkit: Path) -> None
         ended = "Begin writing status file"  # by the first host of the file's list, which is this toolkit's master
         wait_for(lambda: ended in containers[1].out + containers[1].err, "mpirun has ended", 90)
         # mpirun gives all ranks the master's SM_CURRENT_HOST
-        found = re.findall(r"(\d) algo-2 4 \[\]", containers[1].out)
-    assert sorted(found) == ["0", "1", "2", "3"], containers[1].out
+        out = containers[1].out
+    assert sorted(re.findall(r"(\d) algo-2 4 \[\]", out)) == ["0", "1", "2", "3"], out
 
 
 def why_no_mpirun() -> str:

@@ -148,7 +148,11 @@ def find_secret(job: NodeJob, environ: Mapping[str, str]) -> tuple[JobCredential
     Raises:
         ConfigError: there is none, or its file may be read by others.
     """
-    if SECRET_FILE_VARIABLE not in environ and job.secret_file and Path(job.secret_file).exists():
+    text = None if SECRET_FILE_VARIABLE in environ or not job.secret_file else read_file(job.secret_file)
+    if text is not None and job.is_private and not environ.get(SECRET_VARIABLE):
+        environ = {**environ, SECRET_VARIABLE: text.strip()}
+        return JobCredentials.of(environ), f"the secret is in {job.secret_file}"
+    if text is not None:
         environ = {**environ, SECRET_FILE_VARIABLE: job.secret_file}
     credentials = JobCredentials.of(environ)
     if credentials.secret is None:
