@@ -209,10 +209,9 @@ def _host() -> list[CheckResult]:
 
 def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     """Find out in which engine this process is, how `reigen run` would start ranks there, and why not."""
-    from reigen.launch.engines import choose_launcher_in_engine, detect_engine
+    from reigen.launch.engines import check_engine, choose_launcher_in_engine, detect_engine
     from reigen.launch.nodes.launcher import count_slots, read_file
     from reigen.launch.nodes.sources import find_node_job
-    from reigen.launch.slurm.launcher import check_srun
 
     try:
         job, choice = detect_engine(environ), choose_launcher_in_engine(None, environ)
@@ -234,12 +233,12 @@ def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
         return [CheckResult("launcher", "engine", "none: `reigen run` uses this host, and others by ssh (-H)")]
     found = [CheckResult("launcher", "engine", job.description)]
     try:
-        if choice.uses_hosts_of_engine:
-            check_srun(environ)
+        remark = check_engine(choice.launcher, environ) if choice.uses_hosts_of_engine else ""
     except ConfigError as error:
         return [*found, CheckResult("launcher", "reigen run", str(error), is_problem=True)]
     listed = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
-    way = f"by srun (--launcher {choice.launcher})" if choice.uses_hosts_of_engine else "without it: there is one host"
+    way = f"by --launcher {choice.launcher}" if choice.uses_hosts_of_engine else "without it: there is one host"
+    found += [CheckResult("launcher", "remark", remark)] if remark else []
     return [*found, CheckResult("launcher", "reigen run", f"{job.num_slots} ranks on {listed}, {way}")]
 
 

@@ -130,6 +130,7 @@ def _options(
         mpi_args=split_words("--mpi-args", launcher_options.get("mpi_args", "")),
         binding_args=split_words("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
+        gpus_per_rank=chosen.gpus_per_rank,
     )
 
 

@@ -20,7 +20,8 @@ The command and its arguments are passed on as they are, without a shell; `--` m
 line by line with the rank in front. When a process fails, the others are stopped, its last words are printed last, and
 its exit code is that of `reigen run` (128 + n for a signal n).
 
-In a job of Slurm's, the ranks run on its nodes, as many as it has tasks; nothing else has to be said.
+In a job of Slurm's, the ranks run on its nodes, as many as it has tasks; nothing else has to be said. So it is in a
+parallel job of Grid Engine's, in jobs of LSF's and of PBS's, with their slots.
 
 Other hosts are reached by ssh, which must work without a password; its configuration and known hosts are respected.
 They need the same Reigen. The ranks there have the environment of this shell, but for what belongs to a host or a
@@ -121,6 +122,17 @@ def add_output_options(add: AddArgument) -> None:
         metavar="S",
         help="time between asking a process to stop and killing it (default: 5)",
     )
+    add(
+        "--gpus-per-rank",
+        type=int,
+        metavar="N",
+        help="let each rank see N GPUs of its host alone (default: all see all, and choose by their local rank)",
+    )
+    add(
+        "--requeue-on-notice",
+        action="store_true",
+        help="when the job has ended after its engine announced an end, run it again (Grid Engine: exit code 99)",
+    )
     add("--verbose", action="store_true", help="say what is started, where, and why there")
     add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
     add(
@@ -148,8 +160,9 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         metavar="NAME",
         help="how ranks are started: local, on this host alone; ssh, on others, too (the default); slurm, in a job of "
-        "Slurm's (the default there); mpi, anywhere by mpirun, of which --mpi-args and --binding-args hold further "
-        "options; or one of another package, by its name or as MODULE:FACTORY",
+        "Slurm's, sge, in one of Grid Engine's, lsf, pbs (the default there); mpi, anywhere by mpirun, of which "
+        "--mpi-args and --binding-args hold further options; or one of another package, by its name or as "
+        "MODULE:FACTORY",
     )
     group.add_argument(
         "--nodes-from-env",
@@ -181,7 +194,7 @@ def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:
 
 def parse_common_options(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of LaunchOptions that are read alike in `reigen run` and `reigen launch`."""
-    names = ("grace_seconds", "prefix", "timestamps", "verbose", "output_directory")
+    names = ("grace_seconds", "requeue_on_notice", "prefix", "timestamps", "verbose", "output_directory")
     return {name: getattr(chosen, name) for name in names} | {
         "command": parse_command(chosen),
         "ssh": parse_ssh_options(chosen),

@@ -43,7 +43,10 @@ from reigen.launch.supervision.event_loop import LauncherLoop
 #: Where the factories of Reigen's own launchers are; a module is imported when its launcher is chosen.
 BUILT_IN_LAUNCHERS: Mapping[str, str] = {
     "local": "reigen.launch.local:local_launcher",
+    "lsf": "reigen.launch.lsf:LsfLauncher",
     "mpi": "reigen.launch.mpi.launcher:MpiLauncher",
+    "pbs": "reigen.launch.pbs:PbsLauncher",
+    "sge": "reigen.launch.sge.launcher:SgeLauncher",
     "slurm": "reigen.launch.slurm.launcher:SlurmLauncher",
     "ssh": "reigen.launch.ssh.launcher:ssh_launcher",
 }
@@ -201,6 +204,9 @@ class JobPlan:
         describe_end: makes the last message of such a job; None: the supervisor names the rank that failed first.
         kept_variables: beginnings of names of variables that a host keeps where it has them, against the launcher's.
         describe_notice: explains a signal that asks an agent to stop, from its client's output; None: nothing does.
+        hint: what the engine may have to do with a failure, for the last message; may be empty. None: nothing.
+        requeue: has the engine run the job again when it has ended after a notice, and returns the exit code for that;
+            None: it cannot.
     """
 
     assignments: Sequence[HostAssignment]
@@ -212,6 +218,8 @@ class JobPlan:
     describe_notice: Callable[[str], str] | None = None
     directory: str | None = None
     exports_environ: bool = True
+    hint: Callable[[FinishJob], str] | None = None
+    requeue: Callable[[], int] | None = None
 
 
 class Launcher(Protocol):

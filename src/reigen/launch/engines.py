@@ -1,7 +1,7 @@
-"""Detection of the engine whose job this process is in, and the choice of the launcher that follows. No I/O.
+"""Detection of the engine whose job this process is in, and the choice of the launcher that follows.
 
-An engine's detection is a function of the environment beside its launcher's line in the registry; nothing of the
-engine is imported or asked.
+An engine's detection is a function of the environment beside its launcher's line in the registry, and of the list of
+hosts that a variable names; nothing of the engine is imported or asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from reigen.launch.base import DEFAULT_LAUNCHER
 from reigen.launch.hosts import HostInfo
 
 #: Function ``(environ) -> EngineJob | None`` of each launcher whose engine gives a job its hosts.
-ENGINES: Mapping[str, str] = {"slurm": "reigen.launch.slurm.allocation:find_engine_job"}
+ENGINES: Mapping[str, str] = {
+    "slurm": "reigen.launch.slurm.allocation:find_engine_job",
+    "sge": "reigen.launch.sge.allocation:find_engine_job",
+    "lsf": "reigen.launch.lsf:find_engine_job",
+    "pbs": "reigen.launch.pbs:find_engine_job",
+}
+#: Function ``(environ) -> str`` of a launcher that looks whether agents can be started in the job: returns a remark,
+#: which may be empty, or raises ConfigError. It may ask the engine.
+CHECKS: Mapping[str, str] = {
+    "slurm": "reigen.launch.slurm.launcher:check_engine",
+    "sge": "reigen.launch.sge.launcher:check_engine",
+    "lsf": "reigen.launch.lsf:check_engine",
+    "pbs": "reigen.launch.pbs:check_engine",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,19 @@ def choose_launcher_in_engine(
     if len(job.hosts) == 1:
         return LauncherChoice(DEFAULT_LAUNCHER, f"{job.description}, which has this host alone", job)
     return LauncherChoice(job.launcher, job.description, job, uses_hosts_of_engine=True)
+
+
+def check_engine(launcher: str, environ: Mapping[str, str]) -> str:
+    """Look whether a launcher can start agents in the job that this process is in; returns a remark, maybe empty.
+
+    Raises:
+        ConfigError: it cannot, and why.
+    """
+    if launcher not in CHECKS:
+        return ""
+    module, _, function = CHECKS[launcher].partition(":")
+    remark: str = getattr(import_module(module), function)(environ)
+    return remark
 
 
 def _find_job(launcher: str, environ: Mapping[str, str]) -> EngineJob | None:

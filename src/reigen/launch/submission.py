@@ -1,4 +1,4 @@
-"""Interface to engines that `reigen launch` submits a job to, and what it does until that job has ended.
+"""Interface to engines that `reigen launch` submits a job to, and the loop that follows that job to its end.
 
 Outside a job of the engine, `reigen launch --launcher NAME` makes a job of its options and submits it; in the job, the
 launcher of the same name, or ``nodes``, starts the ranks. A `Submission` knows the engine; all else is here, once:
@@ -152,7 +152,7 @@ class Submission(Protocol):
         """Command by which the user removes the job; empty before it is submitted."""
 
     def submit(self) -> str:
-        """Submit the job; returns what it is called: ``Grid Engine job 17``.
+        """Submit the job; returns its name for messages: ``Grid Engine job 17``.
 
         Raises:
             LaunchError: the engine does not take it; in its own words, and what to do.
@@ -162,13 +162,13 @@ class Submission(Protocol):
         """Ask for the job's state; raises LaunchError where the engine does not answer now."""
 
     def read_output(self) -> Iterable[tuple[int, bytes]]:
-        """Return what the job has printed since the last call: pieces for descriptor 1 or 2. Never waits."""
+        """Return new output of the job, in pieces for descriptor 1 or 2. Never waits."""
 
     def cancel(self) -> None:
         """Have the engine end the job, and return without waiting for that; raises LaunchError where it refuses."""
 
     def close(self) -> Sequence[str]:
-        """Remove what was made for the job; returns what could not be, each with the command that does it."""
+        """Remove the files made for the job; returns those that could not be, each with the command for it."""
 
 
 SubmissionFactory = Callable[[SubmissionRequest], Submission]

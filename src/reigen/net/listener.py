@@ -249,6 +249,10 @@ class MessageListener:
         self._loop.wait(None if due is None else max(0.0, due - time.monotonic()))
         return not self._is_ending
 
+    def wake(self) -> None:
+        """Have `turn` return soon, from any thread."""
+        self._loop.wake()
+
     def send(self, client: Connection, message: bytes) -> None:
         """Queue a message; it is lost where the connection has ended, or is about to as its end does not read."""
         # beyond the bound nothing is added, and the next `_flush` ends the connection: not here, amid the owner's sends

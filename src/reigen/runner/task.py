@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
             what = f"what the function returned in rank {rank} ({type(result).__name__})"
             report, payload = RankReport(rank), pack_object(result, what)
         except BaseException as error:  # noqa: BLE001  all of them are reported
-            report, payload = failure_report(rank, error), _pack_error(error)
+            report, payload = failure_report(rank, error), pack_error(error)
         # Before this process begins to end: ranks that wait for this one fail later than it, and report it later.
         caller.post(report, payload)
         os.close(payload)
@@ -91,7 +91,7 @@ def _is_victim(error: BaseException) -> bool:
     return False
 
 
-def _pack_error(error: BaseException) -> int:
+def pack_error(error: BaseException) -> int:
     """Pack the text of the traceback and, where it can be pickled, the exception."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without main()
     text = "".join(traceback.format_exception(type(error), error, trace))

@@ -421,7 +421,7 @@ def findings():
 def test_check_says_what_reigen_run_would_do(in_job):
     found = findings()
     assert found["engine"].value == "Slurm job 17 (SLURM_JOB_ID) with 8 tasks on 3 nodes (4,2(x2))"
-    assert found["reigen run"].value == "8 ranks on n08:4,n09:2,n10:2, by srun (--launcher slurm)"
+    assert found["reigen run"].value == "8 ranks on n08:4,n09:2,n10:2, by --launcher slurm"
     in_job.setenv("PATH", "/nowhere")
     assert findings()["reigen run"].is_problem
     assert "there is no srun in PATH" in findings()["reigen run"].value

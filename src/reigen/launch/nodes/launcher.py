@@ -33,6 +33,7 @@ from reigen.launch.agent.remote_start import describe_waiting, format_problems
 from reigen.launch.base import AgentCaller, AgentCommand, DialCall, HostProblem, JobPlan, assign_processes
 from reigen.launch.hosts import HostInfo, is_own_address
 from reigen.launch.nodes.failure_file import FailureFile
+from reigen.launch.nodes.secret_file import ensure_secret_file, remove_secret_file
 from reigen.launch.nodes.sources import NodeJob, require_node_job
 from reigen.launch.nodes.variables import count_gpus
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions, complain
@@ -98,7 +99,11 @@ class SelfStart:
         )
         if options.verbose:
             complain(f"launcher nodes: {self.job.source}, {self.slots} slots")
-        tickets = None if self.job.size == 1 else _Tickets.of(self.job, environ)
+        tickets = None
+        if self.job.size > 1:
+            if self._makes_secret(environ):
+                ensure_secret_file(self.job, self.start_seconds(options))
+            tickets = _Tickets.of(self.job, environ)
         if self.job.index == 0:
             return self._supervise(options, environ, tickets)
         assert tickets is not None, "node 0 is the only one of one"
@@ -107,9 +112,12 @@ class SelfStart:
     def _supervise(self, options: LaunchOptions, environ: Mapping[str, str], tickets: _Tickets | None) -> int:
         failure = FailureFile(self.job.failure_file)
         listener = JobListener(complain=failure.complain, described=failure.begin_with)
-        code = run_job(
-            options, environ, listener, launcher=lambda options, environ: NodesLauncher(self, options, tickets)
-        )
+        try:
+            code = run_job(
+                options, environ, listener, launcher=lambda options, environ: NodesLauncher(self, options, tickets)
+            )
+        finally:
+            self.forget_secret(environ)
         failure.close(code)
         return code
 
@@ -129,6 +137,14 @@ class SelfStart:
             gathers=True,
         )
         return serve_by_dialing(text, num_slots=self.slots)
+
+    def forget_secret(self, environ: Mapping[str, str]) -> None:
+        """Remove the secret that this node has made."""
+        if self._makes_secret(environ):
+            remove_secret_file(self.job)
+
+    def _makes_secret(self, environ: Mapping[str, str]) -> bool:
+        return self.job.makes_secret and not (environ.get(SECRET_VARIABLE) or environ.get(SECRET_FILE_VARIABLE))
 
     def start_seconds(self, options: LaunchOptions) -> float:
         """Return how long nodes may take to come."""
@@ -233,6 +249,7 @@ class NodesLauncher:
         for call in calls:
             self._gathering.call(self._numbers[call.host], call.text)
         self._gathering.close()
+        self._start.forget_secret(os.environ)
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of a node as far as it is seen from here: the rest is its engine's."""

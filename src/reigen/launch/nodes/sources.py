@@ -30,6 +30,7 @@ class NodeJob:
         slots: ranks that this node takes; None: the engine does not say.
         port: where node 0 listens; None: the engine does not say.
         secret_file: where the engine mounts the secret, unless REIGEN_SECRET_FILE says another place; empty: nowhere.
+        makes_secret: node 0 makes the secret in ``secret_file``, which is in a directory that the nodes share.
         failure_file: gets the reason where the job fails, on every node; empty: there is no such file.
         grace_seconds: from SIGTERM to SIGKILL, as the engine does it; None: unknown.
         resolve_seconds: how long the leader's name may be unknown at the start; None: as long as the start may take.
@@ -53,6 +54,7 @@ class NodeJob:
     environ: Mapping[str, str] = field(default_factory=dict)
     removed: tuple[str, ...] = ()
     is_private: bool = False
+    makes_secret: bool = False
 
 
 Source = Callable[[Mapping[str, str], ReadFile], NodeJob | None]
@@ -64,6 +66,7 @@ SOURCES: Mapping[str, str] = {
     "Kubeflow TrainJob for JAX: JAX_NUM_PROCESSES": "reigen.launch.nodes.kubernetes:find_jax_job",
     "LeaderWorkerSet: LWS_GROUP_SIZE": "reigen.launch.nodes.kubernetes:find_leader_worker_set",
     "Indexed Job: JOB_COMPLETION_INDEX and REIGEN_NODES": "reigen.launch.nodes.kubernetes:find_indexed_job",
+    "a step of Slurm's: SLURM_STEP_NUM_TASKS, one on each node": "reigen.launch.slurm.step:find_step",
     "StatefulSet: REIGEN_NODES and a numbered host name": "reigen.launch.nodes.kubernetes:find_stateful_set",
 }
 

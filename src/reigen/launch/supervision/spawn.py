@@ -45,22 +45,38 @@ def spawn_process(
         raise _explain_spawn_error(command[0], spec, error) from None
 
 
-def spawn_client(command: Sequence[str]) -> subprocess.Popen[bytes]:
+class ClientProcess(subprocess.Popen[bytes]):
+    """Client process of an engine, which is given some time to end by itself before it is killed."""
+
+    #: Seconds of that; 0: it is killed at once.
+    end_seconds = 0.0
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended in that time; its stdin has been closed."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(self.end_seconds)
+        super().kill()
+
+
+def spawn_client(command: Sequence[str], end_seconds: float = 0.0) -> subprocess.Popen[bytes]:
     """Start the client process of an engine, whose stdin and stdout are an agent's.
 
     It has a session of its own, for Ctrl-C at a terminal is the supervisor's to handle, and dies with this process.
-    Raises LaunchError.
+    ``end_seconds``: how long it may take to end when its stdin is closed, before it is killed, for engines that take
+    the death of a client for that of the job. Raises LaunchError.
     """
     try:
-        return subprocess.Popen(
+        process = ClientProcess(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=dies_with_parent(),  # noqa: PLW1509  there is no other thread
+            preexec_fn=dies_with_parent(),
         )
+        process.end_seconds = end_seconds
+        return process
     except OSError as error:
         raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from None
 

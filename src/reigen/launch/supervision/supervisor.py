@@ -32,7 +32,7 @@ from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
-from reigen.launch.supervision.watchdog import STOP_SIGNALS, run_under_watchdog
+from reigen.launch.supervision.watchdog import PASSED_SIGNALS, STOP_SIGNALS, run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
 from reigen.resources.limits import explain_limit
 
@@ -176,6 +176,8 @@ class Supervisor:
         self._is_forced = False
         #: An agent was asked to stop by its engine, and the user knows.
         self._is_noticed = False
+        #: A signal has come by which engines announce an end.
+        self._has_notice = False
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
@@ -207,6 +209,8 @@ class Supervisor:
             raise LaunchError(f"the launcher's plan has rank(s) {format_ranks(placed)}; the job has 0 to {wanted - 1}")
         self._numbers = {each.host: each.numbers for each in plan.assignments}
         # what an engine has started, it ends: none of that can be started again
+        if self._options.requeue_on_notice and plan.requeue is None:
+            raise LaunchError("--requeue-on-notice: this launcher has no queue that takes the job again")
         environ = self._environ if plan.processes is None else {}
         policy = choose_restart_policy(self._options.num_ranks, self._options.servers, environ)
         self._job = job_state.JobState(
@@ -271,6 +275,9 @@ class Supervisor:
         self._display.write_all(timeout_seconds, lambda: self._is_forced)
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
+        if self._options.requeue_on_notice and self._has_notice and self._plan.requeue is not None:
+            complain("the job has ended after a notice, and is to run again")
+            return self._plan.requeue()
         return self._finish.exit_code
 
     def _describe_end(self, finish: job_state.FinishJob) -> bytes:
@@ -285,7 +292,10 @@ class Supervisor:
         is_above = first is None and self._display.is_error_last(number)
         tail = first or self._display.tail(number)
         sharing = [] if first is not None else self._display.take_sharing(number)
-        return format_exit_report(finish, tail, locations, is_above=is_above, sharing=sharing)
+        hint = "" if self._plan.hint is None else self._plan.hint(finish)
+        return format_exit_report(finish, tail, locations, is_above=is_above, sharing=sharing) + (
+            f"  {hint}\n".encode() if hint else b""
+        )
 
     # ---------------------------------------------------------------- one turn
 
@@ -423,6 +433,7 @@ class Supervisor:
 
     def signalled(self, agent: AgentClient, signum: int) -> None:
         """Handle a signal that an agent was sent: it concerns the whole job."""
+        self._has_notice = True
         is_first = signum in STOP_SIGNALS and not self._is_noticed
         self._is_noticed |= is_first
         if is_first:
@@ -436,5 +447,6 @@ class Supervisor:
             if signum in STOP_SIGNALS:
                 raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
             return
+        self._has_notice |= signum in PASSED_SIGNALS or signum == signal.SIGTERM
         self._is_forced = self._finish is not None and signum in STOP_SIGNALS
         self._handle(job_state.SignalReceived(signum, time.monotonic()))
