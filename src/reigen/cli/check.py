@@ -243,7 +243,7 @@ def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
 
 
 def _secret_of_nodes(environ: Mapping[str, str], job: NodeJob) -> str:
-    """Say where the secret of the nodes comes from, or what is missing."""
+    """Describe the source of the nodes' secret, or its absence."""
     from reigen.launch.nodes.launcher import find_secret
 
     if job.size == 1:

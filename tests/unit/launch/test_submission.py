@@ -179,7 +179,7 @@ class TestCommandLine:
     def test_print_is_for_launchers_that_submit(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             launch.main(["-n", "2", "--launcher", "local", "--print", "true"])
-        assert "--print: --launcher local submits no job; sge" in capsys.readouterr().err
+        assert "--print: --launcher local submits no job; kubernetes, sge" in capsys.readouterr().err
 
     def test_a_host_file_is_not_for_them(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
