@@ -19,6 +19,7 @@ from reigen.cli.run_options import add_ssh_options, parse_ssh_options
 from reigen.cli.tables import print_table
 from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import resolve_hosts
+from reigen.launch.nodes.sources import NodeJob
 
 #: Distributions in which a framework may be installed, where they are not called like it.
 _DISTRIBUTIONS = {
@@ -209,12 +210,26 @@ def _host() -> list[CheckResult]:
 def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     """Find out in which engine this process is, how `reigen run` would start ranks there, and why not."""
     from reigen.launch.engines import check_engine, choose_launcher_in_engine, detect_engine
+    from reigen.launch.nodes.launcher import count_slots, read_file
+    from reigen.launch.nodes.sources import find_node_job
 
     try:
         job, choice = detect_engine(environ), choose_launcher_in_engine(None, environ)
     except ConfigError as error:  # the command itself can run as a rank
         return [CheckResult("launcher", "reigen run", str(error))]
     if job is None:
+        try:
+            node = find_node_job(environ, read_file)
+        except ConfigError as error:  # this host alone can be used all the same
+            return [CheckResult("launcher", "--nodes-from-env", str(error))]
+        if node is not None:
+            slots = count_slots(node, environ, None)
+            role = "starts the job" if node.index == 0 else f"dials {node.leader}"
+            summary = f"node {node.index} of {node.size} {role}, with {slots} ranks of -np auto"
+            return [
+                CheckResult("launcher", "engine", node.source),
+                CheckResult("launcher", "--nodes-from-env", f"{summary}; {_secret_of_nodes(environ, node)}"),
+            ]
         return [CheckResult("launcher", "engine", "none: `reigen run` uses this host, and others by ssh (-H)")]
     found = [CheckResult("launcher", "engine", job.description)]
     try:
@@ -238,6 +253,18 @@ def _ray(environ: Mapping[str, str]) -> list[CheckResult]:
     )
     evidence = f"{name}={environ[name]}, ray {version or 'is not installed here'}"
     return [CheckResult("launcher", "Ray", f"{evidence}; {way}, `reigen run` does not (docs/ray.md)")]
+
+
+def _secret_of_nodes(environ: Mapping[str, str], job: NodeJob) -> str:
+    """Describe the source of the nodes' secret, or its absence."""
+    from reigen.launch.nodes.launcher import find_secret
+
+    if job.size == 1:
+        return "a secret is not needed"
+    try:
+        return find_secret(job, environ)[1]
+    except ConfigError as error:
+        return str(error)
 
 
 def _backends(environ: Mapping[str, str]) -> list[CheckResult]:

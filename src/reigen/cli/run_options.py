@@ -93,7 +93,10 @@ def _add_general(add: AddArgument) -> None:
 
 
 def _parse_num_ranks(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
 
 
 def _add_servers(add: AddArgument) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from reigen.cli.check import collect_results
 from reigen.errors import ConfigError
 from reigen.launch.local_plan import detect_cpus
+from reigen.launch.nodes.failure_file import FailureFile
+from reigen.launch.nodes.launcher import count_slots
 from reigen.launch.nodes.sources import SOURCES, NodeJob, find_node_job, require_node_job
 from reigen.launch.nodes.variables import count_gpus
 
@@ -32,7 +35,7 @@ def test_an_indexed_job() -> None:
     )
     assert found is not None
     assert (found.index, found.size, found.leader) == (2, 4, "job-0.net.space.svc.cluster.local")
-    assert (found.job_id, found.slots, found.grace_seconds) == ("job", None, 30.0)
+    assert (found.job_id, found.slots, found.grace_seconds) == ("job-0", None, 30.0)
     assert found.removed == ("JOB_COMPLETION_INDEX", "REIGEN_NODES")
     assert found.source == "Kubernetes Indexed Job of 4 nodes (REIGEN_NODES), node 2 (JOB_COMPLETION_INDEX)"
 
@@ -42,6 +45,9 @@ def test_a_job_set_with_several_jobs_counts_by_itself() -> None:
     found = find(environ, "s-w-3-0")
     assert found is not None
     assert (found.index, found.size, found.leader) == (3, 4, "s-w-0-0.s")
+    first = find({**environ, "REIGEN_NODE_INDEX": "0"}, "s-w-0-0")
+    assert first is not None
+    assert (first.index, first.job_id) == (0, found.job_id)
 
 
 def test_a_train_job_with_the_torch_policy() -> None:
@@ -84,6 +90,9 @@ def test_a_leader_worker_set() -> None:
     found = find(environ, "set-0-1")
     assert found is not None
     assert (found.index, found.size, found.leader) == (1, 2, "set-0.set.space")
+    leader = find({**environ, "LWS_WORKER_INDEX": "0"}, "set-0")
+    assert leader is not None
+    assert (leader.index, leader.leader, leader.job_id) == (0, found.leader, found.job_id)
 
 
 def test_a_stateful_set() -> None:
@@ -210,3 +219,49 @@ def test_gpus_are_counted_without_a_library(tmp_path: Any) -> None:
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, str(tmp_path)) == 3
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, str(tmp_path)) == 0
     assert count_gpus({}, str(tmp_path / "none")) == 0
+
+
+def test_reigen_check_says_which_node_it_is(tmp_path: Any) -> None:
+    environ = {
+        "REIGEN_NODES": "2",
+        "REIGEN_NODE_INDEX": "1",
+        "REIGEN_LEADER": "job-0.net",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+
+    def found(**more: str) -> list[str]:
+        return [each.value for each in collect_results({**environ, **more}) if each.topic == "launcher"]
+
+    engine, node = found()
+    assert engine == "StatefulSet of 2 nodes (REIGEN_NODES), node 1 (REIGEN_NODE_INDEX)"
+    assert node.startswith("node 1 of 2 dials job-0.net, with 2 ranks of -np auto; ")
+    assert "the nodes need a secret" in node
+    secret = tmp_path / "secret"
+    secret.write_text("5e" * 32)
+    secret.chmod(0o400)
+    assert found(REIGEN_SECRET_FILE=str(secret))[1].endswith(f"the secret is in {secret}")
+    secret.chmod(0o444)
+    assert "may be used by others (mode 0444)" in found(REIGEN_SECRET_FILE=str(secret))[1]
+    assert found(REIGEN_NODE_INDEX="2") == ["REIGEN_NODE_INDEX is 2, but must be less than REIGEN_NODES, 2"]
+
+
+def test_the_share_of_a_node() -> None:
+    jobs = [NodeJob("", index, 3, "a") for index in range(3)]
+    assert [count_slots(job, {}, 7) for job in jobs] == [3, 2, 2]
+    assert [count_slots(job, {"CUDA_VISIBLE_DEVICES": "0,1"}, None) for job in jobs] == [2, 2, 2]
+    assert count_slots(NodeJob("", 0, 3, "a", slots=4), {}, 7) == 4
+
+
+def test_the_failure_file(tmp_path: Any) -> None:
+    file, complaints = tmp_path / "output/failure", list[str]()
+    failure = FailureFile(str(file), complaints.append)
+    failure.complain("something odd")
+    failure.begin_with("rank 1 failed\n")
+    assert file.read_text() == "rank 1 failed\nreigen run: something odd\n"
+    failure.close(7)
+    assert file.exists()
+    failure.close(0)
+    assert (file.exists(), complaints) == (False, ["something odd"])
+    (tmp_path / "blocked").touch()
+    FailureFile(str(tmp_path / "blocked/failure"), complaints.append).begin_with("x")
+    assert "cannot be written" in complaints[-1]

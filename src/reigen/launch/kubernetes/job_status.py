@@ -59,8 +59,8 @@ def _explain_failure(condition: Resource, pods: Sequence[Resource]) -> Submitted
     """Return the exit code of the pod that failed: of pod 0, which ends with the job's, where it has one."""
     failed = [(pod, *_failure(pod)) for pod in pods if _failure(pod)[0]]
     if not failed:
-        said = ": ".join(filter(None, (condition.get("reason"), condition.get("message"))))
-        return SubmittedState(SubmittedPhase.ENDED, f"the Job has failed: {said or 'it is not said why'}")
+        words = ": ".join(filter(None, (condition.get("reason"), condition.get("message"))))
+        return SubmittedState(SubmittedPhase.ENDED, f"the Job has failed: {words or 'it is not said why'}")
     pod, code, reason = next((each for each in failed if _index(each[0]) == 0), failed[0])
     where = f"pod {pod['metadata']['name']}: " if reason or _index(pod) != 0 else ""
     text = f"{where}{reason or f'exit code {code}'}" if where else ""

@@ -1,8 +1,8 @@
-"""Manifests of a job on Kubernetes: an Indexed Job whose pods all run `reigen launch`, and what they need. Pure.
+"""Manifests of a job on Kubernetes: an Indexed Job, a headless Service, a NetworkPolicy, a Secret. Pure.
 
-Besides the Job there are a headless Service, which gives pods names; a NetworkPolicy, which lets nobody but the job's
-own pods connect to them; and a Secret, which each pod mounts as a file that only its owner may read. No variable and no
-argument has the secret: whoever may see a pod's description sees those.
+All pods of the Job run `reigen launch --launcher nodes`. The Service gives them names; the NetworkPolicy lets no others
+connect to them; and each mounts the Secret as a file that only its owner may read. No variable and no argument has the
+secret: whoever may see a pod's description sees those.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def make_name(command: Sequence[str], token: str) -> str:
 
 
 def make_manifests(job: KubernetesJob, owner_uid: str | None = None) -> list[Manifest]:
-    """Make the manifests of what a Job's pods need, but for the Secret, in the order in which they are created.
+    """Make the Service and the NetworkPolicy of a Job's pods.
 
     ``owner_uid`` is the Job's: they are removed with it.
     """

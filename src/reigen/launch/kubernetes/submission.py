@@ -44,7 +44,7 @@ _ADVICE = (
 
 
 def make_kubernetes_job(request: SubmissionRequest, token: str) -> KubernetesJob:
-    """Make the job of what the user wants; ``token`` ends a name that the user does not give.
+    """Make the job of a request; ``token`` ends a name that the user does not give.
 
     Raises:
         ConfigError: something of it cannot be.
@@ -188,6 +188,6 @@ class KubernetesSubmission:
         done = run_client([*self._kubectl, *arguments], input_text=input_text)
         if done.returncode == 0:
             return done.stdout
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        advice = next((advice for one, other, advice in _ADVICE if one in said.lower() and other in said.lower()), "")
-        raise LaunchError(f"kubectl {arguments[0]}: {said}{f' ({advice})' if advice else ''}")
+        text = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        advice = next((advice for one, other, advice in _ADVICE if one in text.lower() and other in text.lower()), "")
+        raise LaunchError(f"kubectl {arguments[0]}: {text}{f' ({advice})' if advice else ''}")

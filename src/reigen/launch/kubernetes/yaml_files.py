@@ -1,4 +1,4 @@
-"""Manifests as YAML: templates of users, and what is shown to them."""
+"""Manifests as YAML: templates of users, and manifests that they are shown."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ def find_indexed_job(environ: Mapping[str, str], read_file: ReadFile) -> NodeJob
     index, size = read_number(environ, name), read_number(environ, NODES_VARIABLE, 1)
     check_index((name, index), (NODES_VARIABLE, size))
     leader = _derive_leader(environ, _read_pod(read_file), size)
-    return _make_job(environ, read_file, "Kubernetes Indexed Job", (name, index), (NODES_VARIABLE, size), leader)
+    found = _make_job(environ, read_file, "Kubernetes Indexed Job", (name, index), (NODES_VARIABLE, size), leader)
+    return replace(found, job_id=leader.partition(".")[0])
 
 
 def find_stateful_set(environ: Mapping[str, str], read_file: ReadFile) -> NodeJob | None:
@@ -115,7 +116,8 @@ def find_stateful_set(environ: Mapping[str, str], read_file: ReadFile) -> NodeJo
         )
     check_index((name, index), (NODES_VARIABLE, size))
     leader = _derive_leader(environ, pod, size)
-    return _make_job(environ, read_file, "StatefulSet", (name, index), (NODES_VARIABLE, size), leader)
+    found = _make_job(environ, read_file, "StatefulSet", (name, index), (NODES_VARIABLE, size), leader)
+    return replace(found, job_id=leader.partition(".")[0])
 
 
 def _make_job(
@@ -134,7 +136,6 @@ def _make_job(
         index[1],
         size[1],
         leader or pod.host,
-        job_id=pod.base,
         secret_file=SECRET_FILE,
         grace_seconds=_parse_grace(environ),
         removed=tuple(name for name in environ if _DESCRIBES_NODE.fullmatch(name)),

@@ -158,6 +158,30 @@ class SelfStart:
         return max(_DEFAULT_GRACE_SECONDS, self.job.grace_seconds - _LAST_SECONDS)
 
 
+def find_secret(job: NodeJob, environ: Mapping[str, str]) -> tuple[JobCredentials, str]:
+    """Find the secret that all nodes have, and say where it is.
+
+    Raises:
+        ConfigError: there is none, or its file may be read by others.
+    """
+    text = None if SECRET_FILE_VARIABLE in environ or not job.secret_file else read_file(job.secret_file)
+    if text is not None and job.is_private and not environ.get(SECRET_VARIABLE):
+        environ = {**environ, SECRET_VARIABLE: text.strip()}
+        return JobCredentials.of(environ), f"the secret is in {job.secret_file}"
+    if text is not None:
+        environ = {**environ, SECRET_FILE_VARIABLE: job.secret_file}
+    credentials = JobCredentials.of(environ)
+    if credentials.secret is None:
+        default = f", or {job.secret_file}" if job.secret_file else ""
+        raise ConfigError(
+            f"{job.source}: the nodes need a secret that all of them have, to know each other: 64 hexadecimal digits "
+            f"in the file that {SECRET_FILE_VARIABLE} names{default} (openssl rand -hex 32)"
+        )
+    if environ.get(SECRET_VARIABLE):
+        return credentials, f"{SECRET_VARIABLE} has the secret, which the engine shows to whoever may see the job"
+    return credentials, f"the secret is in {environ[SECRET_FILE_VARIABLE]}"
+
+
 class _Tickets:
     """Tickets of the nodes, and ports of node 0, from the secret that all nodes have."""
 
@@ -168,15 +192,10 @@ class _Tickets:
     @classmethod
     def of(cls, job: NodeJob, environ: Mapping[str, str]) -> _Tickets:
         """Read the secret; raises ConfigError where there is none."""
-        if SECRET_FILE_VARIABLE not in environ and job.secret_file and Path(job.secret_file).exists():
-            environ = {**environ, SECRET_FILE_VARIABLE: job.secret_file}
-        credentials = JobCredentials.of(environ)
-        if credentials.secret is None:
-            default = f", or {job.secret_file}" if job.secret_file else ""
-            raise ConfigError(
-                f"{job.source}: the nodes need a secret that all of them have, to know each other: 64 hexadecimal "
-                f"digits in the file that {SECRET_FILE_VARIABLE} names{default} (openssl rand -hex 32)"
-            )
+        credentials, where = find_secret(job, environ)
+        assert credentials.secret is not None, "found before"
+        if where.startswith(SECRET_VARIABLE + " "):
+            complain(f"{where}: a file is better ({SECRET_FILE_VARIABLE})")
         port = credentials.port if credentials.port is not None else job.port
         return cls(derive_job_secret(credentials.secret, job.job_id), port)
 
@@ -233,7 +252,7 @@ class NodesLauncher:
         self._start.forget_secret(os.environ)
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
-        """Say the little that is known: nobody but its engine sees the end of a node."""
+        """Explain the end of a node as far as it is seen from here: the rest is its engine's."""
         return HostProblem(host, "the connection to its agent has ended", "see its own output")
 
     def close_agents(self) -> None:

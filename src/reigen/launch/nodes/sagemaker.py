@@ -69,6 +69,7 @@ def find_training_job(environ: Mapping[str, str], read_file: ReadFile) -> NodeJo
         failure_file=str(base / "output/failure"),
         grace_seconds=_GRACE_SECONDS,
         resolve_seconds=_RESOLVE_SECONDS,
+        is_private=True,  # what comes from S3 has mode 0644
         environ={"SM_NETWORK_INTERFACE_NAME": resources.interface} if resources.interface else {},
     )
 

@@ -36,6 +36,7 @@ class NodeJob:
         resolve_seconds: how long the leader's name may be unknown at the start; None: as long as the start may take.
         environ: variables that follow from files of the engine, where they are not set.
         removed: names of variables that describe this node, and would be taken for a rank's.
+        is_private: all files on the node are the job's alone, whatever their modes are.
     """
 
     source: str
@@ -52,6 +53,7 @@ class NodeJob:
     resolve_seconds: float | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     removed: tuple[str, ...] = ()
+    is_private: bool = False
     makes_secret: bool = False
 
 
