@@ -2,10 +2,11 @@
 #   make demo       train a small network on real images with two processes
 #   make test       lint, types, import contracts, size report, and tests of everything that are not marked slow
 #   make test T=tests/unit/engine   all tests of a directory, a file or (T="-k bfloat16 tests/unit") a name, slow or not
-#   make test-all   the rest: tests that are marked slow, and those of reigen.mxnet, .tensorflow, .keras and .jax
+#   make test-all   the rest: tests that are marked slow, and those of reigen.mxnet, .tensorflow, .keras, .jax, .ray, .spark and .dask
 #   RETRY=1         with the targets above: up to three tests that fail are run once more, one at a time
 #   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
 #   make test-frameworks  the tests of reigen.tensorflow, reigen.keras and reigen.jax, with all of them in one environment
+#   make test-engines     the tests of reigen.ray, reigen.spark, reigen.dask and of YARN, in the same environment (Spark needs Java)
 #   make lint       everything that reads the code without running it
 #   make bench      Reigen and its peers, alternately, in one run
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
@@ -29,7 +30,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-all test-frameworks test-mxnet lint bench bench-network clean
+.PHONY: demo test test-all test-engines test-frameworks test-mxnet lint bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -58,11 +59,11 @@ $(MXNET_VENV)/.stamp: $(STAMP_PARTS)
 	  -e '.[mxnet]' hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
-# TensorFlow, Keras, JAX and PyTorch together; of TensorFlow the build for CPUs, which is half as large.
+# TensorFlow, Keras, JAX and PyTorch together; of TensorFlow the build for CPUs, which is half as large. And Ray, Spark, Dask.
 $(FRAMEWORKS_VENV)/.stamp: $(STAMP_PARTS)
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
-	  -e '.[torch,keras,jax]' tensorflow-cpu tf_keras flax optax scikit-learn hypothesis pytest pytest-timeout pytest-xdist
+	  -e '.[torch,keras,jax,ray,spark,dask]' tensorflow-cpu tf_keras flax optax scikit-learn hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
@@ -82,7 +83,7 @@ test: lint
 	$(call pytest,$(BIN)/python,-m "not slow")
 endif
 
-test-all: $(VENV)/.stamp-dev test-mxnet test-frameworks
+test-all: $(VENV)/.stamp-dev test-mxnet test-frameworks test-engines
 	$(call pytest,$(BIN)/python,-m slow)
 
 test-mxnet: $(MXNET_VENV)/.stamp
@@ -90,6 +91,9 @@ test-mxnet: $(MXNET_VENV)/.stamp
 
 test-frameworks: $(FRAMEWORKS_VENV)/.stamp
 	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/tensorflow tests/keras tests/jax)
+
+test-engines: $(FRAMEWORKS_VENV)/.stamp
+	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/engines)
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)

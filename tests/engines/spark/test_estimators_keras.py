@@ -37,7 +37,9 @@ pytestmark = [
     pytest.mark.skipif(bool(why_no_spark()), reason=why_no_spark()),
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support:FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # py4j's sockets
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning"),  # Keras's variables
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept:DeprecationWarning"
+    ),  # Keras's variables
     pytest.mark.filterwarnings("ignore:In the future `np.object`:FutureWarning"),  # TensorFlow's import
 ]
 
