@@ -197,7 +197,8 @@ def test_a_launcher_of_another_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_launcher("plain") is PlainLauncher
     with pytest.raises(
-        ConfigError, match="there is no such launcher; there are broken, local, mpi, plain, slurm, ssh, and"
+        ConfigError,
+        match="there is no such launcher; there are broken, local, lsf, mpi, pbs, plain, sge, slurm, ssh, and",
     ):
         find_launcher("plane")
     with pytest.raises(ConfigError, match=r"--launcher broken: .* cannot be imported: .*PlainLaunchers"):
