@@ -4,7 +4,7 @@ Each rank makes one connection to the driver (``net.auth``, the job's secret), w
 
 a. A rank that is free sends NextCall. The driver answers with CallBegins when there is a call for this rank, or with
    NoMoreCalls, after which the rank's function returns.
-b. The rank asks for the pickle of the function piece by piece (GetCallPiece, CallPiece), so that it is never in memory twice.
+b. The rank asks for the pickle of the function in parts (GetCallPiece, CallPiece), so that it is in memory once only.
 c. While the function runs, it may send notes (NoteBegins, ResultPieces).
 d. The rank sends CallEnded and, in ResultPieces, the pickle of what the function returned, or of its exception.
 """

@@ -140,20 +140,6 @@ def test_the_plain_case_warns_of_nothing():
     settings, warning = resolve_arguments(ARGUMENTS)
     here = (HostInfo("localhost", 2),)
     assert msgspec.structs.astuple(settings)[:10] == (2, None, None, False, None, here, None, None, None, "ssh")
-        2,
-        None,
-        None,
-        False,
-        None,
-        here,
-        None,
-        None,
-        None,
-        "ssh",
-        True,
-        False,
-        5.0,
-    )
     assert warning == ""
 
 
