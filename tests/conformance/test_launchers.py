@@ -39,7 +39,7 @@ OF_MPIRUN = NO_AGENT | {
     "bytes": "mpirun gives ranks a terminal, which changes some bytes",
     "orphans": "mpirun waits for all who have a rank's output open",
     "secret": "rank 0 makes it when all ranks are there",
-    "strangers": "rank 0 has the service, where it says when it begins",
+    "unauthenticated_connections": "rank 0 has the service, where it says when it begins",
 }
 
 

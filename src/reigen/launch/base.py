@@ -134,7 +134,7 @@ class AgentCaller(Protocol):
     loop: LauncherLoop
 
     def exclude_child(self, pid: int) -> None:
-        """Exclude a child of this process, and what is below it, from the job's processes."""
+        """Exclude a child of this process, and its descendants, from the job's processes."""
 
     def agent_ended(self, host: str, problem: HostProblem) -> None:
         """Take note that an agent cannot come, or has ended, as its engine says; called from the loop."""

@@ -215,7 +215,7 @@ class ServerHandshake(Handshake):
 
 
 class KeyedServerHandshake(ServerHandshake):
-    """The accepting end where each peer has a secret of its own, chosen by what the peer says of itself.
+    """The accepting end where each peer has a secret of its own, chosen by the number that the peer gives.
 
     A peer for which there is none gets a challenge like any other, and fails.
 

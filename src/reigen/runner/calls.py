@@ -4,7 +4,7 @@ Each rank makes one connection to the driver (``net.auth``, the job's secret), w
 
 a. A rank that is free sends NextCall. The driver answers with CallBegins when there is a call for this rank, or with
    NoMoreCalls, after which the rank's function returns.
-b. The rank asks for the pickle of the function piece by piece (GetPiece, Piece), so that it is never in memory twice.
+b. The rank asks for the pickle of the function in parts (GetCallPiece, CallPiece), so that it is in memory once only.
 c. While the function runs, it may send notes (NoteBegins, ResultPieces).
 d. The rank sends CallEnded and, in ResultPieces, the pickle of what the function returned, or of its exception.
 """
@@ -56,17 +56,17 @@ class CallBegins(_CallMessage, tag=2, frozen=True):
 
 
 class NoMoreCalls(_CallMessage, tag=3, frozen=True):
-    """There will be no more calls."""
+    """Answer that no more calls will come."""
 
 
-class GetPiece(_CallMessage, tag=4, frozen=True):
+class GetCallPiece(_CallMessage, tag=4, frozen=True):
     """Request for the next part of a call's pickle."""
 
     number: int
     offset: int
 
 
-class Piece(_CallMessage, tag=5, frozen=True):
+class CallPiece(_CallMessage, tag=5, frozen=True):
     """Part of a call's pickle."""
 
     data: bytes
@@ -95,8 +95,8 @@ class ResultPiece(_CallMessage, tag=8, frozen=True):
     data: bytes
 
 
-RankCallMessage = NextCall | GetPiece | CallEnded | NoteBegins | ResultPiece
-DriverCallMessage = CallBegins | NoMoreCalls | Piece
+RankCallMessage = NextCall | GetCallPiece | CallEnded | NoteBegins | ResultPiece
+DriverCallMessage = CallBegins | NoMoreCalls | CallPiece
 RANK_CODEC: MessageCodec[RankCallMessage] = MessageCodec(RankCallMessage, MAX_CALL_MESSAGE_BYTES)
 DRIVER_CODEC: MessageCodec[DriverCallMessage] = MessageCodec(DriverCallMessage, MAX_CALL_MESSAGE_BYTES)
 
@@ -153,7 +153,7 @@ def send_note(value: object) -> None:
 
 
 def serve_calls(state: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None, seconds: float) -> None:
-    """Serve as a rank: make the state, connect to the driver, and run what it calls until there is no more.
+    """Serve as a rank: make the state, connect to the driver, and run its calls until the last one.
 
     Args:
         state: makes the rank's state: a callable, its arguments and keyword arguments; None: there is none.
@@ -211,9 +211,9 @@ def _fetch(driver: _DriverConnection, call: CallBegins) -> int:
     """Fetch the pickle of a call; returns its descriptor."""
     payload = PayloadFile()
     while payload.num_bytes < call.num_bytes:
-        driver.send(GetPiece(call.number, payload.num_bytes))
+        driver.send(GetCallPiece(call.number, payload.num_bytes))
         piece = driver.receive()
-        assert isinstance(piece, Piece), "it was asked for"
+        assert isinstance(piece, CallPiece), "it was asked for"
         payload.write(piece.data)
     payload.seal()
     return payload.descriptor

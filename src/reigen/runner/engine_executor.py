@@ -28,12 +28,12 @@ from reigen.runner.calls import (
     RANK_CODEC,
     CallBegins,
     CallEnded,
+    CallPiece,
     DriverCallMessage,
-    GetPiece,
+    GetCallPiece,
     NextCall,
     NoMoreCalls,
     NoteBegins,
-    Piece,
     ResultPiece,
     serve_calls,
 )
@@ -82,7 +82,7 @@ class _Call:
 
 
 class _RankState:
-    """What the driver knows of a rank."""
+    """Driver's view of a rank."""
 
     def __init__(self) -> None:
         self.client: Connection | None = None
@@ -186,7 +186,7 @@ class EngineExecutor:
         with_state: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Call a function in ranks, as `submit` does, and return what it returned, by rank.
+        """Call a function in ranks, as `submit` does, and return its results, by rank.
 
         Raises:
             RankFailedError: the first rank that failed by itself, with its host and traceback.
@@ -409,7 +409,7 @@ class _CallService:
                 state.is_free = True
                 if all(each.client is not None for each in self._ranks):
                     self._executor.ready()
-            case GetPiece(number, offset):
+            case GetCallPiece(number, offset):
                 self._send_piece(client, rank, state, number, offset)
             case CallEnded() | NoteBegins() as header:
                 if isinstance(header, CallEnded) and (state.running is None or state.running.number != header.number):
@@ -429,7 +429,7 @@ class _CallService:
         if call is None or call.number != number or rank not in call.unfetched:
             raise WireError("a rank asks for a call that it does not have")
         data = os.pread(call.payload, PIECE_BYTES, offset)
-        self._send(client, Piece(data))
+        self._send(client, CallPiece(data))
         if offset + len(data) >= os.fstat(call.payload).st_size:
             call.mark_fetched(rank)
 

@@ -157,7 +157,7 @@ class EngineLauncher:
             self._post(RankHosts(first, tuple(hosts[first : first + _HOSTS_PER_MESSAGE])))
 
     def _receive(self) -> bool:
-        """Take what the driver says; returns whether it is there."""
+        """Take a message of the driver's; returns whether the driver is there."""
         try:
             message = self._channel.receive()
         except BlockingIOError:

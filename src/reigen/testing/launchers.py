@@ -215,12 +215,17 @@ class _Job:
         assert found, f"no agent among {self.processes()}"
         return found
 
-    def stop(self) -> None:
-        """Ask it to stop, as early as may be."""
-        with suppress(ValueError):
-            os.kill(self.launcher()[0], signal.SIGTERM)
-            return
-        self._process.send_signal(signal.SIGTERM)
+    def stop(self) -> bool:
+        """Ask the process that the user has started to stop, as soon as it is there; returns whether it is."""
+        own = f"{sys.executable} -m reigen run "
+        pids = [pid for pid, command in self.processes().items() if command.startswith(own)]
+        for pid in pids:
+            stat = read_process_stat(pid)
+            if stat and int(stat[1]) not in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+                    return True
+        return False
 
     def finish(self) -> _Ended:
         """Wait for its end, and until nothing of it is left."""
@@ -419,14 +424,13 @@ def _stopped_start(check: _LauncherCheck) -> None:
     """A job that is stopped while it starts leaves nothing: at once, and when the first agent or rank is there."""
     for num_processes in (1, 3, 5):
         with check.start(_WAIT) as job:
-            job.wait_until(lambda num=num_processes: len(job.processes()) >= num, "something has started")  # type: ignore[misc]
-            job.stop()
+            job.wait_until(lambda: len(job.processes()) >= num_processes and job.stop(), "it has started")  # noqa: B023
             ended = job.finish()
             # before the interpreter is up, the signal ends it
             assert ended.exit_code in {128 + signal.SIGTERM, -signal.SIGTERM}, ended
 
 
-def _strangers(check: _LauncherCheck) -> None:
+def _unauthenticated_connections(check: _LauncherCheck) -> None:
     """A hundred connections without a secret do not harm the job."""
     code = """
 import socket
@@ -541,7 +545,7 @@ _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
             _orphans,
         ),
         *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _stopped_agent, _notice, _stopped_start),
-        *(_agent_environment, _missing_python, _strangers, _many_starts),
+        *(_agent_environment, _missing_python, _unauthenticated_connections, _many_starts),
         *(_secret, _missing_program),
         *(_two_jobs, _collective),
     )

@@ -18,12 +18,14 @@ from reigen.launch.agent.agent_protocol import LINE_END
 from reigen.launch.agent.rsync import rsync_command
 from reigen.launch.engines import choose_launcher_in_engine, detect_engine
 from reigen.launch.hosts import HostInfo, parse_hosts
+from reigen.launch.local_plan import divide_gpus
 from reigen.launch.options import LaunchOptions
 from reigen.launch.ps_processes import ServerOptions
-from reigen.launch.slurm.allocation import find_allocation
-from reigen.launch.slurm.command import rank_variables, remote_shell, srun_command
+from reigen.launch.slurm.allocation import divide_nodes, find_allocation
+from reigen.launch.slurm.command import rank_variables, remote_shell, srun_command, step_command
 from reigen.launch.slurm.launcher import SlurmLauncher
 from reigen.launch.slurm.node_list import MAX_NODES, expand_counts, expand_node_list
+from reigen.launch.slurm.step import find_step
 from reigen.launch.ssh.command import SshOptions
 
 #: A batch script on the first of three nodes.
@@ -451,3 +453,91 @@ def test_reigen_run_in_a_job(in_job, capsys, arguments, complaint):
     with pytest.raises(SystemExit):
         main.main(["run", *arguments])
     assert complaint in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- one step for many nodes
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_NODEID": "1",
+    "PWD": "/shared",
+}
+
+
+def nothing(path: str) -> None:
+    return None
+
+
+def test_one_srun_for_many_nodes() -> None:
+    command = step_command({"SLURM_LABELIO": "1", "SLURM_JOB_ID": "7"}, ["n1", "n2"], 1)
+    assert command[:4] == ["env", "-u", "SLURM_LABELIO", "srun"]
+    assert command[-9:] == [
+        *("-N", "2", "-n", "2", "--ntasks-per-node=1", "--input=all", "--label", "--het-group=1", "-w"), "n1,n2",
+    ][-9:]  # fmt: skip
+    assert "-N1" not in command
+
+
+def test_a_task_of_a_step_knows_its_node() -> None:
+    job = find_step(STEP, nothing)
+    assert job is not None
+    assert (job.index, job.size, job.leader, job.names) == (1, 3, "n1", ("n1", "n2", "n3"))
+    assert (job.job_id, job.secret_file, job.makes_secret) == ("7.2.0", "/shared/.reigen-slurm-7.2.0", True)
+    assert {"SLURM_PROCID", "SLURM_STEP_ID"} <= set(job.removed)
+    again = find_step(STEP | {"SLURM_RESTART_COUNT": "1"}, nothing)
+    assert again is not None
+    assert again.secret_file != job.secret_file
+    assert find_step({name: text for name, text in STEP.items() if name != "SLURM_STEP_ID"}, nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "6"}, "has 6 tasks on 3 nodes"),
+        ({"SLURM_STEP_NUM_TASKS": ""}, "not a number"),
+        ({"SLURM_NODEID": "3"}, "SLURM_NODEID is 3"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "at position 1"),
+    ],
+)
+def test_steps_that_cannot_be(more: dict[str, str], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        find_step(STEP | more, nothing)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "expected"),
+    [(2, 1, ("ab", "c")), (1, None, ("a", "bc")), (None, 1, ("ab", "c")), (1, 1, ("a", "b"))],
+)
+def test_nodes_of_workers_and_of_servers(workers: int | None, servers: int | None, expected: tuple[str, str]) -> None:
+    allocation = find_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c"})
+    assert allocation is not None
+    nodes, names = divide_nodes(allocation, workers, servers)
+    assert ("".join(node.name for node in nodes), "".join(names)) == expected
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(3, None), (2, 2), (0, 1), (None, 3), (4, 1)])
+def test_nodes_that_are_not_enough(workers: int | None, servers: int | None) -> None:
+    allocation = find_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c"})
+    assert allocation is not None
+    with pytest.raises(ConfigError, match="nodes"):
+        divide_nodes(allocation, workers, servers)
+
+
+def test_a_task_of_an_array_is_named() -> None:
+    variables = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "17"}
+    allocation = find_allocation({"SLURM_JOB_ID": "20", "SLURM_JOB_NODELIST": "a", **variables})
+    assert allocation is not None
+    assert allocation.description.endswith("task 3 of array 17")
+
+
+def test_gpus_are_divided_among_the_ranks_of_a_host() -> None:
+    listed = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d", "ROCR_VISIBLE_DEVICES": "3,2,1,0"}
+    assert divide_gpus(listed, 2, 2) == [
+        {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "ROCR_VISIBLE_DEVICES": "3,2"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d", "ROCR_VISIBLE_DEVICES": "1,0"},
+    ]
+    assert divide_gpus({}, 2, 1) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    with pytest.raises(ConfigError, match="2 ranks with 1 GPUs each need 2, but CUDA_VISIBLE_DEVICES=5 lists 1"):
+        divide_gpus({"CUDA_VISIBLE_DEVICES": "5"}, 2, 1)

@@ -169,6 +169,11 @@ class AgentClient:
         """Send no more: the agent has nothing more to do, and ends."""
         self._line.finish()
 
+    def wait_end(self, seconds: float) -> None:
+        """Wait so long for the end of the line's own process, unless it has ended."""
+        if self.phase is not AgentPhase.GONE:
+            self.exit_code = self._line.wait_end(seconds)
+
     def close(self) -> None:
         """End the line; the agent then kills its processes. May be called twice."""
         exit_code = self._line.close()

@@ -51,7 +51,7 @@ _MAX_GREETING_BYTES = 8192
 
 
 class DialText(msgspec.Struct, frozen=True):
-    """Everything that an agent needs to know to connect, in one line of text (JSON).
+    """Address and ticket for an agent, in one line of text (JSON).
 
     Attributes:
         addresses: ``host:port`` of the supervisor, to be tried in turn.

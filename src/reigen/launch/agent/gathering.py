@@ -139,7 +139,7 @@ class Gathering:
 
 
 def group_by_machine(agents: Mapping[str, DialedAgent], names: Sequence[str]) -> list[list[str]]:
-    """Return the tasks of each machine, in the order of ``names``; machines in the order of their first task."""
+    """Group the tasks by their host, in the order of ``names``; hosts are in the order of their first task."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(agents[name].greeting.machine or name, []).append(name)

@@ -47,7 +47,7 @@ class AgentLine(Protocol):
         """Send no more: the agent reads the end of the file, and ends. May be called twice."""
 
     def wait_end(self, seconds: float) -> int | None:
-        """Wait so long for the end of what was started here; returns its exit code, None where there is none."""
+        """Wait so long for the end of the process started here; returns its exit code, None where there is none."""
 
     def close(self) -> int | None:
         """End the line; returns the exit code as `wait_end`. May be called twice."""
@@ -170,7 +170,7 @@ class DialedLine:
 
     @property
     def output(self) -> str:
-        """Nothing: what the agent says on stderr is its engine's."""
+        """Return nothing: the agent's stderr is its engine's."""
         return ""
 
     def mask(self, secret: bytes) -> bytes:

@@ -28,7 +28,7 @@ def find_step(environ: Mapping[str, str], read_file: Callable[[str], str | None]
     num_tasks, index = _read(environ, "SLURM_STEP_NUM_TASKS"), _read(environ, "SLURM_NODEID")
     if num_tasks != len(names):
         raise ConfigError(
-            f"--nodes-from-env: step {job_id}.{step} of Slurm's has {num_tasks} tasks on {len(names)} nodes; it must have "
+            f"--nodes-from-env: step {job_id}.{step} of Slurm's has {num_tasks} tasks on {len(names)} nodes; it needs "
             "one on each: srun --ntasks-per-node=1"
         )
     if index >= len(names):

@@ -62,7 +62,7 @@ class SlurmStepStarter:
             self._steps.append(_Step(spawn_client(command), hosts, text.encode(), caller, self._explain))
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
-        """Explain the end of a task by what it and srun have said."""
+        """Explain the end of a task by its output and srun's."""
         step = next(step for step in self._steps if host in step.hosts)
         return self._explain(host, step.exit_code, step.output_of(host))
 

@@ -38,6 +38,8 @@ from reigen.resources.limits import explain_limit
 
 #: Seconds that the agents may take to end when everything else has.
 _SHUTDOWN_SECONDS = 5.0
+#: Seconds that client processes have to end by themselves when the job could not be started, or is given up.
+_LAST_SECONDS = 2.5
 _LOOPBACK = "127.0.0.1"
 _READ_BYTES = 1 << 16
 
@@ -184,7 +186,12 @@ class Supervisor:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # engines may lose sight of what a client has just started when it is killed: first it may end by itself
         for agent in self.agents.values():
+            agent.finish_agent()
+        deadline = time.monotonic() + _LAST_SECONDS
+        for agent in self.agents.values():
+            agent.wait_end(0.0 if self._is_forced else max(0.0, deadline - time.monotonic()))
             agent.close()
         if self._channel is not None:
             self._channel.close()
