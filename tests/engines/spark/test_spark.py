@@ -230,13 +230,3 @@ def test_a_driver_that_is_killed(driver: Driver, cluster: SparkCluster) -> None:
     assert cluster.jobs()
     driver.process.kill()
     wait_for(lambda: not cluster.jobs(), "nothing of the job runs")
-
-
-def test_executors_that_are_allocated_for_the_job(cluster: SparkCluster) -> None:
-    conf = {
-        "spark__dynamicAllocation__enabled": "true",
-        "spark__dynamicAllocation__initialExecutors": "0",
-        "spark__executor__cores": "1",
-    }
-    with cluster.driver(**conf) as driver:
-        assert len(driver.ask("repeat", times=1, tasks=3, timeout=150.0)) == 1
