@@ -208,6 +208,8 @@ class _Validation(keras.callbacks.Callback):
         for columns in itertools.islice(reader.all_batches(), self._task.val_steps):
             inputs, labels, weights = shape_columns(columns, self._task, self.model)
             given = None if weights is None else _for_each_output(weights, labels)
+            # on PyTorch Keras gives arrays to metrics as they are
+            inputs, labels = keras.tree.map_structure(keras.ops.convert_to_tensor, (inputs, labels))
             found = self.model.test_on_batch(inputs, labels, given, return_dict=True)
             rows += len(columns[self._task.labels[0]])
         return rows, {name: float(value) for name, value in found.items()}
