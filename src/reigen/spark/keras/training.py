@@ -110,7 +110,7 @@ def _separate_seeds(model: Any, rank: int) -> None:
     for variable in model.variables:
         if variable.path.endswith("seed_generator_state"):
             state = np.asarray(keras.ops.convert_to_numpy(variable)).astype(np.int64)
-            variable.assign(((state + [rank * 1_000_003, 0]) % 2**31).astype("uint32"))
+            variable.assign(((state + np.array([rank * 1_000_003, 0])) % 2**31).astype("uint32"))
 
 
 def _choose_devices(use_gpu: bool, local_rank: int) -> None:
