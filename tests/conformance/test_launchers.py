@@ -26,7 +26,9 @@ from tests.network.conftest import make_hosts  # noqa: F401  a fixture
 
 PLAIN = f"{PlainLauncher.__module__}:{PlainLauncher.__qualname__}"
 SOURCE = Path(__file__).parents[2]
-NO_AGENT = dict.fromkeys(("killed_agent", "agent_environment", "missing_python"), "it has none")
+NO_AGENT = dict.fromkeys(
+    ("killed_agent", "stopped_agent", "notice", "agent_environment", "missing_python"), "it has none"
+)
 #: What `mpirun` does by itself, in its own way.
 OF_MPIRUN = NO_AGENT | {
     "placement": "mpirun places ranks, and tells them in variables of its own",
@@ -37,6 +39,7 @@ OF_MPIRUN = NO_AGENT | {
     "bytes": "mpirun gives ranks a terminal, which changes some bytes",
     "orphans": "mpirun waits for all who have a rank's output open",
     "secret": "rank 0 makes it when all ranks are there",
+    "strangers": "rank 0 has the service, where it says when it begins",
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -202,6 +203,95 @@ def test_a_job_in_the_queue_again_says_so(slurm: Slurm) -> None:
         slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         wait_for(lambda: count(output, "ready 1") == 2, "ranks are ready again")
         assert count(output, "with 2 tasks on 2 nodes (1(x2)), started again 1 time") == 1
+
+
+def test_many_nodes_are_reached_by_one_step_whose_agents_dial_back(slurm: Slurm) -> None:
+    program = slurm.directory / "sum.py"
+    program.write_text(
+        "import os, numpy, reigen\n"
+        "reigen.init()\n"
+        "total = reigen.allreduce(numpy.ones(2), op=reigen.Sum)\n"
+        "print(reigen.rank(), os.environ['SLURM_PROCID'], total[0])\n"
+    )
+    with slurm.allocation("-N3", "-n5") as allocation:
+        allocation |= {"SLURM_TASKS_PER_NODE": "1,2(x2)", "REIGEN_SLURM_STEPS": "1", **BENDING}
+        status, out, err = in_job(slurm, allocation, "--no-prefix", sys.executable, str(program))
+        assert (status, sorted(out.splitlines())) == (0, [f"{rank} {rank} 5.0" for rank in range(5)]), err
+        status, _, err = in_job(slurm, allocation, "--remote-python", "/no/python", "true")
+        assert (status, len(re.findall(r"\n  h[23]  there is no /no/python", err))) == (1, 2), err
+        status, out, err = in_job(slurm, allocation, "sh", "-c", "test $REIGEN_RANK = 3 && exit 7; sleep 600")
+        assert (status, "rank 3 (host h3) failed first: exit code 7" in err) == (7, True), err
+
+
+def test_steps_with_a_task_on_each_node_start_themselves(slurm: Slurm) -> None:
+    nodes = f"cd {slurm.directory}; exec srun -N3 --ntasks-per-node=1"
+    run = f"{' '.join(RUN)} --nodes-from-env"
+    with slurm.allocation("-N3", "-n3") as allocation:
+        environ = {**allocation, **path_of_this_source()}
+        command = f"{nodes} {run} -np 6 sh -c 'echo $(hostname) ${{SLURM_PROCID-none}}'"
+        status, out, err = slurm.run("sh", "-c", command, env=environ)
+        expected = [f"[{rank}] h{1 + rank // 2} none" for rank in range(6)]
+        assert (status, sorted(out.splitlines())) == (0, expected), err
+        command = f"{nodes} {run} -np 6 sh -c 'test $REIGEN_RANK = 3 && exit 7; sleep 600'"
+        status, _, err = slurm.run("sh", "-c", command, env=environ)
+        assert (status, "rank 3 (host h2) failed first: exit code 7" in err) == (7, True), err
+        assert not [path.name for path in slurm.directory.iterdir() if path.name.startswith(".reigen")]
+        # the nodes do not share this directory
+        command = f"cd /; exec srun -N2 --ntasks-per-node=1 {run} -np 2 true"
+        status, _, err = slurm.run("sh", "-c", command, env={**environ, "REIGEN_START_TIMEOUT": "3"})
+        assert (status, "is / shared by the nodes?" in err) == (1, True), err
+
+
+def test_workers_and_servers_have_nodes_of_their_own(slurm: Slurm) -> None:
+    launch = (sys.executable, "-m", "reigen", "launch", "--launcher", "slurm", "-n", "2", "-s", "1")
+    with slurm.allocation("-N3", "-n3") as allocation:
+        environ = {**allocation, **path_of_this_source()}
+        which = ("--slurm-worker-nodes", "2", "--slurm-server-nodes", "1", "--no-prefix")
+        status, out, err = slurm.run(*launch, *which, "sh", "-c", "echo $DMLC_ROLE $(hostname)", env=environ)
+        assert (status, sorted(out.splitlines())) == (0, ["scheduler h1", "server h3", "worker h1", "worker h2"]), err
+        status, _, err = slurm.run(*launch, "--slurm-worker-nodes", "3", "true", env=environ)
+        assert (status, "not enough for workers on 3 and servers on 1 others" in err) == (2, True), err
+
+
+def test_a_job_that_is_told_of_its_end_is_put_back_into_the_queue(slurm: Slurm) -> None:
+    program = slurm.directory / "wait.py"
+    program.write_text(
+        "import os, time\nprint('ready', os.environ['SLURM_RESTART_COUNT'], flush=True)\ntime.sleep(600)\n"
+    )
+    run = f"{' '.join(RUN)} --requeue-on-notice {sys.executable} -S {program}"
+    lines = (f"export SLURM_RESTART_COUNT=${{SLURM_RESTART_COUNT:-0}}; exec {run}",)
+    with batch(slurm, "requeued", "-N2", "-n2", "--requeue", lines=lines) as (job, output):
+        wait_for(lambda: count(output, "ready 0") == 2, "ranks are ready")
+        slurm.run("scancel", "--batch", "--signal=TERM", job)
+        wait_for(lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T")[1].strip() == "PENDING", "it is in the queue")
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        wait_for(lambda: count(output, "ready 1") == 2, "ranks are ready again")
+        slurm.run("scancel", job)
+        wait_for(lambda: count(output, "is not put back"), "a job that was cancelled stays so")
+
+
+def test_ranks_that_mpirun_starts_in_a_batch_job(slurm: Slurm) -> None:
+    mpirun = shutil.which("mpirun.openmpi")
+    if mpirun is None:
+        pytest.skip("not installed: mpirun.openmpi (openmpi-bin of Debian)")
+    program = slurm.directory / "mpi.py"
+    program.write_text(
+        "import os, socket, numpy, reigen\n"
+        "reigen.init()\n"
+        "total = reigen.allreduce(numpy.ones(2), op=reigen.Sum)\n"
+        "os.write(1, f'{reigen.rank()} of {reigen.size()} on {socket.gethostname()}: {total[0]}\\n'.encode())\n"
+    )
+    options = "--allow-run-as-root --bind-to none --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0"
+    lines = (
+        f"export REIGEN_SECRET={'ab' * 32}",
+        f"{mpirun} {options} -x PYTHONPATH -x REIGEN_SECRET {sys.executable} {program}",
+        "echo ended $?",
+    )
+    with batch(slurm, "mpi", "-N3", "-n4", lines=lines) as (_, output):
+        wait_for(lambda: count(output, "ended"), "the job ends")
+        assert count(output, "ended 0"), output.read_text()
+        assert [count(output, f"{rank} of 4 on h") for rank in range(4)] == [1] * 4
+        assert count(output, ": 4.0") == 4
 
 
 def test_a_step_that_is_cancelled_is_a_lost_host(slurm: Slurm) -> None:

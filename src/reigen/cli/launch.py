@@ -29,8 +29,10 @@ from reigen.files import write_atomically
 from reigen.launch.engines import ENGINES, choose_launcher_in_engine
 from reigen.launch.env_export import parse_exports
 from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile, read_hostfile
+from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
+from reigen.launch.slurm.allocation import divide_nodes, find_allocation
 from reigen.launch.submission import SUBMITTERS, SubmissionRequest, find_submitter, run_submission
 from reigen.launch.supervision.supervisor import run_job
 
@@ -59,11 +61,12 @@ def main(arguments: Sequence[str]) -> int:
         environ = {**os.environ, **exports}
         if _is_submitted(chosen):
             return _submit(chosen, _request(chosen, list(arguments), environ, tuple(exports)))
-        code = run_job(
-            _options(chosen, NetworkOptions.from_environ(environ), tuple(exports)),
-            as_mxnet(environ) if chosen.as_mxnet else environ,
-            launcher=chosen.launcher,
-        )
+        options = _options(chosen, NetworkOptions.from_environ(environ), tuple(exports))
+        environ = as_mxnet(environ) if chosen.as_mxnet else environ
+        if chosen.launcher == NODES_LAUNCHER:
+            code = SelfStart(os.environ, options.num_ranks).run(options, environ)
+        else:
+            code = run_job(options, environ, launcher=chosen.launcher)
     except ConfigError as error:
         parser.error(str(error))
     except LaunchError as error:
@@ -135,6 +138,13 @@ def _parser() -> argparse.ArgumentParser:
         "Slurm's; sge, in a job of Grid Engine's, which is submitted if this is in none; lsf, pbs, in a job of theirs; "
         "mpi, by mpirun",
     )
+    for role in ("worker", "server"):
+        add(
+            f"--slurm-{role}-nodes",
+            type=int,
+            metavar="N",
+            help=f"Slurm: nodes for {role}s alone (default: all for both)",
+        )
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     for role in ("server", "worker"):
         add(
@@ -176,8 +186,10 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
     common = parse_common_options(chosen)
     if port is not None and chosen.ssh_port is None:
         common["ssh"] = replace(common["ssh"], port=port)
+    hosts, server_hosts = _divide_slurm_nodes(chosen, hosts)
     servers = ServerOptions(
         chosen.num_workers if chosen.num_servers is None else chosen.num_servers,
+        server_hosts,
         command=common["command"],
         environ=_pairs("--env-server", chosen.env_server),
         worker_environ=_pairs("--env-worker", chosen.env_worker),
@@ -193,6 +205,20 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         exports=exports,
         servers=servers,
     )
+
+
+def _divide_slurm_nodes(chosen: argparse.Namespace, hosts: list[HostInfo]) -> tuple[list[HostInfo], tuple[str, ...]]:
+    """Return the hosts of workers and of servers, where they are to have nodes of Slurm's of their own."""
+    if chosen.slurm_worker_nodes is None and chosen.slurm_server_nodes is None:
+        return hosts, ()
+    allocation = find_allocation(os.environ) if chosen.launcher == "slurm" else None
+    if allocation is None or hosts:
+        raise ConfigError(
+            "--slurm-worker-nodes and --slurm-server-nodes divide the nodes of a job of Slurm's: --launcher slurm, in "
+            "a script for sbatch or under salloc, without a --hostfile"
+        )
+    workers, servers = divide_nodes(allocation, chosen.slurm_worker_nodes, chosen.slurm_server_nodes)
+    return list(workers), servers
 
 
 def _pairs(option: str, specs: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
 from reigen.launch.hosts import check_fixed_size, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
+from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.supervision.supervisor import run_job
@@ -38,12 +39,16 @@ def main(arguments: Sequence[str]) -> int:
         exports = parse_exports(os.environ, chosen.exports)
         choice = _choose_launcher(chosen, choose_launcher(vars(chosen), document))
         launcher = choice.launcher
+        start = SelfStart(os.environ, chosen.num_ranks) if launcher == NODES_LAUNCHER else None
+        if start is not None:
+            chosen.num_ranks = start.num_ranks
         if _num_ranks(chosen, choice) is None:
             raise ConfigError("the following arguments are required: -np/--num-proc")
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
         options = _options(chosen, environ, tuple(exports), translation.launcher_options, choice)
         _print_translation(translation)
-        return run_job(options, _with_compat_path(environ, chosen), launcher=launcher)
+        seen = _with_compat_path(environ, chosen)
+        return run_job(options, seen, launcher=launcher) if start is None else start.run(options, seen)
     except ConfigError as error:
         parser.error(str(error))
     except LaunchError as error:
@@ -53,8 +58,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _choose_launcher(chosen: argparse.Namespace, named: str) -> LauncherChoice:
     """Choose the launcher; ``named`` by the options or the configuration file, or the default one."""
-    is_named = chosen.launcher is not None or named != DEFAULT_LAUNCHER
     has_hosts = chosen.hosts is not None or chosen.hostfile is not None
+    if chosen.nodes_from_env:
+        if chosen.launcher not in {None, NODES_LAUNCHER}:
+            raise ConfigError(f"--nodes-from-env and --launcher {chosen.launcher}: leave one of the two out")
+        named = chosen.launcher = NODES_LAUNCHER
+    if named == NODES_LAUNCHER and has_hosts:
+        raise ConfigError("--nodes-from-env: the hosts are the engine's; leave -H and --hostfile out")
+    is_named = chosen.launcher is not None or named != DEFAULT_LAUNCHER
     choice = choose_launcher_in_engine(named if is_named else None, os.environ, has_hosts=has_hosts)
     if chosen.verbose:
         complain(f"launcher {choice.launcher}: {choice.reason}")
@@ -119,6 +130,7 @@ def _options(
         mpi_args=split_words("--mpi-args", launcher_options.get("mpi_args", "")),
         binding_args=split_words("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
+        gpus_per_rank=chosen.gpus_per_rank,
     )
 
 

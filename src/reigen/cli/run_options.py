@@ -77,9 +77,9 @@ def _add_general(add: AddArgument) -> None:
         "-np",
         "--num-proc",
         dest="num_ranks",
-        type=int,
+        type=_parse_num_ranks,
         metavar="N",
-        help="how many processes (default: the tasks, or slots, of the engine's job)",
+        help="how many processes; auto, the default in an engine's job: as many as that has slots",
     )
     add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
     add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
@@ -90,6 +90,10 @@ def _add_general(add: AddArgument) -> None:
         choices=CPU_BINDINGS,
         help="bind ranks to processors, or do not (default: where there is at least one for each rank)",
     )
+
+
+def _parse_num_ranks(text: str) -> int | None:
+    return None if text == "auto" else int(text)
 
 
 def _add_servers(add: AddArgument) -> None:
@@ -117,6 +121,12 @@ def add_output_options(add: AddArgument) -> None:
         default=5.0,
         metavar="S",
         help="time between asking a process to stop and killing it (default: 5)",
+    )
+    add(
+        "--gpus-per-rank",
+        type=int,
+        metavar="N",
+        help="let each rank see N GPUs of its host alone (default: all see all, and choose by their local rank)",
     )
     add(
         "--requeue-on-notice",
@@ -153,6 +163,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "Slurm's, sge, in one of Grid Engine's, lsf, pbs (the default there); mpi, anywhere by mpirun, of which "
         "--mpi-args and --binding-args hold further options; or one of another package, by its name or as "
         "MODULE:FACTORY",
+    )
+    group.add_argument(
+        "--nodes-from-env",
+        action="store_true",
+        help="every node of the job runs this command, and finds the others by its engine's variables: pods of "
+        "Kubernetes, containers of SageMaker (the same as --launcher nodes)",
     )
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):

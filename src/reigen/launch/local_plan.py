@@ -28,6 +28,8 @@ CPU_BINDINGS = ("cores", "none")
 #: Set to 1 where the output of a rank ends on a terminal, though the rank itself writes into a pipe: rank 0 may redraw
 #: its line with a carriage return.
 TERMINAL_VARIABLE = "REIGEN_TERMINAL"
+#: Variables that list the GPUs that a process sees; the first one where a host has none.
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 START_TIMEOUT_VARIABLE = "REIGEN_START_TIMEOUT"
 #: Set to 1 where ranks are to be given torchrun's variables: a script that finds them starts torch.distributed.
 TORCHRUN_ENV_VARIABLE = "REIGEN_TORCHRUN_ENV"
@@ -113,12 +115,14 @@ class ProcessOptions:
         bind: ``cores``, ``none``, or None to bind where there is at least one processor for each rank.
         start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
         servers: parameter servers that run beside the ranks; None: none.
+        gpus_per_rank: how many of its host's GPUs each rank sees; None: all of them.
     """
 
     command: tuple[str, ...]
     bind: str | None = None
     start_timeout_seconds: float | None = None
     servers: ServerOptions | None = None
+    gpus_per_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,11 @@ def plan_host(
     specs, reason = plan_ranks(
         assignment.topologies, services, of_ranks, detect_cpus(), bind=bind, start_timeout_seconds=timeout
     )
+    if options.gpus_per_rank is not None:
+        visible = divide_gpus(of_ranks, len(specs), options.gpus_per_rank)
+        specs = [
+            replace(spec, environ={**spec.environ, **variables}) for spec, variables in zip(specs, visible, strict=True)
+        ]
     if own := assignment.rank_environs:
         specs = [
             replace(spec, environ=_replace_variables(spec.environ, environ))
@@ -177,6 +186,33 @@ def plan_host(
         where = "any processor" if not spec.cpus else "processors " + ",".join(map(str, spec.cpus))
         lines.append(f"{where}, OMP_NUM_THREADS={spec.environ['OMP_NUM_THREADS']}")
     return [replace(spec, command=process_command(spec, options.command, ps_command)) for spec in specs], lines
+
+
+def divide_gpus(environ: Mapping[str, str], num_ranks: int, gpus_per_rank: int) -> list[dict[str, str]]:
+    """Return the variables of each rank of a host by which it sees its own GPUs alone, in the order of the host's list.
+
+    Where the host lists none, they are those from 0 on.
+
+    Raises:
+        ConfigError: the host lists too few.
+
+    Example:
+        >>> divide_gpus({"CUDA_VISIBLE_DEVICES": "4,5,6"}, 2, 1)
+        [{'CUDA_VISIBLE_DEVICES': '4'}, {'CUDA_VISIBLE_DEVICES': '5'}]
+    """
+    names = [name for name in _GPU_VARIABLES if name in environ] or [_GPU_VARIABLES[0]]
+    found: list[dict[str, str]] = [{} for _ in range(num_ranks)]
+    needed = num_ranks * gpus_per_rank
+    for name in names:
+        gpus = [gpu for gpu in environ[name].split(",") if gpu] if name in environ else list(map(str, range(needed)))
+        if len(gpus) < needed:
+            raise ConfigError(
+                f"{num_ranks} ranks with {gpus_per_rank} GPUs each need {needed}, but {name}={environ[name]} lists "
+                f"{len(gpus)}: ask the engine for more, or leave --gpus-per-rank out: all ranks see all GPUs"
+            )
+        for rank, variables in enumerate(found):
+            variables[name] = ",".join(gpus[rank * gpus_per_rank : (rank + 1) * gpus_per_rank])
+    return found
 
 
 def _replace_variables(environ: Mapping[str, str], own: Mapping[str, str | None]) -> dict[str, str]:

@@ -110,6 +110,7 @@ class LaunchOptions:
         mpi_args: further options of mpirun, where that starts the ranks.
         binding_args: its options that place and bind ranks, instead of those that ``bind`` comes to.
         servers: parameter servers that run beside the ranks; None: none.
+        gpus_per_rank: how many of its host's GPUs each rank sees; None: all of them.
         requeue_on_notice: when the job has ended after its engine had announced an end, have the engine run it again.
 
     Raises:
@@ -134,6 +135,7 @@ class LaunchOptions:
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
     servers: ServerOptions | None = None
+    gpus_per_rank: int | None = None
     requeue_on_notice: bool = False
 
     def __post_init__(self) -> None:
@@ -141,6 +143,8 @@ class LaunchOptions:
             raise ConfigError("no command to run")
         if self.num_ranks < 1:
             raise ConfigError(f"the number of processes must be at least 1, not {self.num_ranks}")
+        if self.gpus_per_rank is not None and self.gpus_per_rank < 1:
+            raise ConfigError(f"--gpus-per-rank must be at least 1, not {self.gpus_per_rank}")
         if self.sync_directory == "":
             raise ConfigError("--sync-dst-dir names no directory: '' (~ is the home directory)")
         for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):
@@ -150,7 +154,7 @@ class LaunchOptions:
     @property
     def processes(self) -> ProcessOptions:
         """The part that each host's processes are started with."""
-        return ProcessOptions(self.command, self.bind, self.start_timeout_seconds, self.servers)
+        return ProcessOptions(self.command, self.bind, self.start_timeout_seconds, self.servers, self.gpus_per_rank)
 
 
 def complain(message: str) -> None:
@@ -170,6 +174,7 @@ class JobListener:
         started: all processes were started, with these services.
         lost: these ranks are lost with their host, for this reason.
         finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
+        described: gets that message.
     """
 
     complain: Callable[[str], None] = complain
@@ -177,3 +182,4 @@ class JobListener:
     started: Callable[[JobServices], None] = lambda services: None
     lost: Callable[[Sequence[int], str], None] = lambda ranks, reason: None
     finished: Callable[[FinishJob], None] | None = None
+    described: Callable[[str], None] = lambda message: None

@@ -36,6 +36,7 @@ from reigen.resources.limits import explain_limit
 
 #: Factory ``(request) -> Submission`` of each launcher that submits; a module is imported when it is chosen.
 SUBMITTERS: Mapping[str, str] = {
+    "kubernetes": "reigen.launch.kubernetes.submission:KubernetesSubmission",
     "sge": "reigen.launch.sge.submission:SgeSubmission",
 }
 

@@ -121,7 +121,7 @@ class EngineLauncher:
     def _gather(self, wait: Callable[[float], None]) -> list[EngineHostSettings]:
         settings, network = self._settings, self.options.network
         names = [str(number) for number in range(settings.num_tasks)]
-        timeout = max(network.start_timeout_seconds, self.options.start_timeout_seconds or 0.0)
+        timeout = self.options.start_timeout_seconds or network.start_timeout_seconds
         address, _ = choose_address(network.interfaces, settings.listen_towards or None)
         tls, peer_timeout = network.make_tls(), network.peer_timeout_seconds
         gathering = self._gathering = Gathering(

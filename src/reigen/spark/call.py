@@ -24,6 +24,7 @@ from reigen.spark.session import (
     order_by_rank,
     security_warning,
     some_host,
+    uses_barrier,
     wait_for_slots,
 )
 from reigen.spark.task import run_task
@@ -213,7 +214,8 @@ def run_in_tasks(
     """Run a function in a Spark job's tasks; see `run` for the errors."""
     warn_about_security(context, request.num_tasks)
     deadline = time.monotonic() + request.start_timeout_seconds
-    wait_for_slots(context, request.num_tasks, deadline, partial(_report, request.options))
+    if uses_barrier(dict(context.getConf().getAll())):  # else there are no executors before there are tasks
+        wait_for_slots(context, request.num_tasks, deadline, partial(_report, request.options))
     cancellation = Cancellation()
     func, args, kwargs = call
     description = f"reigen: {getattr(func, '__name__', 'a function')} in {request.num_tasks} tasks"

@@ -60,7 +60,7 @@ def check_launcher(
         make: its name, as `--launcher` takes it, or its factory: something at the top of a module.
         hosts: hosts and slots, as `-H` takes them; at least two slots.
         leave_out: names of cases that do not hold for it, and why; for a launcher without agents killed_agent,
-            agent_environment and missing_python.
+            stopped_agent, notice, agent_environment and missing_python.
         arguments: further options of `reigen run`.
         prefix: command before that of a job: a program that runs the rest elsewhere, in another namespace
             for example. Process ids are those of this process's namespace.
@@ -214,6 +214,13 @@ class _Job:
         found = sorted(pid for pid, each in self.processes().items() if each.startswith(command))
         assert found, f"no agent among {self.processes()}"
         return found
+
+    def stop(self) -> None:
+        """Ask it to stop, as early as may be."""
+        with suppress(ValueError):
+            os.kill(self.launcher()[0], signal.SIGTERM)
+            return
+        self._process.send_signal(signal.SIGTERM)
 
     def finish(self) -> _Ended:
         """Wait for its end, and until nothing of it is left."""
@@ -373,6 +380,76 @@ def _killed_agent(check: _LauncherCheck) -> None:
         assert re.search(r"reigen run: host \S+ was lost, with ranks? ", ended.stderr), ended
 
 
+def _stopped_agent(check: _LauncherCheck) -> None:
+    """Agent that stands still: its host is lost when nothing was heard of it for a while, and the others end."""
+    with check.start(_WAIT, REIGEN_PEER_TIMEOUT="1") as job:
+        job.wait_until_ready()
+        agents = [pid for pid in job.agents() if not _is_parent(pid, job.agents())]
+        os.kill(agents[-1], signal.SIGSTOP)
+        job.wait_until(lambda: b" was lost" in job.read(1), "the host is lost")
+        with suppress(ProcessLookupError):
+            os.kill(agents[-1], signal.SIGCONT)  # then it learns that the launcher has gone
+        ended = job.finish().expect(255)
+        assert "nothing has been heard of it for" in ended.stderr, ended
+
+
+def _is_parent(pid: int, others: Sequence[int]) -> bool:
+    """Return whether a process has one of the others as a child: an agent's watchdog, which does not talk."""
+    return any(int((read_process_stat(other) or ["", "0"])[1]) == pid for other in others if other != pid)
+
+
+def _notice(check: _LauncherCheck) -> None:
+    """SIGTERM for one agent, as engines announce an end, reaches every rank, once; its host is named."""
+    code = """
+def hear(signum, frame):
+    say('heard')
+    os._exit(0)
+signal.signal(signal.SIGTERM, hear)
+"""
+    with check.start(code + _WAIT, "--no-prefix") as job:
+        job.wait_until_ready()
+        agents = [pid for pid in job.agents() if not _is_parent(pid, job.agents())]
+        os.kill(agents[-1], signal.SIGTERM)
+        ended = job.finish().expect(128 + signal.SIGTERM)
+        assert ended.lines.count("heard") == check.size, ended
+        assert re.search(r"reigen run: host \S+ was sent SIGTERM", ended.stderr), ended
+
+
+def _stopped_start(check: _LauncherCheck) -> None:
+    """A job that is stopped while it starts leaves nothing: at once, and when the first agent or rank is there."""
+    for num_processes in (1, 3, 5):
+        with check.start(_WAIT) as job:
+            job.wait_until(lambda num=num_processes: len(job.processes()) >= num, "something has started")  # type: ignore[misc]
+            job.stop()
+            ended = job.finish()
+            # before the interpreter is up, the signal ends it
+            assert ended.exit_code in {128 + signal.SIGTERM, -signal.SIGTERM}, ended
+
+
+def _strangers(check: _LauncherCheck) -> None:
+    """A hundred connections without a secret do not harm the job."""
+    code = """
+import socket
+host, _, port = os.environ["REIGEN_RENDEZVOUS"].rpartition(":")
+sockets = [socket.create_connection((host.strip("[]"), int(port))) for _ in range(100)]
+for number, each in enumerate(sockets):
+    try: each.sendall(os.urandom(number))
+    except OSError: pass
+say('unharmed')
+"""
+    ended = check.run(code, "--no-prefix").expect(0)
+    assert ended.lines == ["unharmed"] * check.size, ended
+
+
+def _many_starts(check: _LauncherCheck) -> None:
+    """Twenty jobs, one after the other, leave no process, and no file in the temporary directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(20):
+            check.run("pass", TMPDIR=directory).expect(0)
+        left = [path.name for path in Path(directory).iterdir()]
+        assert not left, left
+
+
 def _agent_environment(check: _LauncherCheck) -> None:
     """Agents have the variables of their `AgentCommand`, not only those that a client process here inherits."""
     with check.start(_WAIT) as job:
@@ -463,7 +540,8 @@ _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
             _stubborn_rank,
             _orphans,
         ),
-        *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _agent_environment, _missing_python),
+        *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _stopped_agent, _notice, _stopped_start),
+        *(_agent_environment, _missing_python, _strangers, _many_starts),
         *(_secret, _missing_program),
         *(_two_jobs, _collective),
     )

@@ -13,9 +13,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 
 import reigen.spark
@@ -170,6 +172,23 @@ def refused(call: str) -> list[str]:
         return ["", repr(eval(call, {"reigen": reigen, "len": len}))]  # noqa: S307  the test's own
     except Exception as error:  # noqa: BLE001  the test looks at it
         return [type(error).__name__, str(error)]
+
+
+def held(tasks: int) -> list[str]:
+    """The error of a job whose slots another one holds."""
+
+    def hold() -> None:
+        context.setJobGroup("held", "holds all slots", interruptOnCancel=True)
+        with suppress(Exception):
+            context.parallelize(range(tasks), tasks).map(lambda _: time.sleep(60)).collect()
+
+    thread = InheritableThread(target=hold)
+    thread.start()
+    try:
+        return refused("reigen.spark.run(len, num_proc=2, start_timeout=1.5)")
+    finally:
+        context.cancelJobGroup("held")
+        thread.join()
 
 
 def repeat(times: int, tasks: int) -> list[float]:

@@ -128,6 +128,8 @@ def test_ends_in_a_row(driver: Driver, cluster: SparkCluster) -> None:
 def test_too_few_slots(driver: Driver) -> None:
     kind, text = driver.ask("refused", call="reigen.spark.run(len, num_proc=9, start_timeout=1.5)")
     assert (kind, text.split(" for ")[0]) == ("TimeoutError", "Spark has 4 of 9 slots")
+    kind, text = driver.ask("held", tasks=4)
+    assert (kind, text.split(" for ")[0]) == ("TimeoutError", "Spark has 0 of 2 slots")
 
 
 @pytest.mark.parametrize(
@@ -228,3 +230,13 @@ def test_a_driver_that_is_killed(driver: Driver, cluster: SparkCluster) -> None:
     assert cluster.jobs()
     driver.process.kill()
     wait_for(lambda: not cluster.jobs(), "nothing of the job runs")
+
+
+def test_executors_that_are_allocated_for_the_job(cluster: SparkCluster) -> None:
+    conf = {
+        "spark__dynamicAllocation__enabled": "true",
+        "spark__dynamicAllocation__initialExecutors": "0",
+        "spark__executor__cores": "1",
+    }
+    with cluster.driver(**conf) as driver:
+        assert len(driver.ask("repeat", times=1, tasks=3, timeout=150.0)) == 1

@@ -139,7 +139,21 @@ def test_a_new_interpreter_finds_what_this_one_finds(tmp_path, monkeypatch):
 def test_the_plain_case_warns_of_nothing():
     settings, warning = resolve_arguments(ARGUMENTS)
     here = (HostInfo("localhost", 2),)
-    assert msgspec.structs.astuple(settings) == (2, None, None, False, None, here, None, None, None, "ssh")
+    assert msgspec.structs.astuple(settings) == (
+        2,
+        None,
+        None,
+        False,
+        None,
+        here,
+        None,
+        None,
+        None,
+        "ssh",
+        True,
+        False,
+        5.0,
+    )
     assert warning == ""
 
 

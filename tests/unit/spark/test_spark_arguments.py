@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from reigen.errors import ConfigError, UnsupportedError
-from reigen.spark import call, session
+from reigen.spark import Distributor, call, session
+from reigen.spark.distributor import run_script
 from reigen.spark.session import TaskPlace
 
 
@@ -150,3 +154,39 @@ def test_waiting_for_slots_until_they_are_there(monkeypatch: pytest.MonkeyPatch)
 def test_slots_that_are_not_there_in_time() -> None:
     with pytest.raises(TimeoutError, match=r"Spark has 2 of 4 slots.*num_proc.*start_timeout"):
         session.wait_for_slots(Context(2), 4, time.monotonic(), lambda text: None)  # type: ignore[arg-type]
+
+
+def test_without_pyspark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'reigen\[spark\]'"):
+        call.run(len)
+
+
+@pytest.mark.parametrize(
+    ("of_connect", "words"), [(False, "Could not find an active SparkContext"), (True, "a session of Spark Connect")]
+)
+def test_without_a_context(monkeypatch: pytest.MonkeyPatch, of_connect: bool, words: str) -> None:
+    session_type = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session" if of_connect else "x"})
+    session_type.getActiveSession = staticmethod(session_type)  # type: ignore[attr-defined]
+    fake = ModuleType("pyspark")
+    fake.SparkContext = type("SparkContext", (), {"_active_spark_context": None})  # type: ignore[attr-defined]
+    sql = ModuleType("pyspark.sql")
+    sql.SparkSession = session_type  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyspark", fake)
+    monkeypatch.setitem(sys.modules, "pyspark.sql", sql)
+    for function in (call.run, call.run_elastic, Distributor):
+        with pytest.raises(RuntimeError, match=words):
+            function(2)  # type: ignore[operator]
+
+
+def test_a_script_ends_as_a_script_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["here"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(__name__ + sys.path[0]); sys.exit(int(sys.argv[2]))"
+    )
+    run_script(str(script), str(tmp_path / "out"), "0")
+    assert (tmp_path / "out").read_text() == f"__main__{tmp_path}"
+    with pytest.raises(SystemExit, match="3"):
+        run_script(str(script), str(tmp_path / "out"), "3")

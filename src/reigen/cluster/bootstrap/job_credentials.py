@@ -68,7 +68,7 @@ def read_secret(path: str) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             problem = "is not a file"
-        elif private_problem := privacy_problem(status):
+        elif private_problem := _privacy_problem(status):
             problem = f"{private_problem}: chmod 600" if status.st_uid == os.geteuid() else private_problem
         else:
             secret = parse_secret(os.read(descriptor, _MAX_FILE_BYTES).decode("ascii", "replace").strip())
@@ -78,6 +78,17 @@ def read_secret(path: str) -> bytes:
     finally:
         os.close(descriptor)
     raise ConfigError(f"{SECRET_FILE_VARIABLE}={path} {problem}")
+
+
+def _privacy_problem(status: os.stat_result) -> str | None:
+    """Return what keeps a file from being private. One of root's may be for a group of this process alone.
+
+    That is how Kubernetes mounts a Secret for a pod whose user is not root (``securityContext.fsGroup``).
+    """
+    groups = {os.getegid(), *os.getgroups()}
+    if status.st_uid == 0 and os.geteuid() != 0 and status.st_gid in groups and not status.st_mode & 0o037:
+        return None
+    return privacy_problem(status)
 
 
 def derive_job_secret(given: bytes, job_id: str) -> bytes:

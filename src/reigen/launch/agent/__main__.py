@@ -1,7 +1,8 @@
 """Agent of the launcher on another host: ``python -m reigen.launch.agent``, which ssh runs there.
 
 With ``--dial`` it connects to the launcher by itself: the dial text is the first line of stdin, whose end ends the
-agent, or is in a file, ``--dial FILE``.
+agent, or is in a file, ``--dial FILE``. With ``--dial-by VARIABLE`` stdin has a line for each of several agents: a name
+and a dial text; this one's is that of the name in VARIABLE.
 
 It keeps the host's ranks as the launcher keeps those of its own host: it plans their processors, starts them, reports
 their output and their ends, and ends them on request. It decides nothing but this: when nothing has come from the
@@ -89,12 +90,16 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _main_dialing(arguments: Sequence[str]) -> int:
-    if arguments[0] != "--dial" or len(arguments) > 2:
-        complain_as_agent(f"unknown arguments: {' '.join(arguments)}; there is --dial [FILE]")
+    kind, *operands = arguments
+    if (kind, len(operands)) not in {("--dial", 0), ("--dial", 1), ("--dial-by", 1)}:
+        complain_as_agent(f"unknown arguments: {' '.join(arguments)}; there are --dial [FILE], --dial-by VARIABLE")
         return 2
-    stdin = None if len(arguments) == 2 else os.dup(0)
+    stdin = os.dup(0) if kind == "--dial-by" or not operands else None
     try:
-        text = read_dial_file(arguments[1]) if stdin is None else read_dial_text(stdin)
+        if stdin is None:
+            text = read_dial_file(operands[0])
+        else:
+            text = read_dial_text(stdin, os.environ.get(operands[0], "") if operands else "")
         _detach_standard_streams()
         return serve_by_dialing(text, stdin)
     except LaunchError as error:

@@ -61,6 +61,7 @@ class DialText(msgspec.Struct, frozen=True):
         peer_timeout_seconds: how long the other host may be silent.
         tls: everything is encrypted.
         gathers: it says where it is, and waits to be made an agent (``launch.agent.gathering``).
+        is_listening: the supervisor listened before there was this text; where it does not, the job is over.
     """
 
     addresses: tuple[str, ...]
@@ -70,6 +71,7 @@ class DialText(msgspec.Struct, frozen=True):
     peer_timeout_seconds: float = 20.0
     tls: bool = False
     gathers: bool = False
+    is_listening: bool = False
 
     def __repr__(self) -> str:
         """Describe it without the ticket."""
@@ -248,7 +250,14 @@ class DialListener:
         """Make the ticket of a host, or take ``secret`` for it; returns the dial text of its agent."""
         ticket = self.book.issue(number, host, time.monotonic() + timeout_seconds, secret)
         text = DialText(
-            (self.address,), ticket.hex(), number, timeout_seconds, self._peer_timeout_seconds, self._has_tls, gathers
+            (self.address,),
+            ticket.hex(),
+            number,
+            timeout_seconds,
+            self._peer_timeout_seconds,
+            self._has_tls,
+            gathers,
+            is_listening=True,
         )
         return encode_dial_text(text)
 

@@ -33,21 +33,29 @@ _MAX_TEXT_BYTES = 1 << 16
 _ATTEMPT_SECONDS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _NOTICE_SECONDS = 10.0, 0.05, 1.0, 30.0
 
 
-def read_dial_text(descriptor: int) -> DialText:
-    """Read the first line of a descriptor; nothing behind it is read.
+def read_dial_text(descriptor: int, name: str = "") -> DialText:
+    """Read the first line of a descriptor, or the one that begins with ``name``; nothing behind it is read.
 
     Raises:
         LaunchError: it ends before, or holds something else.
     """
+    while line := _read_line(descriptor):
+        if not name:
+            return _decode(line)
+        found, _, text = line.partition(b" ")
+        if found.decode(errors="replace") == name:
+            return _decode(text)
+    raise LaunchError(f"stdin has ended before the dial text came{name and ' for '}{name}")
+
+
+def _read_line(descriptor: int) -> bytearray:
     line = bytearray()
     while not line.endswith(b"\n") and len(line) <= _MAX_TEXT_BYTES:
         piece = os.read(descriptor, 1)
         if not piece:
             break
         line += piece
-    if not line:
-        raise LaunchError("stdin has ended before the dial text came")
-    return _decode(line)
+    return line
 
 
 def read_dial_file(path: str) -> DialText:
@@ -99,11 +107,15 @@ def dial(
         if now >= next_notice:
             next_notice += _NOTICE_SECONDS
             report(f"waiting for the launcher at {', '.join(text.addresses)} since {now - begin:.0f} s: {reason}")
+        num_refused = 0
         for address in text.addresses:
             try:
                 return _attempt(address, text, min(deadline, time.monotonic() + _ATTEMPT_SECONDS), num_slots)
             except (OSError, UnicodeError, AuthenticationError, WireError) as error:
                 reason = _describe(error)
+                num_refused += isinstance(error, ConnectionRefusedError)
+        if text.gathers and text.is_listening and num_refused == len(text.addresses):
+            raise LaunchError(f"the launcher at {', '.join(text.addresses)} has gone: the job is over")
         _pause(min(pause, max(0.0, deadline - time.monotonic())), stdin)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise LaunchError(

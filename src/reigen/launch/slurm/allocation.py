@@ -22,6 +22,7 @@ class SlurmAllocation:
         groups: number of each node's component, in a heterogeneous job; else empty.
         node: Slurm's name of this node; empty on a login host.
         num_restarts: how often the job was put back into the queue, and has begun anew.
+        array_task: the task of a job array that this job is, in words; else empty.
         end_seconds: time when it will be ended, in seconds since 1970; None: unknown.
     """
 
@@ -32,6 +33,7 @@ class SlurmAllocation:
     node: str = ""
     num_restarts: int = 0
     end_seconds: float | None = None
+    array_task: str = ""
 
     @property
     def num_tasks(self) -> int:
@@ -45,7 +47,8 @@ class SlurmAllocation:
         nodes = f"{len(self.hosts)} node{'s' if len(self.hosts) > 1 else ''}"
         counts = f" ({self.counts})" if self.counts else ""
         restarts = f", started again {self.num_restarts} times" if self.num_restarts else ""
-        return f"Slurm job {self.job_id} (SLURM_JOB_ID) with {tasks} on {nodes}{counts}{restarts}"
+        array = f", {self.array_task}" if self.array_task else ""
+        return f"Slurm job {self.job_id} (SLURM_JOB_ID) with {tasks} on {nodes}{counts}{array}{restarts}"
 
     def check_size(self, num_ranks: int) -> None:
         """Raise ConfigError where there are more ranks than tasks."""
@@ -87,7 +90,36 @@ def find_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
         environ.get("SLURMD_NODENAME", ""),
         _read_number(environ, "SLURM_RESTART_COUNT") or 0,
         _read_number(environ, "SLURM_JOB_END_TIME"),
+        _describe_array(environ),
     )
+
+
+def divide_nodes(
+    allocation: SlurmAllocation, num_worker_nodes: int | None, num_server_nodes: int | None
+) -> tuple[tuple[HostInfo, ...], tuple[str, ...]]:
+    """Return the first nodes, for workers, and names of those behind them, for servers; None: all that remain.
+
+    Raises:
+        ConfigError: the allocation has fewer nodes.
+    """
+    num_nodes = len(allocation.hosts)
+    for option, number in (("worker", num_worker_nodes), ("server", num_server_nodes)):
+        if number is not None and number < 1:
+            raise ConfigError(f"--slurm-{option}-nodes must be at least 1, not {number}")
+    num_workers = num_nodes - (num_server_nodes or 0) if num_worker_nodes is None else num_worker_nodes
+    num_servers = num_nodes - num_workers if num_server_nodes is None else num_server_nodes
+    if num_workers < 1 or num_servers < 1 or num_workers + num_servers > num_nodes:
+        raise ConfigError(
+            f"Slurm gave this job {num_nodes} nodes: not enough for workers on {max(num_workers, 1)} and servers on "
+            f"{max(num_servers, 1)} others; without --slurm-worker-nodes and --slurm-server-nodes they share nodes"
+        )
+    nodes = allocation.hosts
+    return nodes[:num_workers], tuple(host.name for host in nodes[num_workers : num_workers + num_servers])
+
+
+def _describe_array(environ: Mapping[str, str]) -> str:
+    task, job = environ.get("SLURM_ARRAY_TASK_ID"), environ.get("SLURM_ARRAY_JOB_ID")
+    return f"task {task} of array {job}" if task and job else ""
 
 
 def find_engine_job(environ: Mapping[str, str]) -> EngineJob | None:
@@ -102,7 +134,8 @@ def _check_step(environ: Mapping[str, str]) -> None:
     if "SLURM_STEP_ID" in environ and num_tasks != "1":
         raise ConfigError(
             f"srun has started `reigen run` {num_tasks} times, and each would start a whole job: leave srun out "
-            "(in a batch script, or under salloc, `reigen run` reaches the nodes by itself), or give it one task: -n1"
+            "(in a batch script, or under salloc, `reigen run` reaches the nodes by itself), give it one task: -n1, or "
+            "one on each node (--ntasks-per-node=1), and say `reigen run --nodes-from-env`"
         )
 
 

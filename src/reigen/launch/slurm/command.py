@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from reigen.launch.slurm.allocation import SlurmAllocation
 
@@ -33,7 +33,7 @@ _FAMILIES = ("SLURM_", "SBATCH_", "SALLOC_", "SLURMD_", "PMI_", "PMIX_")
 #: --chdir=/            a directory that is everywhere; the agent goes into the job's by itself, or says that it is not.
 _OPTIONS = (
     *("--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none", "--mem=0"),
-    *("--chdir=/", "-N1", "-n1"),
+    *("--chdir=/",),
 )
 
 
@@ -46,8 +46,21 @@ def srun_command(allocation: SlurmAllocation, environ: Mapping[str, str], host: 
     """Return the beginning of a command whose rest srun runs on ``host``; empty: the host's name is to follow."""
     unset = [word for name in foreign_variables(environ) for word in ("-u", name)]
     group = allocation.groups.get(host)
-    options = [*_OPTIONS, *([] if group is None else [f"--het-group={group}"])]
+    options = [*_OPTIONS, "-N1", "-n1", *([] if group is None else [f"--het-group={group}"])]
     return ["env", *unset, "srun", *options, "-w", *([host] if host else [])]
+
+
+def step_command(environ: Mapping[str, str], hosts: Sequence[str], group: int | None) -> list[str]:
+    """Return the beginning of a command whose rest one srun runs once on each of ``hosts``.
+
+    Its stdin goes to all of them, and each line that they print begins with the number of its host in the list, which
+    must be in the order of the allocation.
+    """
+    unset = [word for name in foreign_variables(environ) for word in ("-u", name)]
+    number = str(len(hosts))
+    options = ["-N", number, "-n", number, "--ntasks-per-node=1", "--input=all", "--label"]
+    options += [] if group is None else [f"--het-group={group}"]
+    return ["env", *unset, "srun", *_OPTIONS, *options, "-w", ",".join(hosts)]
 
 
 def remote_shell(allocation: SlurmAllocation, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -74,7 +87,7 @@ def rank_variables(rank: int, place: tuple[int, int], counts: list[int]) -> dict
     """
     node, local_rank = place
     size = str(sum(counts))
-    return dict.fromkeys(_STEP_VARIABLES) | {
+    return dict.fromkeys(STEP_VARIABLES) | {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(local_rank),
         "SLURM_NODEID": str(node),
@@ -86,7 +99,7 @@ def rank_variables(rank: int, place: tuple[int, int], counts: list[int]) -> dict
 
 
 #: Those of an agent's step, and of a task, which are not the rank's.
-_STEP_VARIABLES = (
+STEP_VARIABLES = (
     *("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_LAUNCHER_PORT", "SLURM_GTIDS", "SLURM_TASK_PID"),
     *("SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT", "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST"),

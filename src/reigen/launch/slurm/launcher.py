@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,8 @@ from dataclasses import replace
 from reigen.errors import ConfigError
 from reigen.launch.base import (
     AgentCommand,
+    AgentStarter,
+    DialBackStarter,
     HostProblem,
     JobPlan,
     assign_processes,
@@ -19,13 +22,18 @@ from reigen.launch.base import (
     last_line,
 )
 from reigen.launch.hosts import HostAssignment, is_this_host
-from reigen.launch.options import LaunchOptions
+from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.slurm.allocation import find_allocation
 from reigen.launch.slurm.command import rank_variables, remote_shell, srun_command
+from reigen.launch.slurm.step_starter import SlurmStepStarter
 from reigen.launch.supervision.spawn import spawn_client
 
 #: Variables whose values on a host are that host's, where it has them.
 KEPT_VARIABLES = ("SLURM_", "SLURMD_")
+#: Other nodes that are reached by an srun each; more are reached by one srun, whose agents dial back.
+MAX_STEPS = 64
+MAX_STEPS_VARIABLE = "REIGEN_SLURM_STEPS"
+_SCONTROL_SECONDS = 10.0
 #: Seconds before its end in which a job that is asked to stop has run out of time.
 _LAST_SECONDS = 180
 
@@ -96,6 +104,7 @@ class SlurmLauncher:
                 "set): run it in a script for sbatch, or under salloc"
             )
         self.options, self._allocation, self._environ = options, allocation, environ
+        self._max_steps = _read_max_steps(environ)
         self._check_hosts()
         if not options.hosts:
             allocation.check_size(options.num_ranks)
@@ -111,7 +120,17 @@ class SlurmLauncher:
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
         """Return the plan: Slurm has granted the nodes before."""
-        return JobPlan(self._assignments, self, kept_variables=KEPT_VARIABLES, describe_notice=self._describe_notice)
+        num_others = sum(not each.is_local for each in self._assignments)
+        starter: AgentStarter | DialBackStarter = self
+        if num_others > self._max_steps:
+            starter = SlurmStepStarter(self._allocation, self._environ, self.remote_shell, self.explain_exit)
+        return JobPlan(
+            self._assignments,
+            starter,
+            kept_variables=KEPT_VARIABLES,
+            describe_notice=self._describe_notice,
+            requeue=self._requeue,
+        )
 
     def close(self) -> tuple[str, ...]:
         """Give nothing back: a step ends with its agent, and the allocation is the user's."""
@@ -165,6 +184,44 @@ class SlurmLauncher:
         if not reason and end is not None and time.time() > end - _LAST_SECONDS:
             reason = "the job's time is nearly over"
         return f"by Slurm: {reason or 'the job is cancelled or preempted, or its time is nearly over'}"
+
+    def _requeue(self) -> int:
+        """Put the job back into the queue; returns the exit code for that.
+
+        A job that Slurm is ending already was cancelled, or its time is over: it shall not come back.
+        """
+        job_id = self._allocation.job_id
+        state = re.search(r"\bJobState=(\S+)", _run_scontrol("show", "job", "-o", job_id) or "")
+        if state is None or state[1] != "RUNNING":
+            what = "is not known any more" if state is None else f"is {state[1]}"
+            complain(f"Slurm job {job_id} is not put back into the queue: it {what}, for it was cancelled, or is over")
+            return 128 + signal.SIGTERM
+        if _run_scontrol("requeue", job_id) is None:
+            complain(
+                f"Slurm job {job_id} cannot be put back into the queue by scontrol requeue: only sbatch's jobs can"
+            )
+            return 128 + signal.SIGTERM
+        return 0
+
+
+def _run_scontrol(*words: str) -> str | None:
+    """Run scontrol; returns its output, None where it has failed."""
+    try:
+        done = subprocess.run(
+            ["scontrol", *words], capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _read_max_steps(environ: Mapping[str, str]) -> int:
+    text = environ.get(MAX_STEPS_VARIABLE, "")
+    if not text:
+        return MAX_STEPS
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{MAX_STEPS_VARIABLE} is {text!r}, not a number")
+    return int(text)
 
 
 def check_srun(environ: Mapping[str, str]) -> None:

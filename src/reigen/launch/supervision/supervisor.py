@@ -269,6 +269,8 @@ class Supervisor:
         message = b"" if self._listener.finished is not None else self._describe_end(self._finish)
         self._display.say_repeats()
         self._display.say(message)
+        if message:
+            self._listener.described(message.decode(errors="replace"))
         timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
         self._display.write_all(timeout_seconds, lambda: self._is_forced)
         if self._listener.finished is not None:

@@ -1,0 +1,343 @@
+"""Dial-back: tickets that count once, and what liars, strangers and the late can do: nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import msgspec
+import pytest
+
+from reigen._version import __version__
+from reigen.cluster.membership.rendezvous import split_address
+from reigen.errors import AuthenticationError, LaunchError, WireError
+from reigen.launch.agent import dialing
+from reigen.launch.agent.agent_protocol import MAX_FRAME_BYTES
+from reigen.launch.agent.dial_back import (
+    DIAL_PURPOSE,
+    DialedAgent,
+    DialGreeting,
+    DialListener,
+    DialText,
+    TicketBook,
+    decode_dial_text,
+    encode_dial_text,
+)
+from reigen.launch.agent.dialing import dial, read_dial_file, read_dial_text
+from reigen.launch.agent.gathering import Gathering, await_call, group_by_machine
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.connection import Connection, open_connection
+from reigen.net.event_loop import EventLoop, wait_ready
+from tests.patience import patiently
+
+SECONDS = 60.0
+AGENT = Identity(ProcessRole.AGENT, 0, DIAL_PURPOSE)
+
+
+class Supervisor:
+    """The listening end; its loop turns whenever a test waits."""
+
+    def __init__(self) -> None:
+        self.loop = EventLoop()
+        self.agents: list[DialedAgent] = []
+        self.conflicts: list[str] = []
+        self.refused: list[tuple[str, str]] = []
+        self.listener = DialListener(
+            self.loop,
+            DialListener.at("127.0.0.1"),
+            self.agents.append,
+            self.conflicts.append,
+            lambda host, reason: self.refused.append((host, reason)),
+        )
+
+    def wait_for(self, condition) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline
+            self.loop.wait(0.01)
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.connection.close()
+        self.listener.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    with closing(Supervisor()) as made:
+        yield made
+
+
+class Dialing:
+    """`dial` in a thread of its own."""
+
+    def __init__(self, text: str, **options) -> None:
+        self.connection: Connection | None = None
+        self.error: Exception | None = None
+        self.lines: list[str] = []
+        self._thread = threading.Thread(target=self._run, args=(decode_dial_text(text), options))
+        self._thread.start()
+
+    def _run(self, text: DialText, options) -> None:
+        try:
+            self.connection = dial(text, self.lines.append, **options)
+        except LaunchError as error:
+            self.error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        self._thread.join()
+        if self.connection is not None:
+            self.connection.close()
+
+
+def raw_connection(supervisor: Supervisor, ticket: bytes, me: Identity = AGENT) -> Connection | Exception:
+    """A connection of somebody who does the handshake by himself; or what came of it."""
+    found: list[Connection | Exception] = []
+
+    def connect() -> None:
+        try:
+            address = split_address(supervisor.listener.address)
+            found.append(open_connection(address, ticket, me, MAX_FRAME_BYTES, time.monotonic() + SECONDS))
+        except (AuthenticationError, OSError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    supervisor.wait_for(lambda: found)
+    thread.join()
+    return found[0]
+
+
+def ticket_of(text: str) -> bytes:
+    return bytes.fromhex(decode_dial_text(text).ticket)
+
+
+def test_an_agent_is_taken_in_by_its_ticket_and_learns_the_secret_which_a_listener_does_not(supervisor):
+    with closing(Dialing(supervisor.listener.issue(0, "h3", SECONDS))) as agent:
+        supervisor.wait_for(lambda: agent.is_done and supervisor.agents)
+        [found] = supervisor.agents
+        assert (found.host, found.greeting.version) == ("h3", __version__)
+        secret = os.urandom(32)
+        masked = found.connection.mask(secret)
+        assert masked != secret
+        assert agent.connection.mask(masked) == secret
+        with pytest.raises(AuthenticationError, match="one secret"):
+            found.connection.mask(secret)
+
+
+def test_tickets_are_in_no_representation():
+    book = TicketBook()
+    secret = book.issue(0, "h1", time.monotonic() + SECONDS)
+    text = DialText(("h0:1",), secret.hex(), 0, 5.0)
+    assert secret.hex() not in repr(text)
+    assert secret.hex() not in repr(book._tickets)
+    assert decode_dial_text(encode_dial_text(text)) == text
+
+
+def test_a_ticket_that_is_used_twice_names_both_addresses(supervisor):
+    text = supervisor.listener.issue(0, "h3", SECONDS)
+    with closing(Dialing(text)) as first:
+        supervisor.wait_for(lambda: first.is_done)
+        with closing(Dialing(text)) as second:
+            supervisor.wait_for(lambda: second.is_done and supervisor.conflicts)
+        addresses = [f"127.0.0.1:{first.connection.socket.getsockname()[1]}"]
+        assert supervisor.conflicts[0].startswith(f"two agents claim host h3: from {addresses[0]} and from 127.0.0.1:")
+        assert "two agents claim host h3" in str(second.error)
+        assert len(supervisor.agents) == 1
+
+
+def test_a_wrong_ticket_is_no_ticket(supervisor):
+    supervisor.listener.issue(0, "h3", SECONDS)
+    assert isinstance(raw_connection(supervisor, os.urandom(32)), AuthenticationError)
+    assert (supervisor.agents, supervisor.conflicts) == ([], [])
+    supervisor.wait_for(lambda: supervisor.listener.num_refused == 1)
+
+
+@pytest.mark.parametrize(
+    "me",
+    [
+        Identity(ProcessRole.AGENT, 7, DIAL_PURPOSE),
+        Identity(ProcessRole.RANK, 0, DIAL_PURPOSE),
+        Identity(ProcessRole.AGENT, 0, "heartbeat"),
+    ],
+)
+def test_a_ticket_counts_for_its_agent_alone(supervisor, me):
+    ticket = ticket_of(supervisor.listener.issue(0, "h3", SECONDS))
+    assert isinstance(raw_connection(supervisor, ticket, me), AuthenticationError)
+
+
+def test_a_ticket_is_void_after_its_deadline(supervisor):
+    ticket = ticket_of(supervisor.listener.issue(0, "h3", -1.0))
+    assert isinstance(raw_connection(supervisor, ticket), AuthenticationError)
+    book = TicketBook()
+    secret = book.issue(0, "h3", 10.0)
+    assert [book.find_secret(AGENT, now) for now in (9.0, 11.0)] == [secret, None]
+    book.claim(0, "10.0.0.1:5")
+    assert book.find_secret(AGENT, 11.0) == secret  # who has it is told why it is refused
+    book.cancel(0)
+    assert book.find_secret(AGENT, 9.0) is None
+
+
+def test_what_was_recorded_is_worth_nothing(supervisor):
+    """The bytes of an agent that was taken in, once more."""
+    text = supervisor.listener.issue(0, "h3", SECONDS)
+    sent: list[bytes] = []
+    host, port = split_address(supervisor.listener.address)
+    with socket.create_server(("127.0.0.1", 0)) as middle:
+
+        def relay() -> None:
+            agent, _ = middle.accept()
+            with agent, socket.create_connection((host, port)) as launcher, suppress(OSError):
+                threading.Thread(target=lambda: _copy(launcher, agent, [])).start()
+                _copy(agent, launcher, sent)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        address = (f"127.0.0.1:{middle.getsockname()[1]}",)
+        tapped = encode_dial_text(msgspec.structs.replace(decode_dial_text(text), addresses=address))
+        with closing(Dialing(tapped)) as agent:
+            supervisor.wait_for(lambda: agent.is_done and supervisor.agents)
+        supervisor.agents[0].connection.close()
+        thread.join()
+    assert ticket_of(text) not in b"".join(sent)
+    with socket.create_connection((host, port)) as again:
+        again.sendall(b"".join(sent))
+        supervisor.wait_for(lambda: supervisor.listener.num_refused == 1)
+    assert supervisor.conflicts == []
+
+
+def _copy(source: socket.socket, target: socket.socket, seen: list[bytes]) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            seen.append(data)
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_a_hundred_strangers_do_no_harm(supervisor):
+    address = split_address(supervisor.listener.address)
+    strangers = [socket.create_connection(address) for _ in range(200)]
+    try:
+        for number, stranger in enumerate(strangers):
+            with suppress(OSError):
+                stranger.sendall(bytes([number]) * (number % 7))
+        with closing(Dialing(supervisor.listener.issue(0, "h3", SECONDS))) as agent:
+            supervisor.wait_for(lambda: agent.is_done)
+            assert agent.error is None
+        assert supervisor.listener.num_refused >= 200 - 128
+        assert (len(supervisor.agents), supervisor.conflicts) == (1, [])
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize("words", [b"", b"{}", b"[" * 5000, b'{"version": 3}', b"x" * 100_000])
+def test_who_has_a_ticket_and_greets_in_other_words_is_refused(supervisor, words):
+    connection = raw_connection(supervisor, ticket_of(supervisor.listener.issue(0, "h3", SECONDS)))
+    assert isinstance(connection, Connection)
+    with closing(connection):
+        connection.send(words, time.monotonic() + SECONDS)
+        supervisor.wait_for(lambda: supervisor.listener.num_refused == 1)
+    assert (supervisor.agents, supervisor.conflicts) == ([], [])
+
+
+def test_another_version_is_refused_before_any_secret_with_both_pythons(supervisor):
+    connection = raw_connection(supervisor, ticket_of(supervisor.listener.issue(0, "h3", SECONDS)))
+    assert isinstance(connection, Connection)
+    with closing(connection):
+        greeting = DialGreeting("0.0.1", "/opt/old/python", "h3")
+        connection.send(msgspec.json.encode(greeting), time.monotonic() + SECONDS)
+        supervisor.wait_for(lambda: supervisor.refused)
+        answer = connection.receive(time.monotonic() + SECONDS).decode()
+    assert supervisor.refused == [("h3", answer)]
+    assert answer.startswith(f"Reigen 0.0.1 there (/opt/old/python), {__version__} here (/")
+    assert supervisor.agents == []
+
+
+def test_an_agent_waits_for_a_launcher_that_comes_late(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    monkeypatch.setattr(dialing, "_NOTICE_SECONDS", 0.1)
+    text = DialText((f"no-such-host.invalid:{port}", f"127.0.0.1:{port}"), bytes(32).hex(), 0, 0.5)
+    with closing(Dialing(encode_dial_text(text))) as agent:
+        agent._thread.join()
+    assert "was not there within 0.5 s: Connection refused" in str(agent.error)
+    assert any("waiting for the launcher at no-such-host.invalid" in line for line in agent.lines)
+
+
+def test_a_gathered_agent_that_comes_when_the_job_is_over_ends_at_once():
+    gathering = Gathering(("127.0.0.1", 0), ["0"], 300.0)
+    text = decode_dial_text(gathering.texts["0"])
+    gathering.close()
+    with pytest.raises(LaunchError, match="has gone: the job is over"):
+        dial(text, lambda line: None)
+
+
+def test_an_agent_whose_starter_has_ended_ends(supervisor):
+    reading, writing = os.pipe()
+    text = DialText(("127.0.0.1:1",), bytes(32).hex(), 0, SECONDS)
+    try:
+        with closing(Dialing(encode_dial_text(text), stdin=reading)) as agent:
+            os.close(writing)
+        assert "the process that has started this agent has ended" in str(agent.error)
+    finally:
+        os.close(reading)
+
+
+def test_dial_texts_are_read_from_stdin_and_from_files_of_this_user_alone(tmp_path):
+    text = DialText(("h0:1",), bytes(32).hex(), 3, 5.0)
+    line = encode_dial_text(text)
+    for content, name in ((f"{line}\nrest", ""), (f"h1 nothing\nh2 {line}\n", "h2")):
+        reading, writing = os.pipe()
+        os.write(writing, content.encode())
+        os.close(writing)
+        assert read_dial_text(reading, name) == text
+        os.close(reading)
+    file = tmp_path / "dial"
+    file.write_text(line)
+    file.chmod(0o600)
+    assert read_dial_file(str(file)) == text
+    file.chmod(0o640)
+    with pytest.raises(LaunchError, match="chmod 600"):
+        read_dial_file(str(file))
+    for wrong in ("", "{}", line.replace("00", "0", 1), "x" * 100):
+        with pytest.raises(WireError, match="dial text"):
+            decode_dial_text(wrong)
+    with pytest.raises(LaunchError, match="No such file"):
+        read_dial_file(str(tmp_path / "other"))
+
+
+# ---------------------------------------------------------------------------------------------- gathering
+
+
+def test_tasks_of_one_machine_are_one_host_and_its_first_one_is_called():
+    with closing(Gathering(("127.0.0.1", 0), ["0", "1"], SECONDS)) as gathering:
+        tasks = [Dialing(gathering.texts[name]) for name in ("0", "1")]
+        gathering.wait(lambda seconds: None, lambda problems: None)
+        assert gathering.missing() == []
+        assert group_by_machine(gathering.agents, ["0", "1"]) == [["0", "1"]]
+        call = DialText(("127.0.0.1:9",), os.urandom(32).hex(), 5, 1.0)
+        gathering.call("0", encode_dial_text(call))
+        for task in tasks:
+            task._thread.join()
+        assert await_call(tasks[0].connection, lambda connection: wait_ready(connection, SECONDS)) == call
+    assert await_call(tasks[1].connection, lambda connection: wait_ready(connection, SECONDS)) is None
+
+
+def test_tasks_that_do_not_come_are_named():
+    def attempt(seconds: float) -> None:
+        with closing(Gathering(("127.0.0.1", 0), ["0", "1"], seconds)) as gathering:
+            with closing(Dialing(gathering.texts["1"])):
+                gathering.wait(lambda seconds: None, lambda problems: None)
+            assert gathering.missing() == ["0"]
+
+    patiently(attempt, 0.3)
