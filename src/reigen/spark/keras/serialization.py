@@ -83,7 +83,11 @@ def save_optimizer(optimizer: Any) -> SavedOptimizer:
     """Return an optimizer's configuration, or that of its name, and its state."""
     made = keras.optimizers.get(optimizer)
     values = tuple(np.asarray(keras.ops.convert_to_numpy(each)) for each in made.variables) if made.built else ()
-    return SavedOptimizer(keras.saving.serialize_keras_object(made), values)
+    config = keras.saving.serialize_keras_object(made)
+    public = getattr(keras.optimizers, config["class_name"], None)
+    if isinstance(public, type) and isinstance(made, public):  # and not the class of this backend alone
+        config = {**config, "module": "keras.optimizers", "registered_name": None}
+    return SavedOptimizer(config, values)
 
 
 def load_optimizer(saved: SavedOptimizer, variables: Any, custom_objects: Mapping[str, Any]) -> Any:

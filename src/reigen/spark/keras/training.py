@@ -110,7 +110,7 @@ def _separate_seeds(model: Any, rank: int) -> None:
     for variable in model.variables:
         if variable.path.endswith("seed_generator_state"):
             state = np.asarray(keras.ops.convert_to_numpy(variable)).astype(np.int64)
-            variable.assign(((state + [rank * 1_000_003, 0]) % 2**31).astype("uint32"))
+            variable.assign(((state + np.array([rank * 1_000_003, 0])) % 2**31).astype("uint32"))
 
 
 def _choose_devices(use_gpu: bool, local_rank: int) -> None:
@@ -199,18 +199,25 @@ class _Validation(keras.callbacks.Callback):
             logs.update({f"val_{name}": value for name, value in average_logs(*found).items()})
 
     def _evaluate(self, reader: BatchReader) -> tuple[int, dict[str, float]]:
-        """Return the number of rows, and their metrics; nothing where this rank has no rows."""
+        """Return the number of rows, and their metrics; nothing where this rank has no rows.
+
+        Each batch counts by its rows, which Keras's own means of losses do not do in all of its versions.
+        """
         from reigen.keras.callbacks import Keras3Access
 
         Keras3Access().prepare(self.model)
-        self.model.reset_metrics()
-        rows, found = 0, {}
+        total, sums = 0, dict[str, float]()
         for columns in itertools.islice(reader.all_batches(), self._task.val_steps):
             inputs, labels, weights = shape_columns(columns, self._task, self.model)
             given = None if weights is None else _for_each_output(weights, labels)
+            # on PyTorch Keras gives arrays to metrics as they are
+            inputs, labels = keras.tree.map_structure(keras.ops.convert_to_tensor, (inputs, labels))
+            self.model.reset_metrics()
             found = self.model.test_on_batch(inputs, labels, given, return_dict=True)
-            rows += len(columns[self._task.labels[0]])
-        return rows, {name: float(value) for name, value in found.items()}
+            rows = len(columns[self._task.labels[0]])
+            total += rows
+            sums = {name: sums.get(name, 0.0) + float(value) * rows for name, value in found.items()}
+        return total, {name: value / total for name, value in sums.items()}
 
 
 def average_logs(rows: int, logs: Mapping[str, Any]) -> dict[str, float]:
