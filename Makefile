@@ -63,7 +63,7 @@ $(MXNET_VENV)/.stamp: $(STAMP_PARTS)
 $(FRAMEWORKS_VENV)/.stamp: $(STAMP_PARTS)
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
-	  -e '.[torch,keras,jax,ray,spark,dask]' tensorflow-cpu tf_keras flax optax scikit-learn hypothesis pytest pytest-timeout pytest-xdist
+	  -e '.[torch,keras,jax,ray,spark-estimators,dask,yarn]' 'ray[train]' tensorflow-cpu tf_keras flax optax scikit-learn hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 demo: $(VENV)/.stamp-demo

@@ -18,6 +18,8 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from reigen.files import write_atomically
+
 _PROGRESS = "reigen.json"
 _CONFIGURED = (keras.metrics.Metric, keras.losses.Loss, keras.optimizers.Optimizer)
 
@@ -53,7 +55,7 @@ def load_model(content: bytes, custom_objects: Mapping[str, Any] | None = None, 
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "model.keras")
-        path.write_bytes(content)
+        write_atomically(path, [content])
         return keras.saving.load_model(path, custom_objects=dict(custom_objects or {}), compile=compiled)
 
 
@@ -61,7 +63,7 @@ def load_weights(model: Any, content: bytes) -> None:
     """Load the weights of a ``.keras`` file into a model, and its optimizer's state."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "model.keras")
-        path.write_bytes(content)
+        write_atomically(path, [content])
         model.load_weights(path)
 
 
