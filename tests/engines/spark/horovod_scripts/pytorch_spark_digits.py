@@ -57,7 +57,7 @@ if __name__ == "__main__":
     store = Store.create(args.work_dir)
     torch.manual_seed(0)
     model = Net()
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss = lambda output, target: F.nll_loss(output, target.long())  # noqa: E731
 
     backend = SparkBackend(num_proc=args.num_proc, verbose=2, prefix_output_with_timestamp=True)
