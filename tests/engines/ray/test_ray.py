@@ -340,7 +340,7 @@ def train(config):
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     for epoch in range(first, 4):
         if epoch == 2 and checkpoint is None and hvd.rank() == 1:
-            get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)  # waits until Ray has them
+            get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)  # waits for Ray
             os.kill(os.getpid(), signal.SIGKILL)
         inputs = torch.full((8, 4), 1.0 + ray.train.get_context().get_world_rank())
         optimizer.zero_grad()
