@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from reigen.launch.base import (
@@ -45,7 +46,8 @@ class DialingLauncher:
         self._stderr[call.host] = bytearray()
         assert client.stdin is not None
         assert client.stderr is not None
-        client.stdin.write(call.text.encode() + b"\n")
+        with suppress(BrokenPipeError):  # it has ended already, and its stderr says why
+            client.stdin.write(call.text.encode() + b"\n")
         caller.loop.watch(client.stderr, partial(self._read, call.host, caller))
 
     def _read(self, host: str, caller: AgentCaller) -> None:

@@ -293,7 +293,7 @@ def host_of(pid):
         (("-n", "2", "true"), "--launcher ssh needs a --hostfile"),
         (("-n", "2", "--launcher", "local", "-H", "hosts", "true"), "--launcher local starts everything on this"),
         (("-n", "2", "-s", "0", "--launcher", "local", "true"), "the number of servers must be at least 1, not 0"),
-        (("-n", "2", "--launcher", "sge", "-H", "hosts", "true"), "--launcher sge: not possible yet; there are local"),
+        (("-n", "2", "--launcher", "sge", "-H", "hosts", "true"), "--launcher sge gives the job its hosts"),
         (("-n", "2", "-H", "no/such", "true"), "hostfile 'no/such' cannot be read"),
         (("-n", "2", "--launcher", "local", "--env-server", "A=1", "true"), "--env-server A=1: it is not of the form"),
         (("-n", "2", "--launcher", "local", "--env", "NO_SUCH", "true"), "there is no such variable"),

@@ -27,7 +27,7 @@ SCRIPT = """
 import os, socket, numpy, reigen
 reigen.init()
 total = int(reigen.allreduce(numpy.ones(3), op=reigen.Sum)[0])
-os.write(1, f"rank {reigen.rank()} {socket.gethostname()} {total}\n".encode())
+os.write(1, f"rank {reigen.rank()} {socket.gethostname()} {total}\\n".encode())
 """
 
 

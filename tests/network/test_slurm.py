@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -304,6 +305,55 @@ def test_a_step_that_is_cancelled_is_a_lost_host(slurm: Slurm) -> None:
             assert job.wait() != 0
             err = job.output()[1]
     assert re.search(r"host h2 was (lost|sent SIGTERM).*Slurm.*: the job, or this step of it, was cancelled", err), err
+
+
+#: What is killed in the middle of a job, by how its command begins ("": a step is cancelled), and how.
+ENDS = [(words, signal.SIGKILL) for words in ("-S ", "-P -m reigen.launch.agent", "srun --", "-m reigen run")]
+ENDS += [(words, signal.SIGTERM) for words in ("-P -m reigen.launch.agent", "srun --", "-m reigen run", "")]
+ENDS += [("-m reigen run", signal.SIGINT)]
+
+
+def left_of_jobs(slurm: Slurm, job_id: str) -> list[str]:
+    """What of jobs, and not of the cluster, is left on any node and in Slurm's records."""
+    words = ("hear.py", "reigen.launch", "-m reigen", "srun", "slurmstepd: ")
+    running = [command for command in commands(slurm) if any(word in command for word in words)]
+    steps = slurm.run("squeue", "-h", "-s", "-j", job_id, "-o", "%i")[1].split()
+    return running + [step for step in steps if not step.endswith((".extern", ".batch"))]
+
+
+def first_pids(slurm: Slurm, words: str) -> list[int]:
+    """Processes of commands that begin so; the first of those with the same command: srun has a helper that may die."""
+    firsts: dict[tuple[str, str], int] = {}
+    for host in slurm.hosts:
+        for pid, command in sorted(host.processes().items()):
+            if command.removeprefix(f"{sys.executable} ").startswith(words):
+                firsts.setdefault((host.name, command), pid)
+    assert firsts, f"no process {words}"
+    return list(firsts.values())
+
+
+@pytest.mark.timeout(3000)
+def test_nothing_is_left_after_any_end(slurm: Slurm) -> None:
+    """REIGEN_TEST_ENDS=100 for more than there is time for in every run."""
+    chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "19")))
+    program = slurm.directory / "hear.py"
+    program.write_text(HEARING)
+    with slurm.allocation("-N3", "-n3") as allocation:
+        environ, job_id = {**allocation, **path_of_this_source()}, allocation["SLURM_JOB_ID"]
+        for number in range(int(os.environ.get("REIGEN_TEST_ENDS", "3"))):
+            words, signum = chances.choice(ENDS)
+            end = f"end {number}: {signum.name} for {words or 'a step'}"
+            with closing(slurm.start(*RUN, sys.executable, "-S", str(program), env=environ)) as job:
+                wait_for(lambda job=job: job.output()[0].count("ready") == 3, f"{end}: ranks are ready")
+                if words:
+                    os.kill(chances.choice(first_pids(slurm, words)), signum)
+                else:
+                    steps = slurm.run("squeue", "-h", "-s", "-j", job_id, "-o", "%i")[1].split()
+                    slurm.run("scancel", chances.choice([step for step in steps if not step.endswith(".extern")]))
+                assert job.wait() != 0, end
+            with contextlib.suppress(AssertionError):
+                wait_for(lambda: not left_of_jobs(slurm, job_id), end, 15.0)
+            assert left_of_jobs(slurm, job_id) == [], end
 
 
 def test_nodes_that_do_not_answer(slurm: Slurm) -> None:
