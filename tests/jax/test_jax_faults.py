@@ -97,7 +97,7 @@ print(jax.jit(lambda x: rj.allgather(rj.allreduce(x)))(jax.numpy.arange(3.0)).to
 
 
 TWO_DEVICES = """
-import jax, jax.numpy as jnp, numpy as np, reigen.jax as rj
+import jax, jax.numpy as jnp, numpy as np, reigen.errors, reigen.jax as rj
 rj.init()
 assert len(jax.devices()) == 2
 mesh = jax.make_mesh((2,), ("x",))
@@ -109,6 +109,14 @@ whole = rj.allreduce(sharded, op=rj.Sum)
 assert whole.sharding == sharded.sharding and whole.tolist() == [0.0, 1.0, 2.0, 3.0]
 second = jax.device_put(jnp.ones(3), jax.devices()[1])
 assert rj.allreduce(second).devices() == {jax.devices()[1]}
+with jax.default_device(jax.devices()[1]):
+    assert rj.allgather(jax.device_put(jnp.ones(3), jax.devices()[0])).devices() == {jax.devices()[0]}
+try:
+    jax.jit(lambda x: rj.allreduce(x))(sharded)
+except reigen.errors.UnsupportedError as error:
+    assert "jax.shard_map" in str(error)
+else:
+    raise AssertionError("a sharded array in jit")
 unwaited = jax.jit(lambda x: rj.allreduce(x))(jnp.ones((500, 500)))
 print("passed")
 """

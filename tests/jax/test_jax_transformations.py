@@ -76,6 +76,31 @@ def check_gradients() -> None:
     same(jax.jit(jax.grad(jax.checkpoint(remade)))(x), jax.grad(remade)(x))
 
 
+def check_tangents_in_their_order() -> None:
+    """Several have one name. What does not depend on another begins in any order: here, in another on each rank."""
+    x, wide = jnp.asarray(own()), jnp.asarray(np.arange(200_000, dtype=np.float32))
+
+    def late(value, rank: int, wide):
+        return value + jnp.sin(jnp.cumsum(jnp.sort(-wide))).sum() * 0 if rj.rank() == rank else value
+
+    def linear(x, wide):
+        _, tangent_of = jax.linearize(lambda x: sum_(x, name="linear"), x)
+        return tangent_of(late(3 * x, 1, wide)), tangent_of(late(5 * x, 0, wide))
+
+    def twice(x, wide):
+        def inner(y):
+            return jax.jvp(lambda y: sum_(y, name="twice"), (y,), (late(3 * x, 1, wide),))
+
+        (_, first), (second, _) = jax.jvp(inner, (x,), (late(5 * x, 0, wide),))
+        return first, second
+
+    for program in map(jax.jit, (linear, twice)):
+        for _ in range(10):
+            first, second = program(x, wide)
+            same(first, 3 * total())
+            same(second, 5 * total())
+
+
 def check_other_collectives() -> None:
     jax.clear_caches()  # of jobs of other sizes, in which this process was a rank
     x, rank, n = jnp.asarray(own()), rj.rank(), rj.size()
@@ -137,6 +162,17 @@ def check_dtypes() -> None:
         for function in (sum_, jax.jit(sum_)):
             with pytest.raises(UnsupportedTypeError, match=name):
                 function(jnp.ones(3, name))
+    enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    for dtype in (np.int64, np.float64):  # made while x64 was on, reduced after that
+        wide = (np.arange(3) * (2.0**40 + 1)).astype(dtype)
+        with enable(True):
+            given = jnp.asarray(wide)
+        for function, expected in ((sum_, n * wide), (rj.allgather, np.tile(wide, n)), (rj.broadcast, wide)):
+            found = function(given, **({"root_rank": 0} if function is rj.broadcast else {}))
+            assert np.asarray(found).dtype == dtype
+            assert np.asarray(found).tolist() == expected.tolist()
+            with enable(True):
+                assert (found + 1).tolist() == (expected + 1).tolist()
     exact = jnp.asarray([1.0, 1.0 + 2**-9], jnp.float32)
     assert sum_(exact, compression=rj.Compression.bf16).tolist() == [n, n]
     assert jax.jit(lambda x: sum_(x, compression=rj.Compression.fp16))(exact).tolist() == (n * exact).tolist()
@@ -173,7 +209,14 @@ def check_errors() -> None:
     assert jax.jit(sum_)(x).tolist() == [2.0] * 3
 
 
-CHECKS = (check_programs, check_gradients, check_other_collectives, check_trees, check_dtypes)
+CHECKS = (
+    check_programs,
+    check_gradients,
+    check_tangents_in_their_order,
+    check_other_collectives,
+    check_trees,
+    check_dtypes,
+)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -184,6 +185,7 @@ class _Tasks:
         #: The worker of each slot, in the order of ranks.
         self._workers = [address for address, number in placement.items() for _ in range(number)]
         self._futures: dict[str, Future] = {}
+        self._id = uuid.uuid4().hex  # of several clients' tasks in one scheduler
 
     def start(self, inputs: Mapping[str, str]) -> None:
         """Submit the tasks with the inputs of their agents, which are called by the numbers of their slots."""
@@ -199,7 +201,7 @@ class _Tasks:
                 retries=0,
                 pure=False,
                 resources={RESOURCE: len(texts)} if address in self._declaring else None,
-                key=f"reigen-agents-{id(self)}-{address}",
+                key=f"reigen-agents-{self._id}-{address}",
             )
 
     def explain_exit(self, name: str) -> str:

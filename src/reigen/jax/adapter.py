@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.core import ShapedArray
 
 from reigen.api.adapter import Array, TensorAdapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
@@ -22,6 +24,9 @@ _DTYPE_OF[_BFLOAT16] = DTYPES["bfloat16"]
 _ALIGNMENT_BYTES = 64
 #: a copy of so many bytes takes less time than to find aligned memory
 _SMALL_BYTES = 1 << 16
+#: of elements that JAX narrows unless x64 is on
+_WIDE_BYTES = 8
+_enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 try:  # what jax.device_put calls in the end: it takes a tenth of its time
     from jax._src.interpreters.pxla import batched_device_put as _device_put
 except ImportError:
@@ -56,11 +61,15 @@ def over_memory(array: Array, dtype: Any, like: jax.Array | None) -> jax.Array:
     """A jax.Array of an array that nothing else uses, in storage type, of JAX's ``dtype``, where ``like`` lies."""
     if array.dtype != dtype:
         array = array.view(dtype)
-    if like is not None and not _is_at_default_place(like):
+    if like is None:
+        return jnp.asarray(array) if array.nbytes < _SMALL_BYTES else jax.device_put(array)
+    if array.dtype.itemsize == _WIDE_BYTES and not jax.config.jax_enable_x64:  # made while it was on: not narrowed
+        with _enable_x64(True):
+            return over_memory(array, dtype, like)
+    if _device_put is None or not _is_at_default_place(like):
         return jax.device_put(array, like.sharding)
-    if like is not None and _device_put is not None and like.shape == array.shape and not like.weak_type:
-        return cast(jax.Array, _device_put(like.aval, like.sharding, [array], [like.device], False))
-    return jnp.asarray(array) if array.nbytes < _SMALL_BYTES else jax.device_put(array)
+    aval = like.aval if like.shape == array.shape and not like.weak_type else ShapedArray(array.shape, array.dtype)
+    return cast(jax.Array, _device_put(aval, like.sharding, [array], [like.device], False))
 
 
 def _is_at_default_place(array: jax.Array) -> bool:

@@ -155,6 +155,11 @@ def _describe(
 
 
 def _lower(ctx: Any, *operands: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool, received: Any) -> Any:
+    if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:  # XLA's words would be of its own inside
+        raise UnsupportedError(
+            f"{call.collective} inside a jax.jit whose arrays lie on several devices of this process: call it in "
+            "jax.shard_map, for each device's part, or outside of jit"
+        )
     if get_handler() is None:
         results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]
         by_callback = mlir.lower_fun(lambda *xs: run_by_callback(xs, results, call, splits), multiple_results=True)
@@ -212,7 +217,7 @@ def _differentiate(
         call=structs.replace(call, name=call.name and f"{call.name}{_TANGENT}"),
         splits=splits,
         shapes=tuple(np.shape(result) for result, used in zip(results, floating, strict=False) if used),
-        ordered=ordered,
+        ordered=ordered or (is_traced() and get_handler() is not None),  # several have one name, unlike calls
         received=received,
     )
     found = iter(made)

@@ -105,7 +105,11 @@ class ReigenBackend(Backend):
             keys = KeyPair()
             call = (_become_rank, environ | rank_variables(topology), keys.public, keys.mask(secret, public))
             refs.append(worker_group.execute_single_async(rank, *call))
-        ray.get(refs)
+        try:
+            ray.get(refs)
+        except BaseException:
+            self._close_service()
+            raise
 
     def on_shutdown(self, worker_group: Any, backend_config: ReigenConfig) -> None:
         """Let all workers leave the job that are still there, and end its service."""

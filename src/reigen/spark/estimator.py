@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from abc import abstractmethod
@@ -201,7 +202,10 @@ def _output_kind(label_kind: str, size: int) -> str:
 def _cell(values: Any, kind: str) -> Any:
     if kind == "vector":
         return DenseVector(values.astype(np.float64))
-    return round(float(values[0])) if kind == "int" else float(values[0])
+    number = float(values[0])
+    if kind == "float":
+        return number
+    return round(number) if math.isfinite(number) else None
 
 
 def batches_of(rows: Iterator[Any], size: int) -> Iterator[list[Any]]:
