@@ -98,6 +98,7 @@ def _request(
         parse_submission_options(chosen),
         environ,
         exports,
+        grace_seconds=options.grace_seconds,
     )
 
 
@@ -106,7 +107,7 @@ def _submit(chosen: argparse.Namespace, request: SubmissionRequest) -> int:
     if chosen.print_job:
         print(submission.preview)
         return 0
-    return run_submission(submission)
+    return run_submission(submission, grace_seconds=request.grace_seconds)
 
 
 def _keep_exit_code(code: int, file: Path | None) -> int:
@@ -134,8 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="how processes are started: local, on this host alone; ssh, on others (the default); slurm, in a job of "
         "Slurm's; sge, in a job of Grid Engine's, which is submitted if this is in none; lsf, pbs, in a job of theirs; "
-        "kubernetes, in a job that is submitted there; yarn, in an application of YARN's that is submitted; nodes, in a "
-        "job that runs this on every node; mpi, by mpirun",
+        "kubernetes, in a job that is submitted there; yarn, in an application of YARN's that is submitted; nodes, in "
+        "a job that runs this on every node; mpi, by mpirun",
     )
     for role in ("worker", "server"):
         add(

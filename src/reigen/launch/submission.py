@@ -8,9 +8,11 @@ a. The factory, a line in SUBMITTERS, gets a `SubmissionRequest`. It checks what
 b. ``submit`` returns when the engine has taken the job. From then on ``poll`` is asked about once a second for the
    job's state, and ``read_output`` twice a second for what it has printed since. While it waits, what it waits for is
    said every 30 s.
-c. SIGINT, SIGTERM and SIGHUP cancel the job, once; the end is waited for. A second one leaves it to the engine.
-d. ``read_output`` is called once more when ``poll`` has said that the job has ended, for the rest. The exit code is the
-   job's, or 128 + n after a signal n here.
+c. SIGINT, SIGTERM and SIGHUP cancel the job, once; the end is waited for, as long as its processes' grace and a minute.
+   A second one leaves it to the engine.
+d. ``read_output`` may return a part of what there is, so that signals and states count, too. It is called until there
+   is nothing more when ``poll`` has said that the job has ended. The exit code is the job's, or 128 + n after a signal
+   n here.
 e. ``close`` comes last in any case, and may be called twice.
 """
 
@@ -46,7 +48,7 @@ _POLL_SECONDS = 1.0
 #: The same when the job has waited or run for longer than that many seconds.
 _LATER, _LATER_POLL_SECONDS = 60.0, 5.0
 _NEWS_SECONDS = 30.0
-#: How long an engine may not answer before the job is given up, and how long a cancelled job may take to end.
+#: How long an engine may not answer before the job is given up, and a cancelled job take to end after its own grace.
 _UNANSWERED_SECONDS = 600.0
 _CANCEL_SECONDS = 60.0
 _CLIENT_SECONDS = 60.0
@@ -108,6 +110,7 @@ class SubmissionRequest:
         environ: the user's environment, with the variables of `--env`.
         exports: names of the variables of `--env`.
         directory: the working directory.
+        grace_seconds: how long the job's processes have from a signal to their end.
     """
 
     arguments: tuple[str, ...]
@@ -118,6 +121,7 @@ class SubmissionRequest:
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     exports: tuple[str, ...] = ()
     directory: Path = field(default_factory=Path.cwd)
+    grace_seconds: float = 5.0
 
 
 class SubmittedPhase(Enum):
@@ -165,7 +169,7 @@ class Submission(Protocol):
         """Ask for the job's state; raises LaunchError where the engine does not answer now."""
 
     def read_output(self) -> Iterable[tuple[int, bytes]]:
-        """Return new output of the job, in pieces for descriptor 1 or 2. Never waits."""
+        """Return some new output of the job, in pieces for descriptor 1 or 2; empty: there is none. Never waits."""
 
     def cancel(self) -> None:
         """Have the engine end the job, and return without waiting for that; raises LaunchError where it refuses."""
@@ -183,12 +187,15 @@ def find_submitter(name: str) -> SubmissionFactory:
     return cast(SubmissionFactory, getattr(import_module(module), attribute))
 
 
-def run_submission(submission: Submission, write: Callable[[int, bytes], None] | None = None) -> int:
+def run_submission(
+    submission: Submission, write: Callable[[int, bytes], None] | None = None, *, grace_seconds: float = 0.0
+) -> int:
     """Submit a job and follow it to its end; returns its exit code. Messages for the user go to stderr.
 
     Args:
         submission: the job.
         write: writes output to descriptor 1 or 2; None: to those of this process.
+        grace_seconds: how long the job's processes have to end when it is cancelled.
 
     Raises:
         LaunchError: the job cannot be submitted, or the engine has not answered for minutes.
@@ -197,7 +204,7 @@ def run_submission(submission: Submission, write: Callable[[int, bytes], None] |
         with _stop_signals() as stops:
             name = submission.submit()
             complain(f"{name} is submitted; Ctrl-C cancels it ({submission.cancel_command})")
-            return _Follower(submission, name, stops, write or _write_all).run()
+            return _Follower(submission, name, stops, write or _write_all, _CANCEL_SECONDS + grace_seconds).run()
     finally:
         for message in submission.close():
             complain(message)
@@ -207,9 +214,15 @@ class _Follower:
     """Loop that follows one job."""
 
     def __init__(
-        self, submission: Submission, name: str, stops: _StopSignals, write: Callable[[int, bytes], None]
+        self,
+        submission: Submission,
+        name: str,
+        stops: _StopSignals,
+        write: Callable[[int, bytes], None],
+        cancel_seconds: float,
     ) -> None:
         self._submission, self._name, self._stops, self._write = submission, name, stops, write
+        self._cancel_seconds = cancel_seconds
         self._began = self._answered = time.monotonic()
         self._next_poll = self._began
         self._next_news = self._began + _NEWS_SECONDS
@@ -219,8 +232,9 @@ class _Follower:
 
     def run(self) -> int:
         """Follow it to its end."""
+        is_busy = False
         while self._state.phase is not SubmittedPhase.ENDED:
-            self._stops.wait(_OUTPUT_SECONDS)
+            self._stops.wait(0.0 if is_busy else _OUTPUT_SECONDS)
             for signum in self._stops.take():
                 if self._cancelled is not None:
                     return self._leave("a second signal")
@@ -230,10 +244,11 @@ class _Follower:
                 self._poll(now)
                 later = now - self._began > _LATER and self._cancelled is None
                 self._next_poll = time.monotonic() + (_LATER_POLL_SECONDS if later else _POLL_SECONDS)
-            self._copy()
-            if self._cancelled is not None and now - self._cancelled[1] > _CANCEL_SECONDS:
-                return self._leave(f"it has not ended within {_CANCEL_SECONDS:g} s")
-        self._copy()
+            is_busy = self._copy()
+            if self._cancelled is not None and now - self._cancelled[1] > self._cancel_seconds:
+                return self._leave(f"it has not ended within {self._cancel_seconds:g} s")
+        while self._copy() and not self._stops.take():
+            pass
         return self._end()
 
     def _poll(self, now: float) -> None:
@@ -258,13 +273,17 @@ class _Follower:
             complain(text)
             self._next_news = now + _NEWS_SECONDS
 
-    def _copy(self) -> None:
+    def _copy(self) -> bool:
+        """Write some of what the job has printed; returns whether there was something."""
+        has_some = False
         for descriptor, data in self._submission.read_output():
+            has_some = True
             try:
                 self._write(descriptor, data)
             except BrokenPipeError:  # nobody reads it any more
                 if self._cancelled is None:
                     self._cancel(signal.SIGPIPE)
+        return has_some
 
     def _cancel(self, signum: int) -> None:
         self._cancelled = signum, time.monotonic()

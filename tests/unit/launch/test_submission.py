@@ -15,6 +15,7 @@ from reigen.cli import launch
 from reigen.cli.submission_options import arguments_before_command
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch import submission
+from reigen.launch.sge import submission as sge_submission
 from reigen.launch.sge.submission import (
     SgeSubmission,
     choose_job_name,
@@ -156,6 +157,38 @@ class TestFollowing:
         job.output = [(1, b"a"), (1, b"b")]
         assert (run_submission(job, refuse), job.num_cancelled) == (128 + signal.SIGPIPE, 1)
 
+    def test_a_cancelled_job_has_its_own_grace_before_it_is_left(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(submission, "_CANCEL_SECONDS", 0.0)
+
+        class Slow(Job):
+            def cancel(self) -> None:
+                self._answers = [RUNNING, RUNNING, ended(0)]
+
+        def stop() -> SubmittedState:
+            os.kill(os.getpid(), signal.SIGINT)
+            return RUNNING
+
+        assert run_submission(Slow(stop, RUNNING), grace_seconds=30.0) == 130
+        assert "may still be there" not in capfd.readouterr()[1]
+        assert run_submission(Slow(stop, RUNNING)) == 130
+        assert "it has not ended within 0 s: job 7 may still be there" in capfd.readouterr()[1]
+
+    def test_a_job_that_prints_without_end_is_still_asked_for_its_state(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        class Talker(Job):
+            num_left = 1000
+
+            def read_output(self) -> Iterable[tuple[int, bytes]]:
+                self.num_left -= 1
+                return [(1, b".")] if self.num_left >= 0 else []
+
+        job = Talker(RUNNING, ended(3))
+        assert run_submission(job) == 3
+        assert capfd.readouterr()[0] == "." * 1000  # all of it, when it has ended
+
 
 class TestClients:
     def test_one_that_is_not_there_or_does_not_end_is_an_error(self) -> None:
@@ -273,6 +306,16 @@ class TestGridEngineJobs:
         (tmp_path / "logs/J.e17").write_bytes(b"err")
         assert list(job.read_output()) == [(1, b" line\n"), (2, b"err")]
         assert not list(job.read_output())
+
+    def test_of_much_output_a_part_is_read_at_a_time(
+        self, grid_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sge_submission, "_READ_BYTES", 4)
+        (grid_engine / "qsub.answer").write_text("17\n")
+        job = SgeSubmission(request(tmp_path, sge_pe="mpi", job_name="J"))
+        job.submit()
+        (tmp_path / "J.o17").write_bytes(b"one two")
+        assert [list(job.read_output()) for _ in range(3)] == [[(1, b"one ")], [(1, b"two")], []]
 
     @pytest.mark.parametrize(
         ("options", "words"),

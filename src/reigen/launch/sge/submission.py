@@ -124,11 +124,9 @@ class SgeSubmission:
             return
         for descriptor, kind in ((1, "o"), (2, "e")):
             file = self._logs / f"{self._name}.{kind}{self._job_id}"
-            data = read_from(file, self._num_read[descriptor])
-            while data:
+            if data := read_from(file, self._num_read[descriptor]):
                 self._num_read[descriptor] += len(data)
                 yield descriptor, data
-                data = read_from(file, self._num_read[descriptor])
 
     def cancel(self) -> None:
         """Have the job deleted; raises LaunchError, in qdel's words."""

@@ -32,6 +32,7 @@ from reigen.launch.yarn.job import (
     MasterEvent,
     Refused,
     StartAgent,
+    Unanswered,
     Waiting,
 )
 
@@ -136,6 +137,8 @@ class YarnLauncher:
                     case Ended():
                         problem = explain_container(event.container, event.status, event.diagnostics)
                         raise LaunchError(f"{problem.host}: {problem.what}; nothing was started")
+                    case Unanswered(reason):
+                        complain(f"{reason}; it is asked again")
                     case Refused(reason):
                         raise LaunchError(reason)
             if self._master.is_ended:
@@ -213,8 +216,10 @@ class YarnLauncher:
             if isinstance(event, Ended) and event.container not in self._ended:
                 self._ended[event.container] = event
                 found.append(event)
+            elif isinstance(event, Unanswered):
+                complain(f"{event.reason}; it is asked again")
             elif isinstance(event, Refused):
-                complain(f"{event.reason}; the job goes on without it")
+                complain(f"{event.reason}; the job goes on without it, as long as YARN leaves it its containers")
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import sys
 import time
@@ -51,8 +52,10 @@ from reigen.net.connection import Connection, open_connection
 _ANSWER_MILLISECONDS = 10_000
 _MAX_WAIT = "yarn.resourcemanager.connect.max-wait.ms"
 _CONNECT_SECONDS = 3.0
-#: How long the application may take to end when its job has, or was asked to stop.
+#: How long the application may take to end when its job has, or could have: its ranks' time to end is over.
 _END_SECONDS = 20.0
+#: How long a master whose connection was lost may not be reached before that is said.
+_LOST_SECONDS = 5.0
 _NOT_OURS = ("NEW", "NEW_SAVING", "SUBMITTED", "ACCEPTED")
 _ENDED = ("FINISHED", "FAILED", "KILLED")
 _STREAMS = {STDOUT: 1, STDERR: 2}
@@ -78,8 +81,8 @@ class YarnSubmission:
         self._state = ""
         self._store: FileStore | None = None
         self._link: Connection | None = None
-        #: The master's connection came, and went.
-        self._had_link = False
+        #: The master's connection has been there, and when it was lost.
+        self._had_link, self._lost_at = False, -math.inf
         self._has_complained = False
         #: The job's own, which comes before YARN's, and when it has come.
         self._exit_code: int | None = None
@@ -200,7 +203,9 @@ class YarnSubmission:
             NetworkOptions.from_environ(request.environ).tls,
         )
         path, stream = store.open(CONFIGURATION_FILE)
-        self._configuration.writeXml(stream)
+        self._gateway.configuration({}).writeXml(
+            stream
+        )  # as it is: the master waits for a ResourceManager that is away
         stream.close()
         own = (store.write(JOB_FILE, msgspec.json.encode(job)), store.describe(path, CONFIGURATION_FILE))
         return (*files, *own)
@@ -277,16 +282,16 @@ class YarnSubmission:
             return self._ended(state, final, diagnostics)
         if self._exit_code is not None and now - self._ended_at > _END_SECONDS:
             return SubmittedState(SubmittedPhase.ENDED, "", self._exit_code)
-        if self._stopped_at and now - self._stopped_at > _END_SECONDS:
+        if self._stopped_at and now - self._stopped_at > self._request.grace_seconds + _END_SECONDS:
             self._kill()
         if state in _NOT_OURS:
             return SubmittedState(SubmittedPhase.WAITING, " ".join(diagnostics.split())[:300])
-        if self._link is None and not self._had_link and port > 0:
+        if self._link is None and self._exit_code is None and port > 0:
             self._connect_to_master(host, port)
         return SubmittedState(SubmittedPhase.RUNNING)
 
     def _ended(self, state: str, final: str, diagnostics: str) -> SubmittedState:
-        if self._exit_code is not None and state == "FINISHED":
+        if self._exit_code is not None:  # whatever has become of the master since
             return SubmittedState(SubmittedPhase.ENDED, "", self._exit_code)
         code, reason = explain_application(state, final, diagnostics)
         if not self._had_link:
@@ -302,14 +307,21 @@ class YarnSubmission:
                 (host, port), self._secret, me, MAX_MESSAGE_BYTES, deadline, network.make_tls()
             )
             self._link.keep_alive(network.peer_timeout_seconds)
-            self._had_link = True
         except (OSError, AuthenticationError, WireError) as error:
-            if not self._has_complained:
+            # the connection of a master that ends is lost, too: YARN will say so
+            if not self._has_complained and time.monotonic() - self._lost_at > _LOST_SECONDS:
                 self._has_complained = True
                 complain(
                     f"the application's master at {host}:{port} cannot be reached ({error}), so nothing is shown of "
                     f"what it prints; it is in yarn logs -applicationId {self._id} -follow"
                 )
+            return
+        if self._had_link:
+            complain(
+                "the connection to the application's master was lost, and is there again: some of what it has printed "
+                f"may be missing here; it is in yarn logs -applicationId {self._id}"
+            )
+        self._had_link, self._has_complained = True, False
 
     def read_output(self) -> Iterable[tuple[int, bytes]]:
         """Return what has come from the master."""
@@ -317,16 +329,15 @@ class YarnSubmission:
             return ()
         found = []
         try:
-            while messages := self._link.read():
-                for message in messages:
-                    kind, data = message[:1], message[1:]
-                    if kind == EXIT_CODE:  # what comes behind it is about the master's own end
-                        self._exit_code, self._ended_at = int(data), time.monotonic()
-                    else:
-                        found.append((_STREAMS[kind], data))
+            for message in self._link.read():
+                kind, data = message[:1], message[1:]
+                if kind == EXIT_CODE:  # what comes behind it is about the master's own end
+                    self._exit_code, self._ended_at = int(data), time.monotonic()
+                else:
+                    found.append((_STREAMS[kind], data))
         except (OSError, AuthenticationError, WireError):
             self._link.close()
-            self._link = None
+            self._link, self._lost_at = None, time.monotonic()
         return found
 
     def cancel(self) -> None:
