@@ -17,6 +17,7 @@ from reigen.launch.options import LaunchOptions
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.submission import SubmissionOptions, SubmissionRequest, find_submitter
 from reigen.launch.yarn import hadoop
+from reigen.launch.yarn import launcher as launcher_module
 from reigen.launch.yarn.exits import explain_application, explain_container, master_diagnostics, summarize_diagnostics
 from reigen.launch.yarn.job import Ended, Grant, Granted, Refused, StartAgent, YarnJob
 from reigen.launch.yarn.launcher import MASTER_VARIABLE, MessageSocket, YarnLauncher, find_engine_job, place
@@ -198,6 +199,25 @@ def test_containers_that_do_not_come(master, event, words):
     end.send(event)
     with pytest.raises(LaunchError, match=words):
         launcher.allocate(lambda seconds: None)
+    close(launcher)
+
+
+def test_hosts_that_are_lost_together_are_not_waited_for_one_by_one(master, monkeypatch):
+    monkeypatch.setattr(launcher_module, "_STATUS_SECONDS", 0.05)
+    end, environ = master
+    launcher = YarnLauncher(OPTIONS, environ)
+    end.send(Granted(tuple(GRANTS[:3])))
+    launcher.allocate(lambda seconds: None)
+    waits = []
+    read = launcher._master.read
+    monkeypatch.setattr(launcher._master, "read", lambda seconds=0.0: waits.append(seconds) or read(seconds))
+    assert "YARN does not say why: see yarn logs of c_000003" in launcher.explain_exit("h2/000003", None, "").what
+    num_waits = sum(seconds > 0 for seconds in waits)
+    assert num_waits > 0
+    assert "YARN does not say why: see yarn logs of c_000004" in launcher.explain_exit("h2/000004", None, "").what
+    end.send(Ended("c_000002", -100, ""))
+    assert "its node was lost" in launcher.explain_exit("h1/000002", None, "").what
+    assert sum(seconds > 0 for seconds in waits) == num_waits
     close(launcher)
 
 
