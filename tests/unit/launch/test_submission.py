@@ -236,7 +236,7 @@ def grid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(tmp_path: Path, **more: object) -> SubmissionRequest:
     options = SubmissionOptions(**more)  # type: ignore[arg-type]
-    environ = {**os.environ, "MINE": "it's $HOME\n", "bad-name": "x"}
+    environ = {**os.environ, "MINE": "it's $HOME\n", "bad-name": "x", "UID": "7", "SHELLOPTS": "errexit"}
     arguments = ("--launcher", "sge", "-n", "3")
     return SubmissionRequest(arguments, ("python", "train it.py"), 3, 2, options, environ, directory=tmp_path)
 
@@ -260,6 +260,7 @@ class TestGridEngineJobs:
         assert stat.S_IMODE((directory / "job").stat().st_mode) == 0o600
         assert "export MINE='it'\"'\"'s $HOME\n'\n" in text
         assert "bad-name" not in text
+        assert not [line for line in text.splitlines() if line.startswith(("export UID=", "export SHELLOPTS="))]
         assert text.splitlines()[-1].endswith(f"--exit-code-file {directory}/exit-code -- python 'train it.py'")
         assert job.cancel_command == "qdel 17"
 
@@ -293,6 +294,7 @@ class TestGridEngineJobs:
         )
         assert job.poll() == ended(1, "it could not be started (Eqw): 1: can't chdir to /x".replace("1: ", "", 1))
         assert (grid_engine / "qdel.asked").read_text() == "17\n"
+        assert (job.close(), list(tmp_path.glob(".train_it.py.*"))) == ((), [])
 
     def test_output_is_read_as_it_grows(self, grid_engine: Path, tmp_path: Path) -> None:
         (grid_engine / "qsub.answer").write_text("17\n")

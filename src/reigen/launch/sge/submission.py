@@ -32,6 +32,8 @@ from reigen.launch.submission import SubmissionRequest, SubmittedPhase, Submitte
 #: What Grid Engine does not take in a job's name.
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.+-]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Shells have them for themselves, and some end a script that sets one.
+_READ_ONLY_VARIABLES = frozenset({"BASHOPTS", "EUID", "PPID", "SHELLOPTS", "UID"})
 #: Seconds until the exit code of a job that has gone must be there, in its file or in the accounting.
 _ACCOUNT_SECONDS = 15.0
 _READ_BYTES = 1 << 20
@@ -110,6 +112,7 @@ class SgeSubmission:
         if "E" in state:
             reason = self._ask("error reason")
             self.cancel()
+            self._gone_at = time.monotonic()
             return SubmittedState(SubmittedPhase.ENDED, f"it could not be started ({state}): {reason}", 1)
         if "q" in state or "w" in state:
             reason = "it is held (qrls)" if "h" in state else self._ask("scheduling info")
@@ -144,7 +147,11 @@ class SgeSubmission:
     def _environ(self) -> dict[str, str]:
         request = self._request
         exported = select_exported(request.environ, request.exports)
-        return {name: text for name, text in exported.items() if _VARIABLE.fullmatch(name)}
+        return {
+            name: text
+            for name, text in exported.items()
+            if _VARIABLE.fullmatch(name) and name not in _READ_ONLY_VARIABLES
+        }
 
     def _qsub(self, environment: str) -> list[str]:
         request, options = self._request, self._options
