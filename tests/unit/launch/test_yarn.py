@@ -84,6 +84,27 @@ def test_files_that_cannot_be_sent(options, words, tmp_path):
         find_files(options, (), tmp_path)
 
 
+def test_words_of_the_command_that_are_no_files_here(tmp_path):
+    (tmp_path / "work").mkdir()
+    for name in ("train.py", "work/data.txt"):
+        (tmp_path / name).touch()
+    long = "import numpy; " * 400
+    found = find_files(
+        SubmissionOptions(), ("python", "-c", long, "./data.txt", "data.txt", "../none.py"), tmp_path / "work"
+    )
+    assert [each.name for each in found] == ["data.txt"]
+    with pytest.raises(ConfigError, match=r"--files import numpy.*: there is no such file"):
+        find_files(SubmissionOptions(files=(long,)), (), tmp_path)
+    command = ("python", "../train.py")
+    with pytest.raises(
+        ConfigError, match=r"outside of this directory.*--files \.\./train\.py, and train\.py in the command"
+    ):
+        find_files(SubmissionOptions(), command, tmp_path / "work")
+    assert not find_files(SubmissionOptions(auto_file_cache=False), command, tmp_path / "work")
+    sent = find_files(SubmissionOptions(files=("../train.py",)), ("python", "train.py"), tmp_path / "work")
+    assert [each.name for each in sent] == ["train.py"]
+
+
 def test_one_container_on_each_node():
     nodes = [NodeSpace("h1", 5120, 9), NodeSpace("h2", 9216, 9), NodeSpace("h3", 900, 1)]
     size, maximum = ContainerSize(1024, 2), ContainerSize(8192, 8)

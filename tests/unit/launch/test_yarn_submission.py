@@ -192,6 +192,21 @@ def test_a_connection_that_stays_lost_is_complained_about_once(yarn: Yarn, capfd
     assert capfd.readouterr().err.count("cannot be reached ([Errno 111] Connection refused), so nothing is shown") == 1
 
 
+def test_files_of_a_job_that_is_left_are_named(yarn: Yarn) -> None:
+    store = yarn.job._store
+    assert yarn.job.close() == (
+        "the application removes its files when it ends; if YARN kills it: hadoop fs -rm -r hdfs:///job",
+    )
+    assert store.num_removed == 0
+
+
+def test_files_of_a_job_that_has_ended_are_removed(yarn: Yarn) -> None:
+    store = yarn.job._store
+    yarn.client.state = "KILLED"
+    yarn.poll()
+    assert (yarn.job.close(), store.num_removed) == ((), 1)
+
+
 @pytest.mark.parametrize("state", ["FINISHED", "FAILED", "KILLED"])
 def test_the_exit_code_that_the_job_has_told_counts(yarn: Yarn, state: str) -> None:
     yarn.link = Link(EXIT_CODE + b"7", ends=True)

@@ -84,16 +84,32 @@ def find_files(options: SubmissionOptions, command: Sequence[str], directory: Pa
     if options.auto_file_cache:
         names = {each.name for each in found}
         for word in command:
-            path = directory / word
-            if not word.startswith("-") and not Path(word).is_absolute() and path.is_file() and word not in names:
-                names.add(word)
-                found.append(SentFile(str(path), str(Path(word))))
+            if not word.startswith("-") and not Path(word).is_absolute() and _is_file(directory / word):
+                name = str(Path(word))
+                if ".." in Path(word).parts:
+                    raise ConfigError(
+                        f"{word}: it is outside of this directory, and a container has no such place: say --files "
+                        f"{word}, and {Path(word).name} in the command; or --no-auto-file-cache, if all nodes have it"
+                    )
+                if name not in names:
+                    names.add(name)
+                    found.append(SentFile(str(directory / word), name))
     seen: set[str] = set()
     for each in found:
-        if each.name in seen or each.name in RESERVED_NAMES or Path(each.name).parts[:1] == ("..",):
+        if ".." in Path(each.name).parts:
+            raise ConfigError(f"{each.source}: {each.name} is no name in a container: FILE#NAME")
+        if each.name in seen or each.name in RESERVED_NAMES:
             raise ConfigError(f"{each.source}: a container has something else under the name {each.name}: FILE#NAME")
         seen.add(each.name)
     return tuple(found)
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is such a file; a word of a command may be too long for a name."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _split(specs: Sequence[str]) -> list[str]:
@@ -105,7 +121,7 @@ def _sent(option: str, spec: str, directory: Path, *, is_archive: bool = False) 
     source, _, name = spec.partition("#")
     if "://" not in source:
         path = directory / source
-        if not path.is_file():
+        if not _is_file(path):
             raise ConfigError(f"{option} {source}: there is no such file")
         source = str(path)
     name = name or Path(urlparse(source).path).name

@@ -366,13 +366,24 @@ class YarnSubmission:
         try:
             self._stack.close()
         except LaunchError as error:
-            place = "" if self._store is None else f"; to remove them: hadoop fs -rm -r {self._store.uri}"
+            place = "" if self._store is None else f"; to remove them: {self._remove_command}"
             return (f"{error}{place}",)
+        if self._goes_on and self._exit_code is None:
+            return (f"the application removes its files when it ends; if YARN kills it: {self._remove_command}",)
         return ()
 
+    @property
+    def _goes_on(self) -> bool:
+        """Return whether YARN has the application, and has not said that it has ended."""
+        return bool(self._state) and self._state not in _ENDED
+
+    @property
+    def _remove_command(self) -> str:
+        return "" if self._store is None else f"hadoop fs -rm -r {self._store.uri}"
+
     def _remove_files(self) -> None:
-        if self._store is None or (self._state and self._state not in _ENDED):
-            return  # it goes on without this process
+        if self._store is None or self._goes_on:
+            return
         with self._gateway.explained("the job's files are left"):
             self._store.remove()
 
