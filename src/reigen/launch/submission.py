@@ -8,7 +8,8 @@ a. The factory, a line in SUBMITTERS, gets a `SubmissionRequest`. It checks what
 b. ``submit`` returns when the engine has taken the job. From then on ``poll`` is asked about once a second for the
    job's state, and ``read_output`` twice a second for what it has printed since. While it waits, what it waits for is
    said every 30 s.
-c. SIGINT, SIGTERM and SIGHUP cancel the job, once; the end is waited for. A second one leaves it to the engine.
+c. SIGINT, SIGTERM and SIGHUP cancel the job, once; the end is waited for. A second one leaves it to the engine. While
+   the engine is asked for something, the first one is said at once and waits for that, but a second one does not.
 d. ``read_output`` is called once more when ``poll`` has said that the job has ended, for the rest. The exit code is the
    job's, or 128 + n after a signal n here.
 e. ``close`` comes last in any case, and may be called twice.
@@ -16,8 +17,6 @@ e. ``close`` comes last in any case, and may be called twice.
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import subprocess
 import sys
@@ -193,14 +192,28 @@ def run_submission(submission: Submission, write: Callable[[int, bytes], None] |
     Raises:
         LaunchError: the job cannot be submitted, or the engine has not answered for minutes.
     """
-    try:
-        with _stop_signals() as stops:
-            name = submission.submit()
+    name = "the job"
+    with _stop_signals() as stops:
+        try:
+            with stops.said("the job is cancelled as soon as it is submitted"):
+                name = submission.submit()
             complain(f"{name} is submitted; Ctrl-C cancels it ({submission.cancel_command})")
             return _Follower(submission, name, stops, write or _write_all).run()
-    finally:
-        for message in submission.close():
-            complain(message)
+        except _SecondSignal:
+            command = submission.cancel_command
+            complain(f"a second signal: {name} may still be there{command and '; to remove it: '}{command}")
+            return 128 + stops.first
+        finally:
+            _close(submission, stops)
+
+
+def _close(submission: Submission, stops: _StopSignals) -> None:
+    try:
+        with stops.said("the files made for the job are being removed"):
+            for message in submission.close():
+                complain(message)
+    except _SecondSignal:
+        complain("a second signal: files made for the job may be left")
 
 
 class _Follower:
@@ -227,7 +240,8 @@ class _Follower:
                 self._cancel(signum)
             now = time.monotonic()
             if now >= self._next_poll:
-                self._poll(now)
+                with self._stops.said("the job is cancelled as soon as its engine answers"):
+                    self._poll(now)
                 later = now - self._began > _LATER and self._cancelled is None
                 self._next_poll = time.monotonic() + (_LATER_POLL_SECONDS if later else _POLL_SECONDS)
             self._copy()
@@ -292,38 +306,68 @@ class _Follower:
         return 1 if self._state.exit_code is None else self._state.exit_code
 
 
-class _StopSignals:
-    """Stop signals of this process, which are handled when the loop comes to it."""
+class _SecondSignal(KeyboardInterrupt):
+    """A second stop signal has come while the engine is asked for something."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+
+class _StopSignals:
+    """Stop signals of this process. None is lost: the first one is handled when the loop comes to it.
+
+    Attributes:
+        received: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._num_taken = 0
+        self._said = ""
+
+    @property
+    def first(self) -> int:
+        """The first one."""
+        return self.received[0]
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal."""
-        select.select([self._descriptor], [], [], seconds)
+        """Wait; a signal is seen when that is over."""
+        time.sleep(seconds)
 
     def take(self) -> list[int]:
-        """Return the signals that have come."""
-        with suppress(BlockingIOError):
-            return [signum for signum in os.read(self._descriptor, 64) if signum in _STOP_SIGNALS]
-        return []
+        """Return the signals that have come since the last call."""
+        taken = self.received[self._num_taken :]
+        self._num_taken += len(taken)
+        return taken
+
+    @contextmanager
+    def said(self, what: str) -> Iterator[None]:
+        """While something lasts that may take long: say what comes of the first signal; end it at the second one."""
+        self._said = what
+        try:
+            yield
+        finally:
+            self._said = ""
+
+    def receive(self, signum: int, _frame: object) -> None:
+        """Take note of a signal: the handler of all of them."""
+        self.received.append(signum)
+        if not self._said:
+            return
+        if len(self.received) > 1:
+            raise _SecondSignal
+        with suppress(RuntimeError):  # it came in the middle of another message
+            complain(f"{signal.Signals(signum).name}: {self._said}; a second signal does not wait for that")
 
 
 @contextmanager
 def _stop_signals() -> Iterator[_StopSignals]:
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    stops = _StopSignals()
     # nohup(1) says that SIGHUP shall not matter
     handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in handled}
-    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, stops.receive) for number in handled}
     try:
-        yield _StopSignals(reading)
+        yield stops
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

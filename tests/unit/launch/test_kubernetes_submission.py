@@ -37,7 +37,9 @@ class Cluster:
 
     @property
     def asked(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory / "asked").read_text().splitlines()]
+        """The calls so far; of one that is being written down, nothing yet."""
+        lines = (self.directory / "asked").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     @property
     def verbs(self) -> list[str]:
