@@ -142,6 +142,10 @@ class SubmittedState:
     exit_code: int | None = None
 
 
+class NoAnswerError(LaunchError):
+    """The engine's client has not answered in time: nobody knows whether it has done what it was told."""
+
+
 class Submission(Protocol):
     """Job for an engine, before and after it was submitted."""
 
@@ -283,7 +287,7 @@ class _Follower:
     def _cancel(self, signum: int) -> None:
         self._cancelled = signum, time.monotonic()
         self._next_poll = 0.0
-        complain(f"{signal.Signals(signum).name}: {self._name} is cancelled")
+        complain(f"{signal.Signals(signum).name}: {self._name} is cancelled; waiting for its end")
         try:
             self._submission.cancel()
         except LaunchError as error:
@@ -382,7 +386,8 @@ def run_client(
     """Run a client command of an engine to its end, out of the reach of a terminal's Ctrl-C.
 
     Raises:
-        LaunchError: it cannot be started, or has not ended in time; whatever exit code it has is the caller's matter.
+        LaunchError: it cannot be started; whatever exit code it has is the caller's matter.
+        NoAnswerError: it has not ended in time.
     """
     try:
         return subprocess.run(
@@ -397,6 +402,6 @@ def run_client(
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{command[0]} has not answered within {timeout_seconds:g} s") from None
+        raise NoAnswerError(f"{command[0]} has not answered within {timeout_seconds:g} s") from None
     except OSError as error:
         raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from None

@@ -159,7 +159,7 @@ class TestFollowing:
         assert (run_submission(job), job.num_cancelled, job.num_closed) == (130, 1, 1)
         said = [line.removeprefix("reigen run: ") for line in capfd.readouterr()[1].splitlines()]
         waits = "the job is cancelled as soon as it is submitted; a second signal does not wait for that"
-        assert [said[0], said[2]] == [f"SIGINT: {waits}", "SIGINT: job 7 is cancelled"]
+        assert [said[0], said[2]] == [f"SIGINT: {waits}", "SIGINT: job 7 is cancelled; waiting for its end"]
 
     @pytest.mark.parametrize("call", ["submit", "poll", "close"])
     def test_a_second_signal_does_not_wait_for_the_engine(self, call: str, capfd: pytest.CaptureFixture[str]) -> None:
