@@ -88,6 +88,30 @@ def test_what_is_printed_is_what_kubernetes_takes(cluster: Cluster, capsys: pyte
     assert words[-6:] == ["--launcher", "nodes", "--", "python", "train.py", "$$(X)"]
 
 
+@pytest.mark.parametrize(
+    ("template", "arguments", "namespace"),
+    [
+        ("{kind: Job, metadata: {namespace: space}}", [], "space"),
+        ("{kind: Job, spec: {template: {metadata: {namespace: space}}}}", [], "space"),
+        ("{kind: Pod, metadata: {namespace: space, labels: {a: b}}}", [], "space"),
+        ("{kind: PodTemplate, metadata: {namespace: space}}", [], "space"),
+        ("{kind: Pod, metadata: {namespace: other}}", ["--kube-namespace", "space"], "space"),
+        ("{containers: [{name: main}]}", [], None),
+    ],
+)
+def test_the_namespace_of_a_template_is_that_of_everything(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], template: str, arguments: list[str], namespace: str | None
+) -> None:
+    cluster.write(template_yaml=template)
+    assert launch("--kube-worker-template", str(cluster.directory / "template.yaml"), "--print", *arguments) == 0
+    text = capsys.readouterr().out
+    assert text.count(f"kubectl --namespace={namespace} ") == text.count("kubectl ") * bool(namespace)
+    *others, made = yaml.safe_load_all(text)
+    for each in (*others, made):
+        assert each["metadata"].get("namespace") == namespace
+    assert "namespace" not in made["spec"]["template"]["metadata"]
+
+
 def test_a_job_from_beginning_to_end(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     cluster.write(logs_0="2026-01-01T00:00:01.5Z [0] one\n2026-01-01T00:00:02Z [1] two words\n")
     assert launch("--env", "STAND_IN_CLUSTER") == 0

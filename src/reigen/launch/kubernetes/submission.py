@@ -22,6 +22,7 @@ from reigen.launch.kubernetes.manifest import (
     KubernetesJob,
     Manifest,
     ProcessResources,
+    find_namespace,
     make_job,
     make_manifests,
     make_name,
@@ -66,6 +67,7 @@ def make_kubernetes_job(request: SubmissionRequest, token: str) -> KubernetesJob
         other = options.kube_server_image
         raise ConfigError(f"--kube-server-image {other}: servers run in the workers' pods, whose image is {image}")
     words = [*request.arguments, "--launcher", "nodes", "--", *request.command]
+    template = {} if options.kube_worker_template is None else read_template(options.kube_worker_template)
     return KubernetesJob(
         options.job_name or make_name(request.command, token),
         image,
@@ -75,10 +77,10 @@ def make_kubernetes_job(request: SubmissionRequest, token: str) -> KubernetesJob
         request.num_servers,
         ProcessResources(options.worker_cores, options.worker_memory, options.gpus),
         ProcessResources(options.server_cores, options.server_memory),
-        options.kube_namespace,
+        options.kube_namespace or find_namespace(template),
         options.queue,
         {name: request.environ[name] for name in request.exports},
-        {} if options.kube_worker_template is None else read_template(options.kube_worker_template),
+        template,
     )
 
 
