@@ -291,7 +291,7 @@ def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         (["--kube-server-template", "x.yaml"], "servers run in the workers' pods"),
         (["--kube-worker-template", "/nowhere.yaml"], "cannot be read"),
         (["--pods", "5"], "--pods 5"),
-        (["--worker-memory", "much"], "memory 'much'"),
+        (["--worker-memory", "much"], "--worker-memory much: it is no size of memory"),
     ],
 )
 def test_options_that_cannot_be(

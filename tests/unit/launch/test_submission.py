@@ -250,7 +250,7 @@ class TestGridEngineJobs:
         assert job.submit() == "Grid Engine job 17 (train_it.py)"
         words = (grid_engine / "words").read_text().split()
         assert words[:10] == ["-terse", "-cwd", "-S", "/bin/sh", "-N", "train_it.py", "-pe", "mpi", "5", "-q"]
-        assert "h_vmem=2G" in words
+        assert "h_vmem=2048M" in words
         [directory] = tmp_path.glob(".train_it.py.*")
         assert (grid_engine / "script").read_text() == f"#!/bin/sh\n. {shlex.quote(str(directory / 'job'))}\n"
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -310,7 +310,7 @@ class TestGridEngineJobs:
         [
             ({"job_name": "7up"}, "--jobname 7up: Grid Engine wants letters"),
             ({"job_name": "a b"}, "--jobname a b"),
-            ({"worker_memory": "much"}, "--worker-memory much: it is not like 4g"),
+            ({"worker_memory": "much"}, "--worker-memory much: it is no size of memory like 4g"),
             ({"server_cores": 0}, "--server-cores 0: at least 1"),
             ({"gpus": 1}, "--gpus: Grid Engine has no common name"),
             ({"sge_log_dir": Path("a,b")}, "takes no path with a comma"),

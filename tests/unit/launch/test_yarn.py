@@ -26,24 +26,10 @@ from reigen.launch.yarn.requests import (
     check_size,
     container_sizes,
     find_files,
-    parse_memory_mb,
     plan_by_host,
 )
 
 OPTIONS = LaunchOptions(("python", "train.py"), 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "megabytes"), [("4g", 4096), ("512m", 512), ("1024", 1024), ("1.5G", 1536), ("2048k", 2), ("1tb", 1 << 20)]
-)
-def test_memory(text, megabytes):
-    assert parse_memory_mb("--worker-memory", text) == megabytes
-
-
-@pytest.mark.parametrize("text", ["", "g", "4 apples", "-1g", "0", "1k", "nan"])
-def test_memory_that_is_none(text):
-    with pytest.raises(ConfigError, match=r"--worker-memory .*: it is no size of memory: 4g, 512m"):
-        parse_memory_mb("--worker-memory", text)
 
 
 def test_sizes():
@@ -322,6 +308,11 @@ def test_clients_that_are_found(tmp_path):
         hadoop.find_hadoop(environ)
     found = hadoop.find_hadoop({**environ, "HADOOP_CONF_DIR": "/etc/hadoop"})
     assert found.classpath == f"/etc/hadoop{os.pathsep}{jar.parent}/*"
+    # what would be submitted is for everybody to see, and its name is, in YARN
+    secret = SubmissionRequest(
+        (), ("python", "train.py", "--token", "hunter2"), 2, 1, environ={**environ, "HADOOP_CONF_DIR": "/etc/hadoop"}
+    )
+    assert find_submitter("yarn")(secret).preview.startswith("application 'train.py' in queue default")
     # the cluster's own client comes first
     own = program(tmp_path / "hadoop" / "bin" / "hadoop")
     found = hadoop.find_hadoop({**environ, "HADOOP_HOME": str(tmp_path / "hadoop")})

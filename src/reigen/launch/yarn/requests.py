@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 
 from reigen.errors import ConfigError
+from reigen.launch.job_options import parse_memory
 from reigen.launch.submission import SubmissionOptions
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
-_MEGABYTES = {"k": 1 / 1024, "": 1.0, "m": 1.0, "g": 1024.0, "t": 1024.0**2}
 _DEFAULT_MB, _DEFAULT_CORES = 1024, 1
 #: The master: Python, and a Java process of at most 256 MB of heap.
 MASTER_MB = 1024
@@ -55,15 +53,6 @@ class SentFile:
         return "://" in self.source
 
 
-def parse_memory_mb(option: str, text: str) -> int:
-    """Parse ``4g``, ``512m`` or a number of megabytes, as MXNet's launch.py does; raises ConfigError."""
-    match = _SIZE.fullmatch(text.strip())
-    megabytes = float(match[1]) * _MEGABYTES[match[2].lower()] if match else 0.0
-    if megabytes < 1:
-        raise ConfigError(f"{option} {text}: it is no size of memory: 4g, 512m, or a number of megabytes")
-    return int(megabytes)
-
-
 def container_sizes(options: SubmissionOptions) -> tuple[ContainerSize, ContainerSize]:
     """Return the sizes of a worker and of a server; raises ConfigError."""
     return tuple(  # type: ignore[return-value]
@@ -78,7 +67,7 @@ def container_sizes(options: SubmissionOptions) -> tuple[ContainerSize, Containe
 def _size(role: str, memory: str | None, cores: int | None) -> ContainerSize:
     if cores is not None and cores < 1:
         raise ConfigError(f"--{role}-cores {cores}: at least 1")
-    megabytes = _DEFAULT_MB if memory is None else parse_memory_mb(f"--{role}-memory", memory)
+    megabytes = _DEFAULT_MB if memory is None else parse_memory(f"--{role}-memory", memory) >> 20
     return ContainerSize(megabytes, cores or _DEFAULT_CORES)
 
 

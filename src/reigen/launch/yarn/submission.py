@@ -16,6 +16,7 @@ import msgspec
 from reigen.errors import AuthenticationError, ConfigError, LaunchError, WireError
 from reigen.launch.base import AgentCommand
 from reigen.launch.env_export import select_exported
+from reigen.launch.job_options import name_of_command
 from reigen.launch.options import NetworkOptions, complain
 from reigen.launch.submission import SubmissionRequest, SubmittedPhase, SubmittedState
 from reigen.launch.yarn.containers import FileStore, as_buffer, make_launch_context
@@ -108,9 +109,7 @@ class YarnSubmission:
 
     @property
     def _name(self) -> str:
-        return (
-            self._request.options.job_name or Path(self._request.command[-1] if self._request.command else "job").name
-        )
+        return self._request.options.job_name or name_of_command(self._request.command)
 
     @property
     def _master_command(self) -> tuple[str, ...]:
