@@ -143,7 +143,7 @@ class SubmittedState:
 
 
 class NoAnswerError(LaunchError):
-    """The engine's client has not answered in time: nobody knows whether it has done what it was told."""
+    """Error of an engine's client that has not answered in time, and may have done its work, or not."""
 
 
 class Submission(Protocol):
@@ -199,7 +199,7 @@ def run_submission(submission: Submission, write: Callable[[int, bytes], None] |
     name = "the job"
     with _stop_signals() as stops:
         try:
-            with stops.said("the job is cancelled as soon as it is submitted"):
+            with stops.reporting("the job is cancelled as soon as it is submitted"):
                 name = submission.submit()
             complain(f"{name} is submitted; Ctrl-C cancels it ({submission.cancel_command})")
             return _Follower(submission, name, stops, write or _write_all).run()
@@ -213,7 +213,7 @@ def run_submission(submission: Submission, write: Callable[[int, bytes], None] |
 
 def _close(submission: Submission, stops: _StopSignals) -> None:
     try:
-        with stops.said("the files made for the job are being removed"):
+        with stops.reporting("the files made for the job are being removed"):
             for message in submission.close():
                 complain(message)
     except _SecondSignal:
@@ -244,7 +244,7 @@ class _Follower:
                 self._cancel(signum)
             now = time.monotonic()
             if now >= self._next_poll:
-                with self._stops.said("the job is cancelled as soon as its engine answers"):
+                with self._stops.reporting("the job is cancelled as soon as its engine answers"):
                     self._poll(now)
                 later = now - self._began > _LATER and self._cancelled is None
                 self._next_poll = time.monotonic() + (_LATER_POLL_SECONDS if later else _POLL_SECONDS)
@@ -315,7 +315,7 @@ class _SecondSignal(KeyboardInterrupt):
 
 
 class _StopSignals:
-    """Stop signals of this process. None is lost: the first one is handled when the loop comes to it.
+    """Stop signals of this process, none of which is lost.
 
     Attributes:
         received: all of them.
@@ -324,7 +324,7 @@ class _StopSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._num_taken = 0
-        self._said = ""
+        self._outlook = ""
 
     @property
     def first(self) -> int:
@@ -342,23 +342,23 @@ class _StopSignals:
         return taken
 
     @contextmanager
-    def said(self, what: str) -> Iterator[None]:
+    def reporting(self, what: str) -> Iterator[None]:
         """While something lasts that may take long: say what comes of the first signal; end it at the second one."""
-        self._said = what
+        self._outlook = what
         try:
             yield
         finally:
-            self._said = ""
+            self._outlook = ""
 
     def receive(self, signum: int, _frame: object) -> None:
         """Take note of a signal: the handler of all of them."""
         self.received.append(signum)
-        if not self._said:
+        if not self._outlook:
             return
         if len(self.received) > 1:
             raise _SecondSignal
         with suppress(RuntimeError):  # it came in the middle of another message
-            complain(f"{signal.Signals(signum).name}: {self._said}; a second signal does not wait for that")
+            complain(f"{signal.Signals(signum).name}: {self._outlook}; a second signal does not wait for that")
 
 
 @contextmanager

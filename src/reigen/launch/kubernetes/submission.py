@@ -99,7 +99,7 @@ class KubernetesSubmission:
         self._token = secrets.token_hex(8)
         self._is_created = self._is_deleted = False
         self._log: PodLog | None = None
-        self._said = ""
+        self._reported = ""
         #: When the Job had ended, or some of the log has come after that; the log is over then.
         self._ended_at: float | None = None
         self._is_over = False
@@ -175,9 +175,9 @@ class KubernetesSubmission:
         data = self._log.read()
         if data and self._ended_at is not None:
             self._ended_at = time.monotonic()
-        if self._log.error not in {"", self._said} and not self._is_deleted:
-            self._said = self._log.error
-            complain(f"kubectl logs: {self._said}; it is tried again")
+        if self._log.error not in {"", self._reported} and not self._is_deleted:
+            self._reported = self._log.error
+            complain(f"kubectl logs: {self._reported}; it is tried again")
         if not data and self._is_over:
             data = self._log.finish()
         return [(1, data)] if data else []
