@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -148,6 +149,36 @@ class TestFollowing:
         err = capfd.readouterr()[1]
         assert "a second signal: job 7 may still be there; to remove it: delete 7" in err
         assert "a file is left; rm file" in err
+
+    def test_a_signal_while_the_engine_takes_the_job_cancels_it_then(self, capfd: pytest.CaptureFixture[str]) -> None:
+        class Slow(Job):
+            def submit(self) -> str:
+                os.kill(os.getpid(), signal.SIGINT)
+                return super().submit()
+
+        job = Slow(RUNNING)
+        assert (run_submission(job), job.num_cancelled, job.num_closed) == (130, 1, 1)
+        said = [line.removeprefix("reigen run: ") for line in capfd.readouterr()[1].splitlines()]
+        waits = "the job is cancelled as soon as it is submitted; a second signal does not wait for that"
+        assert [said[0], said[2]] == [f"SIGINT: {waits}", "SIGINT: job 7 is cancelled; waiting for its end"]
+
+    @pytest.mark.parametrize("call", ["submit", "poll", "close"])
+    def test_a_second_signal_does_not_wait_for_the_engine(self, call: str, capfd: pytest.CaptureFixture[str]) -> None:
+        class Mute(Job):
+            def ask(self) -> None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                run_client(["sleep", "600"])
+
+        job = Mute(ended(3))
+        usual = getattr(job, call)
+        setattr(job, call, lambda: (job.ask(), usual())[1])
+        assert run_submission(job) == (3 if call == "close" else 143)
+        assert job.num_closed == (call != "close")
+        err = capfd.readouterr()[1]
+        assert "SIGTERM: " in err
+        left = "files made for the job" if call == "close" else {"submit": "the job", "poll": "job 7"}[call]
+        assert f"a second signal: {left} may" in err
 
     def test_without_a_reader_of_its_output_the_job_is_cancelled(self) -> None:
         def refuse(descriptor: int, data: bytes) -> None:

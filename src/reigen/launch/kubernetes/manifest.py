@@ -60,7 +60,7 @@ class KubernetesJob:
         command: program and arguments that every pod runs.
         num_workers, num_servers, num_pods: processes, and the pods that they are spread over.
         workers, servers: resources of each process.
-        namespace: of everything; None: kubectl's.
+        namespace: of everything, whatever the template says; None: kubectl's.
         queue: Kueue's queue; None: the Job is not Kueue's.
         environ: variables of the containers.
         template: a Job, a Pod, a PodTemplate or a pod's spec, to begin with; empty: nothing.
@@ -224,6 +224,17 @@ def _split_template(template: Mapping[str, Any]) -> tuple[Manifest, Manifest, Ma
     raise ConfigError(f"--kube-worker-template: a Job, Pod, PodTemplate or a pod's spec is needed; this is {kind}")
 
 
+def find_namespace(template: Mapping[str, Any]) -> str | None:
+    """Find the namespace that a template names, for itself or for its pods; None: it names none.
+
+    Raises:
+        ConfigError: the template is of another kind.
+    """
+    pod = _split_template(template)[2]
+    found = (each.get("metadata") or {} for each in (template, pod))
+    return next((str(each["namespace"]) for each in found if each.get("namespace")), None)
+
+
 def _check_template(spec: Mapping[str, Any], num_pods: int) -> None:
     """Raise ConfigError where the template of a Job says something else than the options."""
     wanted = {"completions": num_pods, "parallelism": num_pods, "backoffLimit": 0, "completionMode": "Indexed"}
@@ -249,7 +260,8 @@ def _make_pod(job: KubernetesJob, template: Manifest) -> Manifest:
     own = _make_container(job, containers[0], spec["terminationGracePeriodSeconds"])
     spec["containers"] = [own, *containers[1:]]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, own)]
-    return {"metadata": {**metadata, "labels": labels}, "spec": spec}
+    kept = {name: value for name, value in metadata.items() if name != "namespace"}  # it is the Job's
+    return {"metadata": {**kept, "labels": labels}, "spec": spec}
 
 
 def _make_container(job: KubernetesJob, template: Manifest, grace_seconds: int) -> Manifest:
