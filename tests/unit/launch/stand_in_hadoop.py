@@ -37,6 +37,7 @@ class Hadoop:
         self.jvm = Java()
         vars(self.jvm).update(members)
         self.strings = list
+        self.has_ended = False
 
     def __enter__(self) -> Self:
         return self

@@ -39,9 +39,9 @@ def answer(given: Sequence[Any] = (), ended: Sequence[Any] = ()) -> Any:
 class ResourceManager(Java):
     """Answers, one after the other, and no news from then on."""
 
-    def __init__(self, answers: Sequence[Any], largest_mb: int = 4096) -> None:
+    def __init__(self, answers: Sequence[Any]) -> None:
         self.answers, self.num_asked = list(answers), 0
-        capability = SimpleNamespace(getMemorySize=returns(largest_mb), getVirtualCores=returns(8))
+        capability = SimpleNamespace(getMemorySize=returns(4096), getVirtualCores=returns(8))
         self.registerApplicationMaster = returns(SimpleNamespace(getMaximumResourceCapability=returns(capability)))
 
     def addContainerRequest(self, asked: object) -> None:  # noqa: N802  Hadoop's name
@@ -57,12 +57,13 @@ class ResourceManager(Java):
 class Master:
     """Containers, and what they tell."""
 
-    def __init__(self, *answers: Any, job: YarnJob = JOB, largest_mb: int = 4096) -> None:
-        self.manager = ResourceManager(answers, largest_mb)
+    def __init__(self, *answers: Any, job: YarnJob = JOB, has_java: bool = True) -> None:
+        self.manager = ResourceManager(answers)
         self.events: queue.SimpleQueue[MasterEvent] = queue.SimpleQueue()
         hadoop = Hadoop(
             AMRMClient=SimpleNamespace(createAMRMClient=returns(self.manager), ContainerRequest=returns(object()))
         )
+        hadoop.has_ended = not has_java
         self.containers = Containers(hadoop, Java(), job, ("h0", 1), self.events.put)  # type: ignore[arg-type]
         self.containers.start()
 
@@ -101,6 +102,12 @@ def test_a_resource_manager_that_does_not_come_back_is_given_up(monkeypatch: pyt
     monkeypatch.setattr(containers, "_LOST_SECONDS", -1.0)
     master = Master(ConnectionError("refused"))
     assert master.told() == Refused("YARN's ResourceManager: refused; it has not answered for 0 s")
+    master.close()
+
+
+def test_without_its_java_process_nothing_is_tried_again() -> None:
+    master = Master(ConnectionError("the Java process has ended"), has_java=False)
+    assert master.told() == Refused("YARN's ResourceManager: the Java process has ended")
     master.close()
 
 

@@ -280,6 +280,8 @@ class Containers:
             with self._gateway.explained("YARN's ResourceManager"):
                 self._beat()
         except LaunchError as error:
+            if self._gateway.has_ended:
+                raise
             away = time.monotonic() - self._answered
             if away > _LOST_SECONDS:
                 raise LaunchError(f"{error}; it has not answered for {away:.0f} s") from None
