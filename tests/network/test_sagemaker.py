@@ -26,7 +26,7 @@ SCRIPT = """
 import os, socket, sys, numpy, reigen
 reigen.init()
 total = int(reigen.allreduce(numpy.ones(3), op=reigen.Sum)[0])
-os.write(1, f"{reigen.rank()} {os.environ['SM_CURRENT_HOST']} {total} {sys.argv[1:]}\n".encode())
+os.write(1, f"{reigen.rank()} {os.environ['SM_CURRENT_HOST']} {total} {sys.argv[1:]}\\n".encode())
 sys.exit(7 if "--fail" in sys.argv and reigen.rank() == 1 else 0)
 """
 HEARING = """
