@@ -262,7 +262,8 @@ class _Follower:
                     self._poll(now)
                 later = now - self._began > _LATER and self._cancelled is None
                 self._next_poll = time.monotonic() + (_LATER_POLL_SECONDS if later else _POLL_SECONDS)
-            is_busy = self._copy()
+            with self._stops.reporting("the job is cancelled as soon as somebody reads its output"):
+                is_busy = self._copy()
             if self._cancelled is not None and now - self._cancelled[1] > self._cancel_seconds:
                 return self._leave(f"it has not ended within {self._cancel_seconds:g} s")
         while self._copy() and not self._stops.take():

@@ -162,6 +162,17 @@ class TestFollowing:
         waits = "the job is cancelled as soon as it is submitted; a second signal does not wait for that"
         assert [said[0], said[2]] == [f"SIGINT: {waits}", "SIGINT: job 7 is cancelled; waiting for its end"]
 
+    def test_a_second_signal_does_not_wait_for_a_reader(self, capfd: pytest.CaptureFixture[str]) -> None:
+        def stand_still(descriptor: int, data: bytes) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Event().wait(600)
+
+        job = Job(RUNNING)
+        job.output = [(1, b"text")]
+        assert (run_submission(job, stand_still), job.num_closed) == (143, 1)
+        assert "a second signal: job 7 may still be there" in capfd.readouterr()[1]
+
     @pytest.mark.parametrize("call", ["submit", "poll", "close"])
     def test_a_second_signal_does_not_wait_for_the_engine(self, call: str, capfd: pytest.CaptureFixture[str]) -> None:
         class Mute(Job):
