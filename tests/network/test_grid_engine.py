@@ -305,7 +305,7 @@ def test_what_is_submitted_can_be_seen_before(engine: GridEngine) -> None:
     submitting = Submitting(engine, "shown")
     status, out, err = submitting.run("-n", "3", "-s", "2", "--worker-memory", "4g", "--print", "python", "train.py")
     assert (status, list(submitting.directory.iterdir())) == (0, []), err
-    assert "qsub -terse -cwd -S /bin/sh -N train.py -pe dealing 5 -l h_vmem=4G" in out
+    assert "qsub -terse -cwd -S /bin/sh -N train.py -pe dealing 5 -l h_vmem=4096M" in out
     assert "-- python train.py\n" in out
 
 

@@ -41,8 +41,8 @@ Options stand before the command, which is passed on as it is, without a shell. 
 place in DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_TASK_ID. The
 scheduler runs on this host, servers and workers on the hosts in turn, servers first.
 
-With --launcher sge or yarn, outside of their jobs, it makes a job of this, submits it, prints what the job prints, and
-ends with its exit code; Ctrl-C cancels the job.
+With --launcher sge, kubernetes or yarn, outside of their jobs, it makes a job of this, submits it, prints what the job
+prints, and ends with its exit code; Ctrl-C cancels the job.
 
 examples: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
           reigen launch --launcher sge -n 4 -s 2 --queue all.q python train.py --kvstore dist_sync
@@ -98,6 +98,7 @@ def _request(
         parse_submission_options(chosen),
         environ,
         exports,
+        grace_seconds=options.grace_seconds,
     )
 
 
@@ -106,7 +107,7 @@ def _submit(chosen: argparse.Namespace, request: SubmissionRequest) -> int:
     if chosen.print_job:
         print(submission.preview)
         return 0
-    return run_submission(submission)
+    return run_submission(submission, grace_seconds=request.grace_seconds)
 
 
 def _keep_exit_code(code: int, file: Path | None) -> int:
@@ -134,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="how processes are started: local, on this host alone; ssh, on others (the default); slurm, in a job of "
         "Slurm's; sge, in a job of Grid Engine's, which is submitted if this is in none; lsf, pbs, in a job of theirs; "
-        "yarn, in an application of YARN's that is submitted; mpi, by mpirun",
+        "kubernetes, in a job that is submitted there; yarn, in an application of YARN's that is submitted; nodes, in "
+        "a job that runs this on every node; mpi, by mpirun",
     )
     for role in ("worker", "server"):
         add(

@@ -11,14 +11,18 @@ from reigen.launch.submission import SubmissionOptions
 
 def add_submission_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for `parse_submission_options`, and ``print_job``."""
-    group = parser.add_argument_group("jobs that are submitted (--launcher sge, yarn, outside a job)")
+    group = parser.add_argument_group("jobs that are submitted (--launcher sge, kubernetes, yarn, outside a job)")
     add = group.add_argument
     add("--print", dest="print_job", action="store_true", help="show what would be submitted, and end")
     add("--jobname", dest="job_name", metavar="NAME", help="name of the job (default: made of the command)")
     add("--queue", metavar="NAME", help="queue of the engine (default: its choice)")
     for role in ("worker", "server"):
         add(f"--{role}-cores", type=int, metavar="N", help=f"processors of each {role} (default: not asked for)")
-        add(f"--{role}-memory", metavar="4g", help=f"memory of each {role} (default: not asked for)")
+        add(
+            f"--{role}-memory",
+            metavar="4g",
+            help=f"memory of each {role}, with k, m, g or t behind it, powers of 1024 (default: not asked for)",
+        )
     add("--gpus", type=int, metavar="N", help="GPUs of each worker (default: not asked for)")
     add("--pods", type=int, metavar="N", help="Kubernetes: how many pods the workers share (default: one each)")
     add("--archives", action="append", metavar="FILE", help="YARN: unpacked in the working directory; may be repeated")

@@ -300,6 +300,23 @@ def explain_agent_exit(host: str, exit_code: int | None, output: str, python: st
     return HostProblem(host, f"the agent ended with exit code {exit_code}: {last or 'it did not say why'}")
 
 
+def find_problem(
+    host: str, output: str, problems: Sequence[tuple[str, str, str]], begin: str = ""
+) -> HostProblem | None:
+    """Find the first known problem in the words of an engine's client; None: there is none.
+
+    Args:
+        host: that it is about.
+        output: the client's.
+        problems: pattern of a line, its meaning and advice each; the first that matches holds.
+        begin: pattern by which such lines begin.
+    """
+    for pattern, what, advice in problems:
+        if match := re.search(rf"^{begin}.*({pattern}).*$", output, re.MULTILINE | re.IGNORECASE):
+            return HostProblem(host, f"{what} ({match[0].strip()})", advice)
+    return None
+
+
 def last_line(output: str) -> str:
     """Return the last line that holds something, or an empty text."""
     return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")

@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from reigen.errors import ConfigError
-from reigen.launch.base import AgentCommand, HostProblem, JobPlan, explain_agent_exit, last_line
+from reigen.launch.base import AgentCommand, HostProblem, JobPlan, explain_agent_exit, find_problem, last_line
 from reigen.launch.batch import BatchJob, BatchLauncher, check_program, parse_host_lines, read_host_file
 from reigen.launch.engines import EngineJob
 from reigen.launch.hosts import HostInfo
 from reigen.launch.options import LaunchOptions
-from reigen.launch.supervision.spawn import spawn_client
+from reigen.launch.supervision.spawn import CLIENT_END_SECONDS, spawn_client
 
 #: Exit code for which the documentation asks users to have their jobs requeued: ``bsub -Q 99``.
 REQUEUE_EXIT_CODE = 99
 #: Set where a job's first host is a batch or launch node that has no slots for computing.
 _LAUNCH_NODE_VARIABLE = "CSM_ALLOCATION_ID"
-_END_SECONDS = 3.0
 _PROBLEMS = (
     (r"not (an )?(execution host|allocated)|is not used by|not part of", "it is not among the hosts of this job", ""),
     (r"(LIM|SBD|RES|sbatchd|res) .*(down|not respond|not running|not ready)", "LSF does not reach it", "see bhosts"),
@@ -67,13 +66,12 @@ class LsfLauncher(BatchLauncher):
 
     def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
         """Start the agent in a task of the job."""
-        return spawn_client(["blaunch", "-no-shell", host, *agent.argv_with_environ], end_seconds=_END_SECONDS)
+        return spawn_client(["blaunch", "-no-shell", host, *agent.argv_with_environ], end_seconds=CLIENT_END_SECONDS)
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of a task by the words of blaunch, or of the agent."""
-        for pattern, what, advice in _PROBLEMS:
-            if match := re.search(rf"^.*({pattern}).*$", output, re.MULTILINE | re.IGNORECASE):
-                return HostProblem(host, f"{what} ({match[0].strip()})", advice)
+        if problem := find_problem(host, output, _PROBLEMS):
+            return problem
         if "blaunch" in output and "reigen" not in output:
             return HostProblem(host, f"blaunch failed: {last_line(output)}", f"try it by hand: blaunch {host} hostname")
         return explain_agent_exit(host, exit_code, output, self.options.ssh.python)

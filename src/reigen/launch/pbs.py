@@ -36,10 +36,9 @@ from reigen.launch.engines import EngineJob
 from reigen.launch.options import LaunchOptions
 from reigen.launch.ssh.launcher import SshAgentStarter
 from reigen.launch.supervision.event_loop import LauncherLoop
-from reigen.launch.supervision.spawn import spawn_client
+from reigen.launch.supervision.spawn import CLIENT_END_SECONDS, spawn_client
 
 _SHELL = "pbs_tmrsh"
-_END_SECONDS = 3.0
 _READ_BYTES = 1 << 14
 
 
@@ -128,7 +127,7 @@ class TaskStarter:
                 if stream is not None:
                     self._unwatch(stream)
                     stream.close()
-        until = time.monotonic() + _END_SECONDS
+        until = time.monotonic() + CLIENT_END_SECONDS
         for client in clients.values():
             try:
                 client.wait(max(0.0, until - time.monotonic()))

@@ -8,16 +8,17 @@ a. The factory, a line in SUBMITTERS, gets a `SubmissionRequest`. It checks what
 b. ``submit`` returns when the engine has taken the job. From then on ``poll`` is asked about once a second for the
    job's state, and ``read_output`` twice a second for what it has printed since. While it waits, what it waits for is
    said every 30 s.
-c. SIGINT, SIGTERM and SIGHUP cancel the job, once; the end is waited for. A second one leaves it to the engine.
-d. ``read_output`` is called once more when ``poll`` has said that the job has ended, for the rest. The exit code is the
-   job's, or 128 + n after a signal n here.
+c. SIGINT, SIGTERM and SIGHUP cancel the job, once; the end is waited for, as long as its processes' grace and a minute.
+   A second one leaves it to the engine. While the engine is asked for something, the first one is said at once and
+   waits for that, but a second one does not.
+d. ``read_output`` may return a part of what there is, so that signals and states count, too. It is called until there
+   is nothing more when ``poll`` has said that the job has ended. The exit code is the job's, or 128 + n after a signal
+   n here.
 e. ``close`` comes last in any case, and may be called twice.
 """
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ _POLL_SECONDS = 1.0
 #: The same when the job has waited or run for longer than that many seconds.
 _LATER, _LATER_POLL_SECONDS = 60.0, 5.0
 _NEWS_SECONDS = 30.0
-#: How long an engine may not answer before the job is given up, and how long a cancelled job may take to end.
+#: How long an engine may not answer before the job is given up, and a cancelled job take to end after its own grace.
 _UNANSWERED_SECONDS = 600.0
 _CANCEL_SECONDS = 60.0
 _CLIENT_SECONDS = 60.0
@@ -108,6 +109,7 @@ class SubmissionRequest:
         environ: the user's environment, with the variables of `--env`.
         exports: names of the variables of `--env`.
         directory: the working directory.
+        grace_seconds: how long the job's processes have from a signal to their end.
     """
 
     arguments: tuple[str, ...]
@@ -118,6 +120,7 @@ class SubmissionRequest:
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     exports: tuple[str, ...] = ()
     directory: Path = field(default_factory=Path.cwd)
+    grace_seconds: float = 5.0
 
 
 class SubmittedPhase(Enum):
@@ -143,6 +146,10 @@ class SubmittedState:
     exit_code: int | None = None
 
 
+class NoAnswerError(LaunchError):
+    """Error of an engine's client that has not answered in time, and may have done its work, or not."""
+
+
 class Submission(Protocol):
     """Job for an engine, before and after it was submitted."""
 
@@ -165,7 +172,7 @@ class Submission(Protocol):
         """Ask for the job's state; raises LaunchError where the engine does not answer now."""
 
     def read_output(self) -> Iterable[tuple[int, bytes]]:
-        """Return new output of the job, in pieces for descriptor 1 or 2. Never waits."""
+        """Return some new output of the job, in pieces for descriptor 1 or 2; empty: there is none. Never waits."""
 
     def cancel(self) -> None:
         """Have the engine end the job, and return without waiting for that; raises LaunchError where it refuses."""
@@ -183,33 +190,56 @@ def find_submitter(name: str) -> SubmissionFactory:
     return cast(SubmissionFactory, getattr(import_module(module), attribute))
 
 
-def run_submission(submission: Submission, write: Callable[[int, bytes], None] | None = None) -> int:
+def run_submission(
+    submission: Submission, write: Callable[[int, bytes], None] | None = None, *, grace_seconds: float = 0.0
+) -> int:
     """Submit a job and follow it to its end; returns its exit code. Messages for the user go to stderr.
 
     Args:
         submission: the job.
         write: writes output to descriptor 1 or 2; None: to those of this process.
+        grace_seconds: how long the job's processes have to end when it is cancelled.
 
     Raises:
         LaunchError: the job cannot be submitted, or the engine has not answered for minutes.
     """
-    try:
-        with _stop_signals() as stops:
-            name = submission.submit()
+    name = "the job"
+    with _stop_signals() as stops:
+        try:
+            with stops.reporting("the job is cancelled as soon as it is submitted"):
+                name = submission.submit()
             complain(f"{name} is submitted; Ctrl-C cancels it ({submission.cancel_command})")
-            return _Follower(submission, name, stops, write or _write_all).run()
-    finally:
-        for message in submission.close():
-            complain(message)
+            return _Follower(submission, name, stops, write or _write_all, _CANCEL_SECONDS + grace_seconds).run()
+        except _SecondSignal:
+            command = submission.cancel_command
+            complain(f"a second signal: {name} may still be there{command and '; to remove it: '}{command}")
+            return 128 + stops.first
+        finally:
+            _close(submission, stops)
+
+
+def _close(submission: Submission, stops: _StopSignals) -> None:
+    try:
+        with stops.reporting("the files made for the job are being removed"):
+            for message in submission.close():
+                complain(message)
+    except _SecondSignal:
+        complain("a second signal: files made for the job may be left")
 
 
 class _Follower:
     """Loop that follows one job."""
 
     def __init__(
-        self, submission: Submission, name: str, stops: _StopSignals, write: Callable[[int, bytes], None]
+        self,
+        submission: Submission,
+        name: str,
+        stops: _StopSignals,
+        write: Callable[[int, bytes], None],
+        cancel_seconds: float,
     ) -> None:
         self._submission, self._name, self._stops, self._write = submission, name, stops, write
+        self._cancel_seconds = cancel_seconds
         self._began = self._answered = time.monotonic()
         self._next_poll = self._began
         self._next_news = self._began + _NEWS_SECONDS
@@ -219,21 +249,25 @@ class _Follower:
 
     def run(self) -> int:
         """Follow it to its end."""
+        is_busy = False
         while self._state.phase is not SubmittedPhase.ENDED:
-            self._stops.wait(_OUTPUT_SECONDS)
+            self._stops.wait(0.0 if is_busy else _OUTPUT_SECONDS)
             for signum in self._stops.take():
                 if self._cancelled is not None:
                     return self._leave("a second signal")
                 self._cancel(signum)
             now = time.monotonic()
             if now >= self._next_poll:
-                self._poll(now)
+                with self._stops.reporting("the job is cancelled as soon as its engine answers"):
+                    self._poll(now)
                 later = now - self._began > _LATER and self._cancelled is None
                 self._next_poll = time.monotonic() + (_LATER_POLL_SECONDS if later else _POLL_SECONDS)
-            self._copy()
-            if self._cancelled is not None and now - self._cancelled[1] > _CANCEL_SECONDS:
-                return self._leave(f"it has not ended within {_CANCEL_SECONDS:g} s")
-        self._copy()
+            with self._stops.reporting("the job is cancelled as soon as somebody reads its output"):
+                is_busy = self._copy()
+            if self._cancelled is not None and now - self._cancelled[1] > self._cancel_seconds:
+                return self._leave(f"it has not ended within {self._cancel_seconds:g} s")
+        while self._copy() and not self._stops.take():
+            pass
         return self._end()
 
     def _poll(self, now: float) -> None:
@@ -258,18 +292,22 @@ class _Follower:
             complain(text)
             self._next_news = now + _NEWS_SECONDS
 
-    def _copy(self) -> None:
+    def _copy(self) -> bool:
+        """Write some of the job's new output; returns whether there was any."""
+        has_some = False
         for descriptor, data in self._submission.read_output():
+            has_some = True
             try:
                 self._write(descriptor, data)
             except BrokenPipeError:  # nobody reads it any more
                 if self._cancelled is None:
                     self._cancel(signal.SIGPIPE)
+        return has_some
 
     def _cancel(self, signum: int) -> None:
         self._cancelled = signum, time.monotonic()
         self._next_poll = 0.0
-        complain(f"{signal.Signals(signum).name}: {self._name} is cancelled")
+        complain(f"{signal.Signals(signum).name}: {self._name} is cancelled; waiting for its end")
         try:
             self._submission.cancel()
         except LaunchError as error:
@@ -292,38 +330,68 @@ class _Follower:
         return 1 if self._state.exit_code is None else self._state.exit_code
 
 
-class _StopSignals:
-    """Stop signals of this process, which are handled when the loop comes to it."""
+class _SecondSignal(KeyboardInterrupt):
+    """A second stop signal has come while the engine is asked for something."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+
+class _StopSignals:
+    """Stop signals of this process, none of which is lost.
+
+    Attributes:
+        received: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._num_taken = 0
+        self._outlook = ""
+
+    @property
+    def first(self) -> int:
+        """The first one."""
+        return self.received[0]
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal."""
-        select.select([self._descriptor], [], [], seconds)
+        """Wait; a signal is seen when that is over."""
+        time.sleep(seconds)
 
     def take(self) -> list[int]:
-        """Return the signals that have come."""
-        with suppress(BlockingIOError):
-            return [signum for signum in os.read(self._descriptor, 64) if signum in _STOP_SIGNALS]
-        return []
+        """Return the signals that have come since the last call."""
+        taken = self.received[self._num_taken :]
+        self._num_taken += len(taken)
+        return taken
+
+    @contextmanager
+    def reporting(self, what: str) -> Iterator[None]:
+        """While something lasts that may take long: say what comes of the first signal; end it at the second one."""
+        self._outlook = what
+        try:
+            yield
+        finally:
+            self._outlook = ""
+
+    def receive(self, signum: int, _frame: object) -> None:
+        """Take note of a signal: the handler of all of them."""
+        self.received.append(signum)
+        if not self._outlook:
+            return
+        if len(self.received) > 1:
+            raise _SecondSignal
+        with suppress(RuntimeError):  # it came in the middle of another message
+            complain(f"{signal.Signals(signum).name}: {self._outlook}; a second signal does not wait for that")
 
 
 @contextmanager
 def _stop_signals() -> Iterator[_StopSignals]:
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    stops = _StopSignals()
     # nohup(1) says that SIGHUP shall not matter
     handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in handled}
-    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, stops.receive) for number in handled}
     try:
-        yield _StopSignals(reading)
+        yield stops
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -338,7 +406,8 @@ def run_client(
     """Run a client command of an engine to its end, out of the reach of a terminal's Ctrl-C.
 
     Raises:
-        LaunchError: it cannot be started, or has not ended in time; whatever exit code it has is the caller's matter.
+        LaunchError: it cannot be started; whatever exit code it has is the caller's matter.
+        NoAnswerError: it has not ended in time.
     """
     try:
         return subprocess.run(
@@ -353,6 +422,6 @@ def run_client(
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{command[0]} has not answered within {timeout_seconds:g} s") from None
+        raise NoAnswerError(f"{command[0]} has not answered within {timeout_seconds:g} s") from None
     except OSError as error:
         raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from None

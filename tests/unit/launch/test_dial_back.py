@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -331,6 +332,29 @@ def test_tasks_of_one_machine_are_one_host_and_its_first_one_is_called():
             task._thread.join()
         assert await_call(tasks[0].connection, lambda connection: wait_ready(connection, SECONDS)) == call
     assert await_call(tasks[1].connection, lambda connection: wait_ready(connection, SECONDS)) is None
+
+
+def test_what_is_not_the_launchers_is_no_end_of_the_job():
+    with closing(Gathering(("127.0.0.1", 0), ["0"], SECONDS)) as gathering:
+        task = Dialing(gathering.texts["0"])
+        gathering.wait(lambda seconds: None, lambda problems: None)
+        task._thread.join()
+        gathering.agents["0"].connection.send(b"no dial text", time.monotonic() + SECONDS)
+        with pytest.raises(LaunchError, match=r"the connection to the launcher has failed: .* no dial text"):
+            await_call(task.connection, lambda connection: wait_ready(connection, SECONDS))
+
+
+def test_a_launcher_that_cannot_be_reached_any_more_is_no_end_of_the_job():
+    with closing(Gathering(("127.0.0.1", 0), ["0"], SECONDS)) as gathering:
+        task = Dialing(gathering.texts["0"])
+        gathering.wait(lambda seconds: None, lambda problems: None)
+        task._thread.join()
+
+        def time_out(connection: Connection) -> None:
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")  # as of a host that has no power
+
+        with pytest.raises(LaunchError, match="Connection timed out"):
+            await_call(task.connection, time_out)
 
 
 def test_tasks_that_do_not_come_are_named():

@@ -19,7 +19,6 @@ from reigen.launch.kubernetes.manifest import (
     make_manifests,
     make_name,
     make_secret,
-    parse_memory,
 )
 from reigen.launch.kubernetes.yaml_files import dump_manifests, read_template
 from tests.unit.launch.schemas import check_schema
@@ -256,11 +255,3 @@ def test_jobs_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 def test_an_image_is_needed() -> None:
     with pytest.raises(ConfigError, match="--kube-worker-image"):
         make_job(replace(JOB, image=None))
-
-
-def test_memory() -> None:
-    found = [parse_memory(text) for text in ("4g", "4Gi", "512m", "1024", "2 TB", "1k")]
-    assert found == [4 << 30, 4 << 30, 512 << 20, 1024, 2 << 40, 1 << 10]
-    for text in ("", "0g", "-1g", "4x", "g"):
-        with pytest.raises(ConfigError, match="memory"):
-            parse_memory(text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ import yaml
 
 from reigen.cli.launch import main
 from reigen.launch import submission
+from reigen.launch.kubernetes import pod_log
+from reigen.launch.kubernetes import submission as kubernetes_submission
 from reigen.launch.kubernetes.job_status import explain_events, read_status
-from reigen.launch.kubernetes.pod_log import LineStamps
+from reigen.launch.kubernetes.pod_log import LineStamps, PodLog
+from reigen.launch.kubernetes.submission import KubernetesSubmission
 from reigen.launch.submission import SubmittedPhase
 from tests.network.waiting import wait_for
 from tests.unit.launch.schemas import check_schema
@@ -37,7 +42,9 @@ class Cluster:
 
     @property
     def asked(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory / "asked").read_text().splitlines()]
+        """The calls so far; of one that is being written down, nothing yet."""
+        lines = (self.directory / "asked").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     @property
     def verbs(self) -> list[str]:
@@ -81,6 +88,30 @@ def test_what_is_printed_is_what_kubernetes_takes(cluster: Cluster, capsys: pyte
     assert words[-6:] == ["--launcher", "nodes", "--", "python", "train.py", "$$(X)"]
 
 
+@pytest.mark.parametrize(
+    ("template", "arguments", "namespace"),
+    [
+        ("{kind: Job, metadata: {namespace: space}}", [], "space"),
+        ("{kind: Job, spec: {template: {metadata: {namespace: space}}}}", [], "space"),
+        ("{kind: Pod, metadata: {namespace: space, labels: {a: b}}}", [], "space"),
+        ("{kind: PodTemplate, metadata: {namespace: space}}", [], "space"),
+        ("{kind: Pod, metadata: {namespace: other}}", ["--kube-namespace", "space"], "space"),
+        ("{containers: [{name: main}]}", [], None),
+    ],
+)
+def test_the_namespace_of_a_template_is_that_of_everything(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], template: str, arguments: list[str], namespace: str | None
+) -> None:
+    cluster.write(template_yaml=template)
+    assert launch("--kube-worker-template", str(cluster.directory / "template.yaml"), "--print", *arguments) == 0
+    text = capsys.readouterr().out
+    assert text.count(f"kubectl --namespace={namespace} ") == text.count("kubectl ") * bool(namespace)
+    *others, made = yaml.safe_load_all(text)
+    for each in (*others, made):
+        assert each["metadata"].get("namespace") == namespace
+    assert "namespace" not in made["spec"]["template"]["metadata"]
+
+
 def test_a_job_from_beginning_to_end(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     cluster.write(logs_0="2026-01-01T00:00:01.5Z [0] one\n2026-01-01T00:00:02Z [1] two words\n")
     assert launch("--env", "STAND_IN_CLUSTER") == 0
@@ -116,13 +147,70 @@ def test_the_secret_goes_through_stdin_alone(cluster: Cluster) -> None:
 
 
 def test_a_log_that_breaks_off_is_followed_anew(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    one, two, three = (f"2026-01-01T00:00:0{number}.25Z line {number}\n" for number in (1, 2, 3))
-    cluster.write(logs_0=one + two + "2026-01-01T00:00:03.25Z li", logs_1=two + three, ends="done 7")
+    one, two, three, last = (f"2026-01-01T00:00:0{number}.25Z line {number}\n" for number in (1, 2, 3, 4))
+    cluster.write(logs_0=one + two + three[:-3], logs_1=two + three[:13], logs_2=two + three, logs_3=three + last[:-1])
+    cluster.write(ends="done 7")
     assert launch() == 7
-    assert "line 1\nline 2\nli" in (out := capfd.readouterr().out)
-    assert out.count("line 2\n") == 1
-    (since,) = [word for call in cluster.asked for word in call["argv"] if word.startswith("--since-time")]
-    assert since == "--since-time=2026-01-01T00:00:03.25Z"
+    assert capfd.readouterr().out == "line 1\nline 2\nline 3\nline 4", "each once, and the last one as it is"
+    found = [word for call in cluster.asked for word in call["argv"] if word.startswith("--since-time")]
+    assert found[:3] == [f"--since-time=2026-01-01T00:00:0{number}.25Z" for number in (2, 2, 3)]
+
+
+def test_a_log_that_breaks_off_just_before_the_end_is_read_once_more(cluster: Cluster) -> None:
+    one, two = (f"2026-01-01T00:00:0{number}.25Z line {number}\n" for number in (1, 2))
+    cluster.write(logs_0=one + two[:-4], logs_1=one + two, logs_2="")
+    request = submission.SubmissionRequest(
+        (), ("true",), 1, 0, submission.SubmissionOptions(kube_worker_image="i", job_name="train")
+    )
+    with contextlib.closing(KubernetesSubmission(request)) as found:
+        found.submit()
+        found.poll()
+        out = bytearray()
+
+        def read() -> None:
+            out.extend(b"".join(piece for _, piece in found.read_output()))
+
+        def connection_has_ended() -> bool:
+            read()
+            return found._log.has_ended
+
+        def job_has_ended() -> bool:
+            phase = found.poll().phase
+            read()
+            return phase is SubmittedPhase.ENDED
+
+        wait_for(connection_has_ended, "the connection has ended")
+        cluster.write(phase="done 0")
+        wait_for(job_has_ended, "the job has ended")
+    assert out.decode() == "line 1\nline 2\n"
+
+
+def test_a_log_that_cannot_be_had_says_so_once(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster.write(refuse_logs="Error from server (Forbidden): pods/log is forbidden", ends="done 3")
+    assert launch() == 3
+    assert cluster.verbs.count("logs") >= 3
+    assert capfd.readouterr().err.count("kubectl logs: Error from server (Forbidden): pods/log is forbidden") == 1
+
+
+def test_a_poll_takes_so_much_of_a_log_at_most(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pod_log, "_TURN_BYTES", 100)
+    monkeypatch.setattr(pod_log, "_CHUNK_BYTES", 80)
+    lines = [f"2026-01-01T00:00:01.25Z line {number}\n" for number in range(50)]
+    cluster.write(logs_0="".join(lines))
+    sizes: list[int] = []
+    read = PodLog.read
+
+    def read_some(log: PodLog) -> bytes:
+        found = read(log)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(PodLog, "read", read_some)
+    assert launch() == 0
+    assert capfd.readouterr().out == "".join(line.partition(" ")[2] for line in lines)
+    assert 0 < max(sizes) <= 160
 
 
 @pytest.mark.parametrize(
@@ -153,7 +241,7 @@ def test_a_job_that_is_deleted_by_somebody(cluster: Cluster, capfd: pytest.Captu
 
 
 def test_ctrl_c_deletes_the_job(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    cluster.write(resumed="image")
+    cluster.write(resumed="image", linger="3")
 
     def interrupt() -> None:
         wait_for(lambda: "get" in cluster.verbs, "it waits for its pods")
@@ -167,7 +255,26 @@ def test_ctrl_c_deletes_the_job(cluster: Cluster, capfd: pytest.CaptureFixture[s
     finally:
         thread.join()
     assert cluster.verbs.count("delete") == 1
-    assert "SIGINT: Kubernetes job train is cancelled" in capfd.readouterr().err
+    assert cluster.verbs[cluster.verbs.index("delete") :].count("get") >= 4, "the pods' end is waited for"
+    assert "SIGINT: Kubernetes job train is cancelled; waiting for its end" in capfd.readouterr().err
+
+
+def test_a_job_is_deleted_that_kubectl_may_have_created(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lose_answer(command: Sequence[str], **options: Any) -> object:
+        done = submission.run_client(command, **options)
+        if "create" in command:
+            raise submission.NoAnswerError("kubectl has not answered within 60 s")
+        return done
+
+    monkeypatch.setattr(kubernetes_submission, "run_client", lose_answer)
+    assert launch() == 1
+    assert "kubectl has not answered within 60 s" in capfd.readouterr().err
+    assert cluster.verbs == ["create", "delete"]
+    created, deleted = cluster.asked
+    label = json.loads(created["stdin"])["metadata"]["labels"]["reigen-submission"]
+    assert f"--selector=reigen-submission={label}" in deleted["argv"], "it, and no other's"
 
 
 def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +291,7 @@ def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         (["--kube-server-template", "x.yaml"], "servers run in the workers' pods"),
         (["--kube-worker-template", "/nowhere.yaml"], "cannot be read"),
         (["--pods", "5"], "--pods 5"),
-        (["--worker-memory", "much"], "memory 'much'"),
+        (["--worker-memory", "much"], "--worker-memory much: it is no size of memory"),
     ],
 )
 def test_options_that_cannot_be(
@@ -305,6 +412,20 @@ def test_known_lines_are_dropped_and_others_of_the_same_time_are_not() -> None:
         b"2026-01-01T00:00:00.5Z a\n2026-01-01T00:00:00.75Z b\n2026-01-01T00:00:00.75Z c\n2026-01-01T00:00:00.75Z d\n"
     )
     assert stamps.feed(again + b"2026-01-01T00:00:00.8Z e\n") == b"d\ne\n"
+
+
+@pytest.mark.parametrize("longest", [7, 1000])
+def test_a_log_that_is_cut_anywhere_loses_nothing(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_log, "_LONGEST_LINE_BYTES", 25 + longest)
+    texts = [b"a\n", b"b" * 60 + b"\n", b"\n", b"c" * 40 + b"\n", b"no end"]
+    log = b"".join(b"2026-01-01T00:00:00.%dZ " % time + text for time, text in zip((1, 2, 2, 2, 3), texts, strict=True))
+    for first in range(len(log) + 1):
+        for second in range(0, len(log) + 1, 7):
+            stamps, out = LineStamps(), b""
+            for end in (first, second, len(log)):
+                stamps.restart()
+                out += b"".join(stamps.feed(log[at : min(at + 9, end)]) for at in range(0, end, 9))
+            assert out + stamps.finish() == b"".join(texts), (first, second)
 
 
 def test_a_line_without_end_is_bounded() -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from reigen.cli import launch
 from reigen.cli.submission_options import arguments_before_command
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch import submission
+from reigen.launch.sge import submission as sge_submission
 from reigen.launch.sge.submission import (
     SgeSubmission,
     choose_job_name,
@@ -148,6 +150,47 @@ class TestFollowing:
         assert "a second signal: job 7 may still be there; to remove it: delete 7" in err
         assert "a file is left; rm file" in err
 
+    def test_a_signal_while_the_engine_takes_the_job_cancels_it_then(self, capfd: pytest.CaptureFixture[str]) -> None:
+        class Slow(Job):
+            def submit(self) -> str:
+                os.kill(os.getpid(), signal.SIGINT)
+                return super().submit()
+
+        job = Slow(RUNNING)
+        assert (run_submission(job), job.num_cancelled, job.num_closed) == (130, 1, 1)
+        said = [line.removeprefix("reigen run: ") for line in capfd.readouterr()[1].splitlines()]
+        waits = "the job is cancelled as soon as it is submitted; a second signal does not wait for that"
+        assert [said[0], said[2]] == [f"SIGINT: {waits}", "SIGINT: job 7 is cancelled; waiting for its end"]
+
+    def test_a_second_signal_does_not_wait_for_a_reader(self, capfd: pytest.CaptureFixture[str]) -> None:
+        def stand_still(descriptor: int, data: bytes) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Event().wait(600)
+
+        job = Job(RUNNING)
+        job.output = [(1, b"text")]
+        assert (run_submission(job, stand_still), job.num_closed) == (143, 1)
+        assert "a second signal: job 7 may still be there" in capfd.readouterr()[1]
+
+    @pytest.mark.parametrize("call", ["submit", "poll", "close"])
+    def test_a_second_signal_does_not_wait_for_the_engine(self, call: str, capfd: pytest.CaptureFixture[str]) -> None:
+        class Mute(Job):
+            def ask(self) -> None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                run_client(["sleep", "600"])
+
+        job = Mute(ended(3))
+        usual = getattr(job, call)
+        setattr(job, call, lambda: (job.ask(), usual())[1])
+        assert run_submission(job) == (3 if call == "close" else 143)
+        assert job.num_closed == (call != "close")
+        err = capfd.readouterr()[1]
+        assert "SIGTERM: " in err
+        left = "files made for the job" if call == "close" else {"submit": "the job", "poll": "job 7"}[call]
+        assert f"a second signal: {left} may" in err
+
     def test_without_a_reader_of_its_output_the_job_is_cancelled(self) -> None:
         def refuse(descriptor: int, data: bytes) -> None:
             raise BrokenPipeError
@@ -155,6 +198,38 @@ class TestFollowing:
         job = Job(RUNNING)
         job.output = [(1, b"a"), (1, b"b")]
         assert (run_submission(job, refuse), job.num_cancelled) == (128 + signal.SIGPIPE, 1)
+
+    def test_a_cancelled_job_has_its_own_grace_before_it_is_left(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(submission, "_CANCEL_SECONDS", 0.0)
+
+        class Slow(Job):
+            def cancel(self) -> None:
+                self._answers = [RUNNING, RUNNING, ended(0)]
+
+        def stop() -> SubmittedState:
+            os.kill(os.getpid(), signal.SIGINT)
+            return RUNNING
+
+        assert run_submission(Slow(stop, RUNNING), grace_seconds=30.0) == 130
+        assert "may still be there" not in capfd.readouterr()[1]
+        assert run_submission(Slow(stop, RUNNING)) == 130
+        assert "it has not ended within 0 s: job 7 may still be there" in capfd.readouterr()[1]
+
+    def test_a_job_that_prints_without_end_is_still_asked_for_its_state(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        class Talker(Job):
+            num_left = 1000
+
+            def read_output(self) -> Iterable[tuple[int, bytes]]:
+                self.num_left -= 1
+                return [(1, b".")] if self.num_left >= 0 else []
+
+        job = Talker(RUNNING, ended(3))
+        assert run_submission(job) == 3
+        assert capfd.readouterr()[0] == "." * 1000  # all of it, when it has ended
 
 
 class TestClients:
@@ -203,7 +278,7 @@ def grid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(tmp_path: Path, **more: object) -> SubmissionRequest:
     options = SubmissionOptions(**more)  # type: ignore[arg-type]
-    environ = {**os.environ, "MINE": "it's $HOME\n", "bad-name": "x"}
+    environ = {**os.environ, "MINE": "it's $HOME\n", "bad-name": "x", "UID": "7", "SHELLOPTS": "errexit"}
     arguments = ("--launcher", "sge", "-n", "3")
     return SubmissionRequest(arguments, ("python", "train it.py"), 3, 2, options, environ, directory=tmp_path)
 
@@ -219,7 +294,7 @@ class TestGridEngineJobs:
         assert job.submit() == "Grid Engine job 17 (train_it.py)"
         words = (grid_engine / "words").read_text().split()
         assert words[:10] == ["-terse", "-cwd", "-S", "/bin/sh", "-N", "train_it.py", "-pe", "mpi", "5", "-q"]
-        assert "h_vmem=2G" in words
+        assert "h_vmem=2048M" in words
         [directory] = tmp_path.glob(".train_it.py.*")
         assert (grid_engine / "script").read_text() == f"#!/bin/sh\n. {shlex.quote(str(directory / 'job'))}\n"
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -227,6 +302,7 @@ class TestGridEngineJobs:
         assert stat.S_IMODE((directory / "job").stat().st_mode) == 0o600
         assert "export MINE='it'\"'\"'s $HOME\n'\n" in text
         assert "bad-name" not in text
+        assert not [line for line in text.splitlines() if line.startswith(("export UID=", "export SHELLOPTS="))]
         assert text.splitlines()[-1].endswith(f"--exit-code-file {directory}/exit-code -- python 'train it.py'")
         assert job.cancel_command == "qdel 17"
 
@@ -260,6 +336,7 @@ class TestGridEngineJobs:
         )
         assert job.poll() == ended(1, "it could not be started (Eqw): 1: can't chdir to /x".replace("1: ", "", 1))
         assert (grid_engine / "qdel.asked").read_text() == "17\n"
+        assert (job.close(), list(tmp_path.glob(".train_it.py.*"))) == ((), [])
 
     def test_output_is_read_as_it_grows(self, grid_engine: Path, tmp_path: Path) -> None:
         (grid_engine / "qsub.answer").write_text("17\n")
@@ -274,12 +351,22 @@ class TestGridEngineJobs:
         assert list(job.read_output()) == [(1, b" line\n"), (2, b"err")]
         assert not list(job.read_output())
 
+    def test_of_much_output_a_part_is_read_at_a_time(
+        self, grid_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sge_submission, "_READ_BYTES", 4)
+        (grid_engine / "qsub.answer").write_text("17\n")
+        job = SgeSubmission(request(tmp_path, sge_pe="mpi", job_name="J"))
+        job.submit()
+        (tmp_path / "J.o17").write_bytes(b"one two")
+        assert [list(job.read_output()) for _ in range(3)] == [[(1, b"one ")], [(1, b"two")], []]
+
     @pytest.mark.parametrize(
         ("options", "words"),
         [
             ({"job_name": "7up"}, "--jobname 7up: Grid Engine wants letters"),
             ({"job_name": "a b"}, "--jobname a b"),
-            ({"worker_memory": "much"}, "--worker-memory much: it is not like 4g"),
+            ({"worker_memory": "much"}, "--worker-memory much: it is no size of memory like 4g"),
             ({"server_cores": 0}, "--server-cores 0: at least 1"),
             ({"gpus": 1}, "--gpus: Grid Engine has no common name"),
             ({"sge_log_dir": Path("a,b")}, "takes no path with a comma"),

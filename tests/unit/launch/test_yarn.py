@@ -17,6 +17,7 @@ from reigen.launch.options import LaunchOptions
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.submission import SubmissionOptions, SubmissionRequest, find_submitter
 from reigen.launch.yarn import hadoop
+from reigen.launch.yarn import launcher as launcher_module
 from reigen.launch.yarn.exits import explain_application, explain_container, master_diagnostics, summarize_diagnostics
 from reigen.launch.yarn.job import Ended, Grant, Granted, Refused, StartAgent, YarnJob
 from reigen.launch.yarn.launcher import MASTER_VARIABLE, MessageSocket, YarnLauncher, find_engine_job, place
@@ -26,24 +27,10 @@ from reigen.launch.yarn.requests import (
     check_size,
     container_sizes,
     find_files,
-    parse_memory_mb,
     plan_by_host,
 )
 
 OPTIONS = LaunchOptions(("python", "train.py"), 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "megabytes"), [("4g", 4096), ("512m", 512), ("1024", 1024), ("1.5G", 1536), ("2048k", 2), ("1tb", 1 << 20)]
-)
-def test_memory(text, megabytes):
-    assert parse_memory_mb("--worker-memory", text) == megabytes
-
-
-@pytest.mark.parametrize("text", ["", "g", "4 apples", "-1g", "0", "1k", "nan"])
-def test_memory_that_is_none(text):
-    with pytest.raises(ConfigError, match=r"--worker-memory .*: it is no size of memory: 4g, 512m"):
-        parse_memory_mb("--worker-memory", text)
 
 
 def test_sizes():
@@ -95,6 +82,27 @@ def test_files_that_cannot_be_sent(options, words, tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=words):
         find_files(options, (), tmp_path)
+
+
+def test_words_of_the_command_that_are_no_files_here(tmp_path):
+    (tmp_path / "work").mkdir()
+    for name in ("train.py", "work/data.txt"):
+        (tmp_path / name).touch()
+    long = "import numpy; " * 400
+    found = find_files(
+        SubmissionOptions(), ("python", "-c", long, "./data.txt", "data.txt", "../none.py"), tmp_path / "work"
+    )
+    assert [each.name for each in found] == ["data.txt"]
+    with pytest.raises(ConfigError, match=r"--files import numpy.*: there is no such file"):
+        find_files(SubmissionOptions(files=(long,)), (), tmp_path)
+    command = ("python", "../train.py")
+    with pytest.raises(
+        ConfigError, match=r"outside of this directory.*--files \.\./train\.py, and train\.py in the command"
+    ):
+        find_files(SubmissionOptions(), command, tmp_path / "work")
+    assert not find_files(SubmissionOptions(auto_file_cache=False), command, tmp_path / "work")
+    sent = find_files(SubmissionOptions(files=("../train.py",)), ("python", "train.py"), tmp_path / "work")
+    assert [each.name for each in sent] == ["train.py"]
 
 
 def test_one_container_on_each_node():
@@ -215,6 +223,25 @@ def test_containers_that_do_not_come(master, event, words):
     close(launcher)
 
 
+def test_hosts_that_are_lost_together_are_not_waited_for_one_by_one(master, monkeypatch):
+    monkeypatch.setattr(launcher_module, "_STATUS_SECONDS", 0.05)
+    end, environ = master
+    launcher = YarnLauncher(OPTIONS, environ)
+    end.send(Granted(tuple(GRANTS[:3])))
+    launcher.allocate(lambda seconds: None)
+    waits = []
+    read = launcher._master.read
+    monkeypatch.setattr(launcher._master, "read", lambda seconds=0.0: waits.append(seconds) or read(seconds))
+    assert "YARN does not say why: see yarn logs of c_000003" in launcher.explain_exit("h2/000003", None, "").what
+    num_waits = sum(seconds > 0 for seconds in waits)
+    assert num_waits > 0
+    assert "YARN does not say why: see yarn logs of c_000004" in launcher.explain_exit("h2/000004", None, "").what
+    end.send(Ended("c_000002", -100, ""))
+    assert "its node was lost" in launcher.explain_exit("h1/000002", None, "").what
+    assert sum(seconds > 0 for seconds in waits) == num_waits
+    close(launcher)
+
+
 def test_a_ticket_is_not_shown():
     assert "0123" not in repr(DialCall("h1", "ticket 0123"))
     assert "0123" not in repr(StartAgent("c", ("python",), "ticket 0123"))
@@ -322,6 +349,11 @@ def test_clients_that_are_found(tmp_path):
         hadoop.find_hadoop(environ)
     found = hadoop.find_hadoop({**environ, "HADOOP_CONF_DIR": "/etc/hadoop"})
     assert found.classpath == f"/etc/hadoop{os.pathsep}{jar.parent}/*"
+    # what would be submitted is for everybody to see, and its name is, in YARN
+    secret = SubmissionRequest(
+        (), ("python", "train.py", "--token", "hunter2"), 2, 1, environ={**environ, "HADOOP_CONF_DIR": "/etc/hadoop"}
+    )
+    assert find_submitter("yarn")(secret).preview.startswith("application 'train.py' in queue default")
     # the cluster's own client comes first
     own = program(tmp_path / "hadoop" / "bin" / "hadoop")
     found = hadoop.find_hadoop({**environ, "HADOOP_HOME": str(tmp_path / "hadoop")})

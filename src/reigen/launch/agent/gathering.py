@@ -155,13 +155,18 @@ def await_call(connection: Connection, wait: Callable[[Connection], None]) -> Di
 
     Returns:
         The text; None: the job has ended, and the task only held a slot.
+
+    Raises:
+        LaunchError: the launcher's host cannot be reached any more, or what has come is not the launcher's.
     """
     try:
         while not (messages := connection.read()):
             wait(connection)
         text = decode_dial_text(messages[0].decode("ascii", "replace"))
         return msgspec.structs.replace(text, ticket=connection.mask(bytes.fromhex(text.ticket)).hex())
-    except (OSError, AuthenticationError, WireError):
+    except ConnectionError:  # closed
         return None
+    except (OSError, AuthenticationError, WireError) as error:
+        raise LaunchError(f"the connection to the launcher has failed: {error}") from None
     finally:
         connection.close()

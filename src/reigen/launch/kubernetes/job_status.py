@@ -15,11 +15,19 @@ Resource = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """State of the Job, and of pod 0: its name, empty if there is none, and whether its container runs or has ended."""
+    """State of the Job, and of its pods.
+
+    Attributes:
+        state: the Job's.
+        leader: name of pod 0; empty: there is none.
+        leader_has_begun: its container runs, or has ended.
+        num_left: pods that have not ended, though the Job is not there any more.
+    """
 
     state: SubmittedState
     leader: str = ""
     leader_has_begun: bool = False
+    num_left: int = 0
 
 
 def read_status(name: str, items: Sequence[Resource]) -> JobStatus:
@@ -30,9 +38,11 @@ def read_status(name: str, items: Sequence[Resource]) -> JobStatus:
         items: the resources that have its label.
     """
     job = next((each for each in items if each.get("kind") == "Job"), None)
-    if job is None:
-        return JobStatus(SubmittedState(SubmittedPhase.ENDED, "the Job is not there any more: it was deleted"))
     pods = sorted((each for each in items if each.get("kind") == "Pod"), key=_age)
+    if job is None:
+        num_left = sum((pod.get("status") or {}).get("phase") not in {"Succeeded", "Failed"} for pod in pods)
+        state = SubmittedState(SubmittedPhase.ENDED, "the Job is not there any more: it was deleted")
+        return JobStatus(state, num_left=num_left)
     leaders = [pod for pod in pods if _index(pod) == 0]
     leader = leaders[-1] if leaders else None
     leader_name = leader["metadata"]["name"] if leader else ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reigen.errors import ConfigError
+from reigen.launch.job_options import name_of_command, parse_memory
 from reigen.launch.nodes.kubernetes import GRACE_VARIABLE, NODES_VARIABLE, SECRET_FILE
 
 Manifest = dict[str, Any]
@@ -35,8 +36,6 @@ _SHM_GIB_PER_PROCESS = 1
 _GPU_RESOURCE = "nvidia.com/gpu"
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_MEMORY = re.compile(r"(?P<number>\d+)\s*(?P<unit>[kmgt]?)i?b?", re.IGNORECASE)
-_UNIT_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 #: Variables that the manifests set.
 _OWN_VARIABLES = (NODES_VARIABLE, GRACE_VARIABLE, _SECRET_FILE_VARIABLE)
 _SECRET_VOLUME, _SHM_VOLUME = "reigen-secret", "reigen-shm"
@@ -61,7 +60,7 @@ class KubernetesJob:
         command: program and arguments that every pod runs.
         num_workers, num_servers, num_pods: processes, and the pods that they are spread over.
         workers, servers: resources of each process.
-        namespace: of everything; None: kubectl's.
+        namespace: of everything, whatever the template says; None: kubectl's.
         queue: Kueue's queue; None: the Job is not Kueue's.
         environ: variables of the containers.
         template: a Job, a Pod, a PodTemplate or a pod's spec, to begin with; empty: nothing.
@@ -121,8 +120,7 @@ def check_name(name: str) -> None:
 
 def make_name(command: Sequence[str], token: str) -> str:
     """Make a name of the command and a token of lower-case letters and digits."""
-    word = next((word for word in reversed(command) if word.endswith((".py", ".sh"))), command[0] if command else "")
-    stem = re.sub(r"[^a-z0-9]+", "-", word.rpartition("/")[2].partition(".")[0].lower()).strip("-")
+    stem = re.sub(r"[^a-z0-9]+", "-", name_of_command(command).partition(".")[0].lower()).strip("-")
     return f"reigen-{stem[:40].strip('-')}-{token}" if stem else f"reigen-{token}"
 
 
@@ -226,6 +224,17 @@ def _split_template(template: Mapping[str, Any]) -> tuple[Manifest, Manifest, Ma
     raise ConfigError(f"--kube-worker-template: a Job, Pod, PodTemplate or a pod's spec is needed; this is {kind}")
 
 
+def find_namespace(template: Mapping[str, Any]) -> str | None:
+    """Find the namespace that a template names, for itself or for its pods; None: it names none.
+
+    Raises:
+        ConfigError: the template is of another kind.
+    """
+    pod = _split_template(template)[2]
+    found = (each.get("metadata") or {} for each in (template, pod))
+    return next((str(each["namespace"]) for each in found if each.get("namespace")), None)
+
+
 def _check_template(spec: Mapping[str, Any], num_pods: int) -> None:
     """Raise ConfigError where the template of a Job says something else than the options."""
     wanted = {"completions": num_pods, "parallelism": num_pods, "backoffLimit": 0, "completionMode": "Indexed"}
@@ -251,7 +260,8 @@ def _make_pod(job: KubernetesJob, template: Manifest) -> Manifest:
     own = _make_container(job, containers[0], spec["terminationGracePeriodSeconds"])
     spec["containers"] = [own, *containers[1:]]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, own)]
-    return {"metadata": {**metadata, "labels": labels}, "spec": spec}
+    kept = {name: value for name, value in metadata.items() if name != "namespace"}  # it is the Job's
+    return {"metadata": {**kept, "labels": labels}, "spec": spec}
 
 
 def _make_container(job: KubernetesJob, template: Manifest, grace_seconds: int) -> Manifest:
@@ -299,10 +309,10 @@ def _volumes(job: KubernetesJob, container: Manifest) -> list[Manifest]:
 
 def _resources(job: KubernetesJob) -> Manifest:
     """Sum the resources of a pod's processes. Memory and GPUs are limits, too; processors are none."""
-    parts = ((job.workers, job.workers_per_pod), (job.servers, job.servers_per_pod))
-    cores = sum((each.cores or 0) * count for each, count in parts)
-    memory = sum(parse_memory(each.memory) * count for each, count in parts if each.memory is not None)
-    gpus = sum((each.gpus or 0) * count for each, count in parts)
+    parts = (("worker", job.workers, job.workers_per_pod), ("server", job.servers, job.servers_per_pod))
+    cores = sum((each.cores or 0) * count for _, each, count in parts)
+    memory = sum(parse_memory(f"--{role}-memory", each.memory) * count for role, each, count in parts if each.memory)
+    gpus = sum((each.gpus or 0) * count for _, each, count in parts)
     requests: Manifest = {"cpu": str(cores)} if cores else {}
     limits: Manifest = {}
     if memory:
@@ -316,11 +326,3 @@ def _merge_resources(template: Mapping[str, Any], own: Mapping[str, Any]) -> Man
     names = [name for name in ("requests", "limits") if template.get(name) or own.get(name)]
     merged = {name: {**(template.get(name) or {}), **own.get(name, {})} for name in names}
     return {**template, **merged}
-
-
-def parse_memory(text: str) -> int:
-    """Parse ``4g``, ``512m``, ``4Gi`` into bytes; raises ConfigError."""
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None or not int(match["number"]):
-        raise ConfigError(f"memory {text!r}: not of the form 4g, 512m")
-    return int(match["number"]) << 10 * _UNIT_POWERS[match["unit"].lower()]

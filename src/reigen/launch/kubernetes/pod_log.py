@@ -14,12 +14,15 @@ from reigen.resources.limits import explain_limit
 _CHUNK_BYTES = 1 << 16
 #: A line that is longer is passed on in pieces.
 _LONGEST_LINE_BYTES = 1 << 20
+#: Bytes that one call takes; the rest waits in the pipe.
+_TURN_BYTES = 8 << 20
 
 
 class LineStamps:
     """Lines with a time before each, of which those that have been seen are dropped when they come again.
 
     ``kubectl logs --since-time`` counts in whole seconds: a log that is followed anew begins with lines that are known.
+    A line that was cut comes again, too: of a short one nothing was returned, of a long one what was is dropped.
     """
 
     def __init__(self) -> None:
@@ -28,9 +31,14 @@ class LineStamps:
         self._skipped: int | None = None
         self._partial = b""
         self._is_inside = self._is_dropped = False
+        #: Bytes of the long line that is being taken, and of one that was cut and comes again.
+        self._num_taken = self._num_returned = 0
 
     def restart(self) -> None:
         """Expect known lines again."""
+        if self._is_inside and not self._is_dropped:
+            self._num_last -= 1
+            self._num_returned = max(self._num_returned, self._num_taken)
         self._partial, self._is_inside, self._skipped = b"", False, 0
 
     def feed(self, data: bytes) -> bytes:
@@ -43,17 +51,24 @@ class LineStamps:
         return found
 
     def finish(self) -> bytes:
-        """Return what has come of the last line, which nothing ends any more."""
+        """Return what has come of the last line of all, which nothing ends any more."""
         rest, self._partial = self._partial, b""
         return self._take(rest) if rest else b""
 
     def _take(self, line: bytes) -> bytes:
         if self._is_inside:  # the rest of a long line
-            self._is_inside = False
-            return b"" if self._is_dropped else line
-        stamp, _, text = line.partition(b" ")
-        self._is_dropped = self._is_known(stamp.decode(errors="replace").rstrip("\n"))
-        return b"" if self._is_dropped else text
+            self._is_inside, text = False, line
+        else:
+            stamp, _, text = line.partition(b" ")
+            self._is_dropped = self._is_known(stamp.decode(errors="replace").rstrip("\n"))
+            self._num_taken = 0
+        if self._is_dropped:
+            return b""
+        num_repeated = max(0, self._num_returned - self._num_taken)
+        self._num_taken += len(text)
+        if line.endswith(b"\n"):
+            self._num_returned = 0
+        return text[num_repeated:]
 
     def _is_known(self, stamp: str) -> bool:
         # times of one pod are in ascending order, and all of UTC: texts of different lengths, as zeros are left out
@@ -84,6 +99,9 @@ class PodLog:
         command: kubectl with its options for the cluster.
         pod: its name.
         container: its container.
+
+    Attributes:
+        error: what kubectl has said when it ended last.
     """
 
     def __init__(self, command: Sequence[str], pod: str, container: str) -> None:
@@ -119,11 +137,16 @@ class PodLog:
             os.set_blocking(stream.fileno(), False)
 
     def read(self) -> bytes:
-        """Return what has come since the last call; never waits."""
-        found = b""
-        while self._process is not None and (data := self._read_some()):
-            found += self._stamps.feed(data)
-        return found + (self._stamps.finish() if self._process is None else b"")
+        """Return some of what has come since the last call, in whole lines unless they are long; never waits."""
+        found, num_read = [], 0
+        while self._process is not None and num_read < _TURN_BYTES and (data := self._read_some()):
+            num_read += len(data)
+            found.append(self._stamps.feed(data))
+        return b"".join(found)
+
+    def finish(self) -> bytes:
+        """Return what has come of the last line, where the log has ended for good."""
+        return self._stamps.finish()
 
     def _read_some(self) -> bytes:
         """Return some bytes; none: nothing is there now, or, if the process is gone, ever."""

@@ -22,6 +22,7 @@ from reigen.launch.kubernetes.manifest import (
     KubernetesJob,
     Manifest,
     ProcessResources,
+    find_namespace,
     make_job,
     make_manifests,
     make_name,
@@ -29,10 +30,19 @@ from reigen.launch.kubernetes.manifest import (
 )
 from reigen.launch.kubernetes.pod_log import PodLog
 from reigen.launch.kubernetes.yaml_files import dump_manifests, read_template
-from reigen.launch.submission import SubmissionRequest, SubmittedPhase, SubmittedState, run_client
+from reigen.launch.options import complain
+from reigen.launch.submission import (
+    NoAnswerError,
+    SubmissionRequest,
+    SubmittedPhase,
+    SubmittedState,
+    run_client,
+)
 
 _SECRET_BYTES = 32
-#: Seconds that the rest of the log may take to come when the job has ended.
+#: Label of a Job, and its value is this submission's alone: whoever has the same name is not deleted.
+_SUBMISSION_LABEL = "reigen-submission"
+#: Seconds without more of the log, while the job has ended, after which the rest is not waited for.
 _LAST_LOG_SECONDS = 10.0
 #: The manifests are as for any user of the cluster, but these words of kubectl's explain themselves with one more.
 _ADVICE = (
@@ -57,6 +67,7 @@ def make_kubernetes_job(request: SubmissionRequest, token: str) -> KubernetesJob
         other = options.kube_server_image
         raise ConfigError(f"--kube-server-image {other}: servers run in the workers' pods, whose image is {image}")
     words = [*request.arguments, "--launcher", "nodes", "--", *request.command]
+    template = {} if options.kube_worker_template is None else read_template(options.kube_worker_template)
     return KubernetesJob(
         options.job_name or make_name(request.command, token),
         image,
@@ -66,10 +77,10 @@ def make_kubernetes_job(request: SubmissionRequest, token: str) -> KubernetesJob
         request.num_servers,
         ProcessResources(options.worker_cores, options.worker_memory, options.gpus),
         ProcessResources(options.server_cores, options.server_memory),
-        options.kube_namespace,
+        options.kube_namespace or find_namespace(template),
         options.queue,
         {name: request.environ[name] for name in request.exports},
-        {} if options.kube_worker_template is None else read_template(options.kube_worker_template),
+        template,
     )
 
 
@@ -85,9 +96,13 @@ class KubernetesSubmission:
         self._manifest = make_job(self._job)  # what is wrong with it is said before anything is created
         namespace = [] if self._job.namespace is None else [f"--namespace={self._job.namespace}"]
         self._kubectl = ["kubectl", *namespace]
+        self._token = secrets.token_hex(8)
         self._is_created = self._is_deleted = False
         self._log: PodLog | None = None
+        self._reported = ""
+        #: When the Job had ended, or some of the log has come after that; the log is over then.
         self._ended_at: float | None = None
+        self._is_over = False
 
     @property
     def preview(self) -> str:
@@ -109,8 +124,16 @@ class KubernetesSubmission:
     def submit(self) -> str:
         """Create everything, the Job first."""
         job = self._job
-        uid = self._create([make_job(job, suspend=True)], ["--output=jsonpath={.metadata.uid}"])
-        self._is_created = True
+        manifest = make_job(job, suspend=True)
+        manifest["metadata"]["labels"][_SUBMISSION_LABEL] = self._token
+        self._is_created = True  # it may be, also where no answer comes, or a signal
+        try:
+            uid = self._create([manifest], ["--output=jsonpath={.metadata.uid}"])
+        except NoAnswerError:
+            raise
+        except LaunchError:
+            self._is_created = False
+            raise
         secret = make_secret(job, secrets.token_hex(_SECRET_BYTES), uid.strip())
         self._create([*make_manifests(job, uid.strip()), secret], [])
         if job.queue is None:
@@ -124,20 +147,39 @@ class KubernetesSubmission:
             container = self._manifest["spec"]["template"]["spec"]["containers"][0]["name"]
             self._log = PodLog(self._kubectl, status.leader, container)
             self._log.follow()
-        if status.state.phase is not SubmittedPhase.ENDED:
-            if self._log is not None and self._log.has_ended:
-                self._log.follow()  # the connection was lost
-            return status.state
+        if self._is_deleted:
+            self._is_over = not status.num_left
+            return status.state if self._is_over else SubmittedState(SubmittedPhase.RUNNING)
+        if status.state.phase is SubmittedPhase.ENDED:
+            return self._await_log(status)
+        if self._log is not None and self._log.has_ended:
+            self._log.follow()  # the connection was lost
+        return status.state
+
+    def _await_log(self, status: JobStatus) -> SubmittedState:
+        """Return the Job's state, which has ended, when its log has, too."""
         now = time.monotonic()
-        self._ended_at = now if self._ended_at is None else self._ended_at
-        log_is_open = self._log is not None and not self._log.has_ended
-        if log_is_open and now - self._ended_at < _LAST_LOG_SECONDS and not self._is_deleted:
+        if self._ended_at is None:
+            self._ended_at = now
+            if self._log is not None and self._log.has_ended and status.leader:
+                self._log.follow()  # perhaps it was the connection that has ended, and not the log
+        if self._log is not None and not self._log.has_ended and now - self._ended_at < _LAST_LOG_SECONDS:
             return SubmittedState(SubmittedPhase.RUNNING)
+        self._is_over = True
         return status.state
 
     def read_output(self) -> Iterable[tuple[int, bytes]]:
         """Return what pod 0 has printed: Kubernetes keeps stdout and stderr in one log."""
-        data = b"" if self._log is None else self._log.read()
+        if self._log is None:
+            return []
+        data = self._log.read()
+        if data and self._ended_at is not None:
+            self._ended_at = time.monotonic()
+        if self._log.error not in {"", self._reported} and not self._is_deleted:
+            self._reported = self._log.error
+            complain(f"kubectl logs: {self._reported}; it is tried again")
+        if not data and self._is_over:
+            data = self._log.finish()
         return [(1, data)] if data else []
 
     def cancel(self) -> None:
@@ -181,7 +223,8 @@ class KubernetesSubmission:
 
     def _delete(self) -> None:
         # in the background: whoever waits for the pods' end sees it by their state
-        self._run(["delete", "job", self._job.name, "--ignore-not-found", "--cascade=background", "--wait=false"])
+        chosen = f"--selector={_SUBMISSION_LABEL}={self._token}"
+        self._run(["delete", "job", chosen, "--ignore-not-found", "--cascade=background", "--wait=false"])
         self._is_deleted = True
 
     def _run(self, arguments: Sequence[str], input_text: str | None = None) -> str:

@@ -35,6 +35,7 @@ from reigen.launch.hosts import HostInfo, is_own_address
 from reigen.launch.nodes.failure_file import FailureFile
 from reigen.launch.nodes.secret_file import ensure_secret_file, remove_secret_file
 from reigen.launch.nodes.sources import NodeJob, require_node_job
+from reigen.launch.nodes.stop_signals import stop_by_signals
 from reigen.launch.nodes.variables import count_gpus
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions, complain
 from reigen.launch.supervision.supervisor import run_job
@@ -92,8 +93,26 @@ class SelfStart:
             raise ConfigError(f"the number of processes must be at least 1, not {self.num_ranks}")
 
     def run(self, options: LaunchOptions, environ: Mapping[str, str]) -> int:
-        """Run the job on node 0, or be its agent on another; returns the exit code."""
+        """Run the job on node 0, or be its agent on another; returns the exit code.
+
+        Raises:
+            ConfigError, LaunchError: it cannot be run, or a signal has come before it ran. The failure file has it.
+        """
         environ = {**self.job.environ, **environ}
+        failure = FailureFile(self.job.failure_file)
+        try:
+            with stop_by_signals():
+                code = self._run(options, environ, failure)
+        except Exception as error:
+            failure.begin_with(f"reigen run: {error}\n")
+            raise
+        finally:
+            if self.job.index == 0:
+                self.forget_secret(environ)
+        failure.close(code)
+        return code
+
+    def _run(self, options: LaunchOptions, environ: Mapping[str, str], failure: FailureFile) -> int:
         options = replace(
             options, network=NetworkOptions.from_environ(environ), grace_seconds=self._choose_grace(options)
         )
@@ -105,20 +124,15 @@ class SelfStart:
                 ensure_secret_file(self.job, self.start_seconds(options))
             tickets = _Tickets.of(self.job, environ)
         if self.job.index == 0:
-            return self._supervise(options, environ, tickets)
-        assert tickets is not None, "node 0 is the only one of one"
-        return self._serve(options, environ, tickets)
-
-    def _supervise(self, options: LaunchOptions, environ: Mapping[str, str], tickets: _Tickets | None) -> int:
-        failure = FailureFile(self.job.failure_file)
-        listener = JobListener(complain=failure.complain, described=failure.begin_with)
-        try:
-            code = run_job(
+            listener = JobListener(complain=failure.complain, described=failure.begin_with)
+            return run_job(
                 options, environ, listener, launcher=lambda options, environ: NodesLauncher(self, options, tickets)
             )
-        finally:
-            self.forget_secret(environ)
-        failure.close(code)
+        assert tickets is not None, "node 0 is the only one of one"
+        code = self._serve(options, environ, tickets)
+        if code:
+            ended = f"node {self.job.index} ({socket.gethostname()}) has ended with exit code {code}"
+            failure.begin_with(f"reigen run: {ended}: its output, or node 0's, says why\n")
         return code
 
     def _serve(self, options: LaunchOptions, environ: Mapping[str, str], tickets: _Tickets) -> int:
@@ -162,8 +176,9 @@ def find_secret(job: NodeJob, environ: Mapping[str, str]) -> tuple[JobCredential
     """Find the secret that all nodes have, and say where it is.
 
     Raises:
-        ConfigError: there is none, or its file may be read by others.
+        ConfigError: there is none, its file may be read by others, or not by this user.
     """
+    _check_readable(environ.get(SECRET_FILE_VARIABLE) or job.secret_file)
     text = None if SECRET_FILE_VARIABLE in environ or not job.secret_file else read_file(job.secret_file)
     if text is not None and job.is_private and not environ.get(SECRET_VARIABLE):
         environ = {**environ, SECRET_VARIABLE: text.strip()}
@@ -180,6 +195,21 @@ def find_secret(job: NodeJob, environ: Mapping[str, str]) -> tuple[JobCredential
     if environ.get(SECRET_VARIABLE):
         return credentials, f"{SECRET_VARIABLE} has the secret, which the engine shows to whoever may see the job"
     return credentials, f"the secret is in {environ[SECRET_FILE_VARIABLE]}"
+
+
+def _check_readable(path: str) -> None:
+    """Raise ConfigError where this user may not read the file of the secret."""
+    try:
+        if path:
+            Path(path).open("rb").close()
+    except PermissionError:
+        raise ConfigError(
+            f"user {os.geteuid()} may not read {path}: a pod whose user is not root needs securityContext: {{fsGroup: "
+            "GROUP}, which lets the group read its Secrets (defaultMode: 0400 is root's alone); a file that is no "
+            "Secret's must be this user's"
+        ) from None
+    except OSError:
+        return  # who reads it says so
 
 
 class _Tickets:

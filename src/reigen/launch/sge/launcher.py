@@ -17,18 +17,16 @@ from contextlib import suppress
 from dataclasses import replace
 
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.base import AgentCommand, HostProblem, JobPlan, explain_agent_exit, last_line
+from reigen.launch.base import AgentCommand, HostProblem, JobPlan, explain_agent_exit, find_problem, last_line
 from reigen.launch.batch import BatchLauncher, check_program
 from reigen.launch.job_state import FinishJob
 from reigen.launch.options import LaunchOptions
 from reigen.launch.sge.allocation import find_allocation, is_serial_job
 from reigen.launch.sge.environment import explain_parallel_environment, read_parallel_environment
-from reigen.launch.supervision.spawn import spawn_client
+from reigen.launch.supervision.spawn import CLIENT_END_SECONDS, spawn_client
 
 #: Exit code by which a job asks to be put into the queue again.
 REQUEUE_EXIT_CODE = 99
-#: Seconds that qrsh may take to end when its agent has been told to.
-_END_SECONDS = 3.0
 #: Variables that bend qrsh: a program before the command there, and messages between its own.
 _BENDING = ("QRSH_WRAPPER", "SGE_DEBUG_LEVEL")
 _PROBLEMS = (
@@ -85,15 +83,14 @@ class SgeLauncher(BatchLauncher):
         """Start the agent in a task of the parallel environment."""
         # a shell there reads the words, joined by blanks; exec: that shell would be another process that can be killed
         command = f"exec {shlex.join(agent.argv_with_environ)}"
-        return spawn_client([*_QRSH, host, command], end_seconds=_END_SECONDS)
+        return spawn_client([*_QRSH, host, command], end_seconds=CLIENT_END_SECONDS)
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of a task by the words of qrsh, or of the agent."""
         if "didn't accept task" in output:
             return HostProblem(host, f"its execution daemon takes no task ({last_line(output)})", self._refusal())
-        for pattern, what, advice in _PROBLEMS:
-            if match := re.search(rf"^.*({pattern}).*$", output, re.MULTILINE | re.IGNORECASE):
-                return HostProblem(host, f"{what} ({match[0].strip()})", advice)
+        if problem := find_problem(host, output, _PROBLEMS):
+            return problem
         if re.search(r"^\s*error: ", output, re.MULTILINE) and "reigen" not in output:
             return HostProblem(
                 host, f"qrsh failed: {last_line(output)}", f"try it by hand in a job: qrsh -inherit {host} hostname"

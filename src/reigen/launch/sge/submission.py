@@ -14,12 +14,13 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from reigen.errors import ConfigError, LaunchError
 from reigen.files import write_atomically
 from reigen.launch.env_export import select_exported
+from reigen.launch.job_options import name_of_command, parse_memory
 from reigen.launch.sge.environment import (
     explain_parallel_environment,
     list_environments_of_queue,
@@ -30,8 +31,9 @@ from reigen.launch.submission import SubmissionRequest, SubmittedPhase, Submitte
 
 #: What Grid Engine does not take in a job's name.
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.+-]")
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)b?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Shells have them for themselves, and some end a script that sets one.
+_READ_ONLY_VARIABLES = frozenset({"BASHOPTS", "EUID", "PPID", "SHELLOPTS", "UID"})
 #: Seconds until the exit code of a job that has gone must be there, in its file or in the accounting.
 _ACCOUNT_SECONDS = 15.0
 _READ_BYTES = 1 << 20
@@ -110,6 +112,7 @@ class SgeSubmission:
         if "E" in state:
             reason = self._ask("error reason")
             self.cancel()
+            self._gone_at = time.monotonic()
             return SubmittedState(SubmittedPhase.ENDED, f"it could not be started ({state}): {reason}", 1)
         if "q" in state or "w" in state:
             reason = "it is held (qrls)" if "h" in state else self._ask("scheduling info")
@@ -124,11 +127,9 @@ class SgeSubmission:
             return
         for descriptor, kind in ((1, "o"), (2, "e")):
             file = self._logs / f"{self._name}.{kind}{self._job_id}"
-            data = read_from(file, self._num_read[descriptor])
-            while data:
+            if data := read_from(file, self._num_read[descriptor]):
                 self._num_read[descriptor] += len(data)
                 yield descriptor, data
-                data = read_from(file, self._num_read[descriptor])
 
     def cancel(self) -> None:
         """Have the job deleted; raises LaunchError, in qdel's words."""
@@ -146,7 +147,11 @@ class SgeSubmission:
     def _environ(self) -> dict[str, str]:
         request = self._request
         exported = select_exported(request.environ, request.exports)
-        return {name: text for name, text in exported.items() if _VARIABLE.fullmatch(name)}
+        return {
+            name: text
+            for name, text in exported.items()
+            if _VARIABLE.fullmatch(name) and name not in _READ_ONLY_VARIABLES
+        }
 
     def _qsub(self, environment: str) -> list[str]:
         request, options = self._request, self._options
@@ -199,8 +204,7 @@ def choose_job_name(name: str | None, command: tuple[str, ...]) -> str:
         ConfigError: Grid Engine does not take it.
     """
     if name is None:
-        scripts = [word for word in command[1:] if word.endswith((".py", ".sh"))]
-        made = _NO_NAME.sub("_", Path((scripts or list(command))[0]).name)
+        made = _NO_NAME.sub("_", name_of_command(command))
         return made if made[:1].isalpha() else f"job_{made}"
     if not name or name[0].isdigit() or _NO_NAME.search(name):
         raise ConfigError(f"--jobname {name}: Grid Engine wants letters, digits, . _ + -, and no digit first")
@@ -282,18 +286,9 @@ def _resources(request: SubmissionRequest) -> list[str]:
         raise ConfigError(
             "--gpus: Grid Engine has no common name for them; ask for them in a file .sge_request here: -l gpu=1"
         )
-    asked: Mapping[str, str | None] = {
-        "--worker-memory": options.worker_memory,
-        "--server-memory": options.server_memory,
-    }
-    sizes = {}
-    for option, text in asked.items():
-        if text is not None:
-            match = _MEMORY.fullmatch(text)
-            if match is None:
-                raise ConfigError(f"{option} {text}: it is not like 4g or 512m")
-            sizes[float(match[1]) * 1024.0 ** " kmgt".index(match[2].lower() or " ")] = match[1] + match[2].upper()
+    asked = {"--worker-memory": options.worker_memory, "--server-memory": options.server_memory}
+    sizes = [parse_memory(option, text) for option, text in asked.items() if text is not None]
     for option, cores in (("--worker-cores", options.worker_cores), ("--server-cores", options.server_cores)):
         if cores is not None and cores < 1:
             raise ConfigError(f"{option} {cores}: at least 1")
-    return [f"h_vmem={sizes[max(sizes)]}"] if sizes else []
+    return [f"h_vmem={-(-max(sizes) >> 20)}M"] if sizes else []

@@ -19,6 +19,7 @@ from reigen.launch.base import (
     JobPlan,
     assign_processes,
     explain_agent_exit,
+    find_problem,
     last_line,
 )
 from reigen.launch.hosts import HostAssignment, is_this_host
@@ -146,9 +147,8 @@ class SlurmLauncher:
         for pattern, meaning in _ENDS:
             if match := re.search(rf"^.*({pattern}).*$", output, re.MULTILINE):
                 return HostProblem(host, f"Slurm has ended it: {meaning} ({match[0].strip()})")
-        for pattern, what, advice in _PROBLEMS:
-            if match := re.search(rf"^(srun|slurmstepd):.*({pattern}).*$", output, re.MULTILINE | re.IGNORECASE):
-                return HostProblem(host, f"{what} ({match[0].strip()})", advice)
+        if problem := find_problem(host, output, _PROBLEMS, "(srun|slurmstepd):"):
+            return problem
         if re.search(r"execve\(\): .*No such file", output):
             exit_code = 127
         if re.search(r"^srun: error: (?!\S+: task )", output, re.MULTILINE) and "reigen" not in output:

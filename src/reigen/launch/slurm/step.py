@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from reigen.errors import ConfigError
 from reigen.launch.nodes.sources import NodeJob
+from reigen.launch.nodes.variables import read_number
 from reigen.launch.slurm.command import STEP_VARIABLES
 from reigen.launch.slurm.node_list import expand_node_list
 
@@ -25,7 +26,7 @@ def find_step(environ: Mapping[str, str], read_file: Callable[[str], str | None]
     if not job_id or not step or not nodes:
         return None
     names = tuple(expand_node_list(nodes, "SLURM_STEP_NODELIST"))
-    num_tasks, index = _read(environ, "SLURM_STEP_NUM_TASKS"), _read(environ, "SLURM_NODEID")
+    num_tasks, index = read_number(environ, "SLURM_STEP_NUM_TASKS"), read_number(environ, "SLURM_NODEID")
     if num_tasks != len(names):
         raise ConfigError(
             f"--nodes-from-env: step {job_id}.{step} of Slurm's has {num_tasks} tasks on {len(names)} nodes; it needs "
@@ -47,10 +48,3 @@ def find_step(environ: Mapping[str, str], read_file: Callable[[str], str | None]
         removed=(*STEP_VARIABLES, *_TASK_VARIABLES, *(name for name in environ if name.startswith(("PMI_", "PMIX_")))),
         makes_secret=True,
     )
-
-
-def _read(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "").strip()
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} is {text!r}, not a number")
-    return int(text)

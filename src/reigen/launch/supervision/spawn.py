@@ -45,6 +45,10 @@ def spawn_process(
         raise _explain_spawn_error(command[0], spec, error) from None
 
 
+#: How long the client of an engine may take to end, where it is given time, when its agent has been told to.
+CLIENT_END_SECONDS = 3.0
+
+
 class ClientProcess(subprocess.Popen[bytes]):
     """Client process of an engine, which is given some time to end by itself before it is killed."""
 

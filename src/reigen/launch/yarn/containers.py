@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from reigen.errors import LaunchError
+from reigen.errors import ConfigError, LaunchError
 from reigen.launch.yarn.hadoop import Gateway
 from reigen.launch.yarn.job import (
     DIAL_FILE,
@@ -23,6 +24,7 @@ from reigen.launch.yarn.job import (
     Refused,
     StartAgent,
     StoredFile,
+    Unanswered,
     Waiting,
     YarnJob,
 )
@@ -30,10 +32,14 @@ from reigen.launch.yarn.requests import ContainerSize, check_size
 
 #: Seconds between two heartbeats while containers are awaited, and afterwards; and between two lines about waiting.
 _WAITING_SECONDS, _RUNNING_SECONDS, _NEWS_SECONDS = 0.25, 1.0, 30.0
+#: How long the ResourceManager may not answer, as in Hadoop's own clients.
+_LOST_SECONDS = 900.0
 _LOG = "1><LOG_DIR>/stdout 2><LOG_DIR>/stderr"
 #: Priorities of what is asked for. Requests of several sizes need several, or the last one counts.
 _SERVERS, _WORKERS = 1, 2
 _MASTER_TOKEN = "YARN_AM_RM_TOKEN"
+#: Exit status of a container that has not been started.
+_NOT_STARTED = -1000
 
 
 class FileStore:
@@ -121,6 +127,15 @@ def as_buffer(gateway: Gateway, credentials: Any) -> Any:
     return gateway.jvm.java.nio.ByteBuffer.wrap(stream.toByteArray())
 
 
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Container that is asked for: its priority, size, and host; empty: any."""
+
+    priority: int
+    size: ContainerSize
+    host: str = ""
+
+
 class Containers:
     """Containers of a job.
 
@@ -149,9 +164,14 @@ class Containers:
             each.start()
         self._store = FileStore(gateway, configuration, job.directory)
         self._requests: queue.SimpleQueue[LauncherRequest | None] = queue.SimpleQueue()
-        self._open: dict[int, list[Any]] = {}
-        self._granted: dict[str, tuple[Grant, Any]] = {}
+        self._open: dict[int, list[tuple[_Ask, Any]]] = {}
+        #: What has been given for what was asked (`_ask`), and YARN's own object.
+        self._granted: dict[str, tuple[Grant, _Ask, Any]] = {}
         self._num_wanted = 0
+        #: All containers were there at once, and the launcher knows them.
+        self._is_complete = False
+        self._answered = time.monotonic()
+        self._is_unanswered = False
         self._is_registered = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="containers")
 
@@ -188,8 +208,17 @@ class Containers:
             with self._gateway.explained("YARN's ResourceManager refuses this application's master"):
                 self._register()
             self._serve()
-        except LaunchError as error:
-            self._tell(Refused(str(error)))
+        except (LaunchError, ConfigError) as error:
+            self._refuse(str(error))
+        except Exception as error:  # noqa: BLE001  nobody else would hear of it
+            self._refuse(f"the application's master has failed: {type(error).__name__}: {error}")
+
+    def _refuse(self, reason: str) -> None:
+        """Tell why there are no containers, and start none any more."""
+        self._tell(Refused(reason))
+        while (request := self._requests.get()) is not None:
+            if isinstance(request, StartAgent):
+                self._tell(Ended(request.container, _NOT_STARTED, reason))
 
     def _register(self) -> None:
         response = self._manager.registerApplicationMaster(*self._address, "")
@@ -200,40 +229,40 @@ class Containers:
         for index, (host, num) in enumerate(job.hosts):
             size = job.worker.times(num)
             check_size(f"a container of {num} workers", "--worker-memory", size, maximum)
-            self._ask(_WORKERS + index, size, host)
+            self._ask(_Ask(_WORKERS + index, size, host))
         for _ in range(0 if job.hosts else job.num_workers):
-            self._ask(_WORKERS, job.worker)
+            self._ask(_Ask(_WORKERS, job.worker))
         for _ in range(job.num_servers):
-            self._ask(_SERVERS, job.server)
+            self._ask(_Ask(_SERVERS, job.server))
+        self._num_wanted = sum(map(len, self._open.values()))
 
-    def _ask(self, priority: int, size: ContainerSize, host: str = "") -> None:
+    def _ask(self, ask: _Ask) -> None:
         request = self._gateway.jvm.org.apache.hadoop.yarn.client.api.AMRMClient.ContainerRequest
-        resource = self._records.Resource.newInstance(size.memory_mb, size.cores)
-        nodes = self._gateway.strings([host]) if host else None
-        asked = request(resource, nodes, None, self._records.Priority.newInstance(priority), not host)
+        resource = self._records.Resource.newInstance(ask.size.memory_mb, ask.size.cores)
+        nodes = self._gateway.strings([ask.host]) if ask.host else None
+        asked = request(resource, nodes, None, self._records.Priority.newInstance(ask.priority), not ask.host)
         self._manager.addContainerRequest(asked)
-        self._open.setdefault(priority, []).append(asked)
-        self._num_wanted += 1
+        self._open.setdefault(ask.priority, []).append((ask, asked))
 
     def _serve(self) -> None:
-        next_news, is_known = time.monotonic() + _NEWS_SECONDS, False
+        next_news = time.monotonic() + _NEWS_SECONDS
         while True:
-            self._beat()
-            if not is_known and len(self._granted) == self._num_wanted:
-                is_known = True
-                self._tell(Granted(tuple(grant for grant, _ in self._granted.values())))
-            if not is_known and time.monotonic() > next_news:
+            self._try_to_beat()
+            if not self._is_complete and len(self._granted) == self._num_wanted:
+                self._is_complete = True
+                self._tell(Granted(tuple(grant for grant, *_ in self._granted.values())))
+            if not self._is_complete and time.monotonic() > next_news:
                 next_news += _NEWS_SECONDS
                 self._tell(Waiting(len(self._granted), self._num_wanted))
-            if not self._carry_out(_RUNNING_SECONDS if is_known else _WAITING_SECONDS):
+            if not self._carry_out(_RUNNING_SECONDS if self._is_complete else _WAITING_SECONDS):
                 return
 
     def _carry_out(self, seconds: float) -> bool:
         """Carry out requests for so long; returns whether to go on."""
         deadline = time.monotonic() + seconds
-        while True:
+        while (left := deadline - time.monotonic()) > 0:  # many requests do not keep the heart from beating
             try:
-                request = self._requests.get(timeout=max(0.0, deadline - time.monotonic()))
+                request = self._requests.get(timeout=left)
             except queue.Empty:
                 return True
             match request:
@@ -243,16 +272,38 @@ class Containers:
                     return True
                 case StartAgent():
                     self._start(request)
+        return True
+
+    def _try_to_beat(self) -> None:
+        """Send a heartbeat; one that fails is followed by others, for YARN ends a master that sends none."""
+        try:
+            with self._gateway.explained("YARN's ResourceManager"):
+                self._beat()
+        except LaunchError as error:
+            if self._gateway.has_ended:
+                raise
+            away = time.monotonic() - self._answered
+            if away > _LOST_SECONDS:
+                raise LaunchError(f"{error}; it has not answered for {away:.0f} s") from None
+            if not self._is_unanswered:
+                self._is_unanswered = True
+                self._tell(Unanswered(str(error)))
+        else:
+            self._answered, self._is_unanswered = time.monotonic(), False
 
     def _beat(self) -> None:
-        with self._gateway.explained("YARN's ResourceManager"):
-            response = self._manager.allocate(0.5)
-            for container in response.getAllocatedContainers():
-                self._take(container)
-            for status in response.getCompletedContainersStatuses():
-                container = status.getContainerId().toString()
-                if container in self._granted:
-                    self._tell(Ended(container, status.getExitStatus(), status.getDiagnostics() or ""))
+        response = self._manager.allocate(0.5)
+        for container in response.getAllocatedContainers():
+            self._take(container)
+        for status in response.getCompletedContainersStatuses():
+            identity = status.getContainerId().toString()
+            if identity not in self._granted:
+                continue
+            if self._is_complete:
+                self._tell(Ended(identity, status.getExitStatus(), status.getDiagnostics() or ""))
+            else:  # one that is not used for some minutes, as the others have not come, is taken back: ask for another
+                _, ask, _ = self._granted.pop(identity)
+                self._ask(ask)
 
     def _take(self, container: Any) -> None:
         priority = container.getPriority().getPriority()
@@ -260,14 +311,15 @@ class Containers:
         if not asked:  # one too many, which happens: YARN is told so, or it would count as used
             self._manager.releaseAssignedContainer(container.getId())
             return
-        self._manager.removeContainerRequest(asked.pop())
+        ask, request = asked.pop()
+        self._manager.removeContainerRequest(request)
         is_worker = priority >= _WORKERS
         slots = dict(self._job.hosts).get(container.getNodeId().getHost(), 1) if is_worker else 1
         identity = container.getId().toString()
-        self._granted[identity] = Grant(identity, container.getNodeId().getHost(), is_worker, slots), container
+        self._granted[identity] = Grant(identity, container.getNodeId().getHost(), is_worker, slots), ask, container
 
     def _start(self, request: StartAgent) -> None:
-        _, container = self._granted[request.container]
+        *_, container = self._granted[request.container]
         try:
             with self._gateway.explained("its node does not start it"):
                 dial = self._store.write(f"{DIAL_FILE}-{request.container}", request.text.encode() + b"\n", DIAL_FILE)
@@ -276,4 +328,4 @@ class Containers:
                 )
                 self._nodes.startContainer(container, context)
         except LaunchError as error:
-            self._tell(Ended(request.container, -1000, str(error)))
+            self._tell(Ended(request.container, _NOT_STARTED, str(error)))

@@ -190,6 +190,11 @@ class Gateway:
     def _last_words(self) -> str:
         return " / ".join(line.strip() for line in list(self._lines)[-3:]) or "it did not say why"
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process has ended: no call will succeed any more."""
+        return self._process.poll() is not None
+
     def __enter__(self) -> Self:
         return self
 

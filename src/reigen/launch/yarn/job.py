@@ -101,6 +101,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Unanswered(msgspec.Struct, frozen=True, tag=True):
+    """Master to launcher: the ResourceManager does not answer, and is asked again; how."""
+
+    reason: str
+
+
 class StartAgent(msgspec.Struct, frozen=True, tag=True):
     """Launcher to master: start an agent in a container, with this command and dial text."""
 
@@ -117,5 +123,5 @@ class LookNow(msgspec.Struct, frozen=True, tag=True):
     """Launcher to master: ask YARN at once which containers have ended."""
 
 
-MasterEvent = Granted | Waiting | Ended | Refused
+MasterEvent = Granted | Waiting | Ended | Refused | Unanswered
 LauncherRequest = StartAgent | LookNow

@@ -5,6 +5,7 @@ It speaks to the master's process (``launch.yarn.master``), which speaks to YARN
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -32,6 +33,7 @@ from reigen.launch.yarn.job import (
     MasterEvent,
     Refused,
     StartAgent,
+    Unanswered,
     Waiting,
 )
 
@@ -41,6 +43,8 @@ MASTER_VARIABLE = "REIGEN_YARN_MASTER_FD"
 KEPT_VARIABLES = ("CONTAINER_ID", "HADOOP_", "HOME", "JAVA_HOME", "LOCAL_DIRS", "LOGNAME", "LOG_DIRS", "NM_", "YARN_")
 #: Seconds until the ResourceManager knows that a container has ended.
 _STATUS_SECONDS = 2.5
+#: When it has not known of one in that time, nobody waits for its answer about others for so long.
+_SILENT_SECONDS = 10.0
 _WAIT_SECONDS = 0.2
 #: How long agents may take at least.
 _FETCH_SECONDS = 600.0
@@ -120,6 +124,8 @@ class YarnLauncher:
         )
         self._grants: dict[str, Grant] = {}
         self._ended: dict[str, Ended] = {}
+        #: When YARN has last not known why a container's agent has gone.
+        self._silent_at = -math.inf
         self._caller: AgentCaller | None = None
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
@@ -136,6 +142,8 @@ class YarnLauncher:
                     case Ended():
                         problem = explain_container(event.container, event.status, event.diagnostics)
                         raise LaunchError(f"{problem.host}: {problem.what}; nothing was started")
+                    case Unanswered(reason):
+                        complain(f"{reason}; it is asked again")
                     case Refused(reason):
                         raise LaunchError(reason)
             if self._master.is_ended:
@@ -161,14 +169,16 @@ class YarnLauncher:
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of an agent by that of its container, for which YARN is asked."""
-        container = self._grants[host].container
-        deadline = time.monotonic() + _STATUS_SECONDS
-        self._master.send(LookNow())
+        container, now = self._grants[host].container, time.monotonic()
+        # many hosts may be lost at once, and ranks of others wait meanwhile
+        deadline = now if now - self._silent_at < _SILENT_SECONDS else now + _STATUS_SECONDS
+        self._take(self._master.read())
         while container not in self._ended and not self._master.is_ended:
             if (left := deadline - time.monotonic()) <= 0:
+                self._silent_at = self._silent_at if deadline == now else time.monotonic()
                 return HostProblem(host, f"its agent has gone; YARN does not say why: see yarn logs of {container}")
-            self._take(self._master.read(min(left, _WAIT_SECONDS)))
             self._master.send(LookNow())
+            self._take(self._master.read(min(left, _WAIT_SECONDS)))
         ended = self._ended.get(container)
         if ended is None:
             return HostProblem(host, "the application's master has gone")
@@ -213,8 +223,10 @@ class YarnLauncher:
             if isinstance(event, Ended) and event.container not in self._ended:
                 self._ended[event.container] = event
                 found.append(event)
+            elif isinstance(event, Unanswered):
+                complain(f"{event.reason}; it is asked again")
             elif isinstance(event, Refused):
-                complain(f"{event.reason}; the job goes on without it")
+                complain(f"{event.reason}; the job goes on without it, as long as YARN leaves it its containers")
         return found
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 
 from reigen.errors import ConfigError
+from reigen.launch.job_options import parse_memory
 from reigen.launch.submission import SubmissionOptions
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
-_MEGABYTES = {"k": 1 / 1024, "": 1.0, "m": 1.0, "g": 1024.0, "t": 1024.0**2}
 _DEFAULT_MB, _DEFAULT_CORES = 1024, 1
 #: The master: Python, and a Java process of at most 256 MB of heap.
 MASTER_MB = 1024
@@ -55,15 +53,6 @@ class SentFile:
         return "://" in self.source
 
 
-def parse_memory_mb(option: str, text: str) -> int:
-    """Parse ``4g``, ``512m`` or a number of megabytes, as MXNet's launch.py does; raises ConfigError."""
-    match = _SIZE.fullmatch(text.strip())
-    megabytes = float(match[1]) * _MEGABYTES[match[2].lower()] if match else 0.0
-    if megabytes < 1:
-        raise ConfigError(f"{option} {text}: it is no size of memory: 4g, 512m, or a number of megabytes")
-    return int(megabytes)
-
-
 def container_sizes(options: SubmissionOptions) -> tuple[ContainerSize, ContainerSize]:
     """Return the sizes of a worker and of a server; raises ConfigError."""
     return tuple(  # type: ignore[return-value]
@@ -78,7 +67,7 @@ def container_sizes(options: SubmissionOptions) -> tuple[ContainerSize, Containe
 def _size(role: str, memory: str | None, cores: int | None) -> ContainerSize:
     if cores is not None and cores < 1:
         raise ConfigError(f"--{role}-cores {cores}: at least 1")
-    megabytes = _DEFAULT_MB if memory is None else parse_memory_mb(f"--{role}-memory", memory)
+    megabytes = _DEFAULT_MB if memory is None else parse_memory(f"--{role}-memory", memory) >> 20
     return ContainerSize(megabytes, cores or _DEFAULT_CORES)
 
 
@@ -95,16 +84,32 @@ def find_files(options: SubmissionOptions, command: Sequence[str], directory: Pa
     if options.auto_file_cache:
         names = {each.name for each in found}
         for word in command:
-            path = directory / word
-            if not word.startswith("-") and not Path(word).is_absolute() and path.is_file() and word not in names:
-                names.add(word)
-                found.append(SentFile(str(path), str(Path(word))))
+            if not word.startswith("-") and not Path(word).is_absolute() and _is_file(directory / word):
+                name = str(Path(word))
+                if ".." in Path(word).parts:
+                    raise ConfigError(
+                        f"{word}: it is outside of this directory, and a container has no such place: say --files "
+                        f"{word}, and {Path(word).name} in the command; or --no-auto-file-cache, if all nodes have it"
+                    )
+                if name not in names:
+                    names.add(name)
+                    found.append(SentFile(str(directory / word), name))
     seen: set[str] = set()
     for each in found:
-        if each.name in seen or each.name in RESERVED_NAMES or Path(each.name).parts[:1] == ("..",):
+        if ".." in Path(each.name).parts:
+            raise ConfigError(f"{each.source}: {each.name} is no name in a container: FILE#NAME")
+        if each.name in seen or each.name in RESERVED_NAMES:
             raise ConfigError(f"{each.source}: a container has something else under the name {each.name}: FILE#NAME")
         seen.add(each.name)
     return tuple(found)
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is such a file; a word of a command may be too long for a name."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _split(specs: Sequence[str]) -> list[str]:
@@ -116,7 +121,7 @@ def _sent(option: str, spec: str, directory: Path, *, is_archive: bool = False) 
     source, _, name = spec.partition("#")
     if "://" not in source:
         path = directory / source
-        if not path.is_file():
+        if not _is_file(path):
             raise ConfigError(f"{option} {source}: there is no such file")
         source = str(path)
     name = name or Path(urlparse(source).path).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import sys
 import time
@@ -16,6 +17,7 @@ import msgspec
 from reigen.errors import AuthenticationError, ConfigError, LaunchError, WireError
 from reigen.launch.base import AgentCommand
 from reigen.launch.env_export import select_exported
+from reigen.launch.job_options import name_of_command
 from reigen.launch.options import NetworkOptions, complain
 from reigen.launch.submission import SubmissionRequest, SubmittedPhase, SubmittedState
 from reigen.launch.yarn.containers import FileStore, as_buffer, make_launch_context
@@ -50,8 +52,10 @@ from reigen.net.connection import Connection, open_connection
 _ANSWER_MILLISECONDS = 10_000
 _MAX_WAIT = "yarn.resourcemanager.connect.max-wait.ms"
 _CONNECT_SECONDS = 3.0
-#: How long the application may take to end when its job has, or was asked to stop.
+#: How long the application may take to end when its job has, or could have: its ranks' time to end is over.
 _END_SECONDS = 20.0
+#: How long a master whose connection was lost may not be reached before that is said.
+_LOST_SECONDS = 5.0
 _NOT_OURS = ("NEW", "NEW_SAVING", "SUBMITTED", "ACCEPTED")
 _ENDED = ("FINISHED", "FAILED", "KILLED")
 _STREAMS = {STDOUT: 1, STDERR: 2}
@@ -77,8 +81,8 @@ class YarnSubmission:
         self._state = ""
         self._store: FileStore | None = None
         self._link: Connection | None = None
-        #: The master's connection came, and went.
-        self._had_link = False
+        #: The master's connection has been there, and when it was lost.
+        self._had_link, self._lost_at = False, -math.inf
         self._has_complained = False
         #: The job's own, which comes before YARN's, and when it has come.
         self._exit_code: int | None = None
@@ -108,9 +112,7 @@ class YarnSubmission:
 
     @property
     def _name(self) -> str:
-        return (
-            self._request.options.job_name or Path(self._request.command[-1] if self._request.command else "job").name
-        )
+        return self._request.options.job_name or name_of_command(self._request.command)
 
     @property
     def _master_command(self) -> tuple[str, ...]:
@@ -201,7 +203,9 @@ class YarnSubmission:
             NetworkOptions.from_environ(request.environ).tls,
         )
         path, stream = store.open(CONFIGURATION_FILE)
-        self._configuration.writeXml(stream)
+        self._gateway.configuration({}).writeXml(
+            stream
+        )  # as it is: the master waits for a ResourceManager that is away
         stream.close()
         own = (store.write(JOB_FILE, msgspec.json.encode(job)), store.describe(path, CONFIGURATION_FILE))
         return (*files, *own)
@@ -278,16 +282,16 @@ class YarnSubmission:
             return self._ended(state, final, diagnostics)
         if self._exit_code is not None and now - self._ended_at > _END_SECONDS:
             return SubmittedState(SubmittedPhase.ENDED, "", self._exit_code)
-        if self._stopped_at and now - self._stopped_at > _END_SECONDS:
+        if self._stopped_at and now - self._stopped_at > self._request.grace_seconds + _END_SECONDS:
             self._kill()
         if state in _NOT_OURS:
             return SubmittedState(SubmittedPhase.WAITING, " ".join(diagnostics.split())[:300])
-        if self._link is None and not self._had_link and port > 0:
+        if self._link is None and self._exit_code is None and port > 0:
             self._connect_to_master(host, port)
         return SubmittedState(SubmittedPhase.RUNNING)
 
     def _ended(self, state: str, final: str, diagnostics: str) -> SubmittedState:
-        if self._exit_code is not None and state == "FINISHED":
+        if self._exit_code is not None:  # whatever has become of the master since
             return SubmittedState(SubmittedPhase.ENDED, "", self._exit_code)
         code, reason = explain_application(state, final, diagnostics)
         if not self._had_link:
@@ -303,14 +307,21 @@ class YarnSubmission:
                 (host, port), self._secret, me, MAX_MESSAGE_BYTES, deadline, network.make_tls()
             )
             self._link.keep_alive(network.peer_timeout_seconds)
-            self._had_link = True
         except (OSError, AuthenticationError, WireError) as error:
-            if not self._has_complained:
+            # the connection of a master that ends is lost, too: YARN will say so
+            if not self._has_complained and time.monotonic() - self._lost_at > _LOST_SECONDS:
                 self._has_complained = True
                 complain(
                     f"the application's master at {host}:{port} cannot be reached ({error}), so nothing is shown of "
                     f"what it prints; it is in yarn logs -applicationId {self._id} -follow"
                 )
+            return
+        if self._had_link:
+            complain(
+                "the connection to the application's master was lost, and is there again: some of what it has printed "
+                f"may be missing here; it is in yarn logs -applicationId {self._id}"
+            )
+        self._had_link, self._has_complained = True, False
 
     def read_output(self) -> Iterable[tuple[int, bytes]]:
         """Return what has come from the master."""
@@ -318,16 +329,15 @@ class YarnSubmission:
             return ()
         found = []
         try:
-            while messages := self._link.read():
-                for message in messages:
-                    kind, data = message[:1], message[1:]
-                    if kind == EXIT_CODE:  # what comes behind it is about the master's own end
-                        self._exit_code, self._ended_at = int(data), time.monotonic()
-                    else:
-                        found.append((_STREAMS[kind], data))
+            for message in self._link.read():
+                kind, data = message[:1], message[1:]
+                if kind == EXIT_CODE:  # what comes behind it is about the master's own end
+                    self._exit_code, self._ended_at = int(data), time.monotonic()
+                else:
+                    found.append((_STREAMS[kind], data))
         except (OSError, AuthenticationError, WireError):
             self._link.close()
-            self._link = None
+            self._link, self._lost_at = None, time.monotonic()
         return found
 
     def cancel(self) -> None:
@@ -356,13 +366,24 @@ class YarnSubmission:
         try:
             self._stack.close()
         except LaunchError as error:
-            place = "" if self._store is None else f"; to remove them: hadoop fs -rm -r {self._store.uri}"
+            place = "" if self._store is None else f"; to remove them: {self._remove_command}"
             return (f"{error}{place}",)
+        if self._goes_on and self._exit_code is None:
+            return (f"the application removes its files when it ends; if YARN kills it: {self._remove_command}",)
         return ()
 
+    @property
+    def _goes_on(self) -> bool:
+        """Return whether YARN has the application, and has not said that it has ended."""
+        return bool(self._state) and self._state not in _ENDED
+
+    @property
+    def _remove_command(self) -> str:
+        return "" if self._store is None else f"hadoop fs -rm -r {self._store.uri}"
+
     def _remove_files(self) -> None:
-        if self._store is None or (self._state and self._state not in _ENDED):
-            return  # it goes on without this process
+        if self._store is None or self._goes_on:
+            return
         with self._gateway.explained("the job's files are left"):
             self._store.remove()
 
