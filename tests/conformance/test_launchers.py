@@ -20,6 +20,7 @@ from reigen.launch.supervision.spawn import spawn_client
 from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
 from tests.conformance.dialing_launcher import DialingLauncher
+from tests.conformance.nodes_launcher import StartedNodes
 from tests.conformance.plain_launcher import PlainLauncher
 from tests.multiprocess.launcher import launched, run
 from tests.network.conftest import make_hosts  # noqa: F401  a fixture
@@ -77,6 +78,20 @@ def test_a_launcher_of_somebody_else():
 def test_a_launcher_whose_agents_dial_back():
     outcome = check_launcher(DialingLauncher, "localhost:1,a.invalid:2")
     assert set(outcome.values()) == {"passed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nodes_that_start_themselves():
+    leave_out = {
+        "too_many_ranks": "each node takes its share of the ranks, however many there are",
+        "agent_environment": "a node has its engine's environment",
+        "missing_python": "a node has been started by its engine's Python",
+    }
+    outcome = check_launcher(
+        StartedNodes, "localhost:2,a.invalid:1", leave_out=leave_out, arguments=("--network-interfaces", "lo")
+    )
+    assert {case for case, result in outcome.items() if result != "passed"} == leave_out.keys()
 
 
 class Misplacing(PlainLauncher):

@@ -155,6 +155,13 @@ def test_the_self_test_succeeds_with_this_version(rank_pool) -> None:
     assert rank_pool(1).run(run_the_self_test, init=True) == [(0, True)]
 
 
+def test_the_self_test_does_not_join_the_job_that_it_is_in() -> None:
+    environ = os.environ | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", native.self_test().module]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_several_local_devices_and_the_end_of_a_script() -> None:
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

@@ -95,6 +95,17 @@ def commands(slurm: Slurm) -> list[str]:
     return [command for host in slurm.hosts for command in host.processes().values()]
 
 
+def steps(slurm: Slurm, allocation: dict[str, str]) -> list[str]:
+    return slurm.run("squeue", "-h", "-s", "-j", allocation["SLURM_JOB_ID"], "-o", "%i")[1].split()
+
+
+def recorded(slurm: Slurm) -> str:
+    """What Slurm shows to everybody."""
+    shown = [slurm.run("scontrol", "-d", "show", what)[1] for what in ("job", "step")]
+    assert all("StepId=" in text or "JobId=" in text for text in shown), shown
+    return "".join(shown)
+
+
 def count(output: Path, text: str) -> int:
     return output.read_text().count(text) if output.exists() else 0
 
@@ -102,7 +113,15 @@ def count(output: Path, text: str) -> int:
 @pytest.mark.timeout(600)
 def test_the_conformance_suite(slurm: Slurm) -> None:
     with slurm.allocation("-N3", "-n5") as allocation:
-        outcome = check_launcher("slurm", "h1:1,h2:2,h3:2", prefix=slurm.hosts[0].entry(SOURCE), environ=allocation)
+        prefix = slurm.hosts[0].entry(SOURCE)
+        outcome = check_launcher(
+            "slurm",
+            "h1:1,h2:2,h3:2",
+            prefix=prefix,
+            environ=allocation,
+            records=lambda: recorded(slurm),
+            is_empty=lambda: not steps(slurm, allocation),
+        )
     assert set(outcome.values()) == {"passed"}
 
 
@@ -300,8 +319,7 @@ def test_a_step_that_is_cancelled_is_a_lost_host(slurm: Slurm) -> None:
         environ = {**allocation, **path_of_this_source()}
         with closing(slurm.start(*RUN, sys.executable, "-Sc", HEARING, env=environ)) as job:
             wait_for(lambda: job.output()[0].count("ready") == 2, "ranks are ready")
-            steps = slurm.run("squeue", "-h", "-s", "-j", allocation["SLURM_JOB_ID"], "-o", "%i")[1].split()
-            slurm.run("scancel", steps[0])
+            slurm.run("scancel", steps(slurm, allocation)[0])
             assert job.wait() != 0
             err = job.output()[1]
     assert re.search(r"host h2 was (lost|sent SIGTERM).*Slurm.*: the job, or this step of it, was cancelled", err), err

@@ -139,6 +139,9 @@ class AgentCaller(Protocol):
     def agent_ended(self, host: str, problem: HostProblem) -> None:
         """Take note that an agent cannot come, or has ended, as its engine says; called from the loop."""
 
+    def agent_printed(self, host: str, line: str) -> None:
+        """Keep a line of an agent's, or of its engine about it, to be shown where the agent does not come."""
+
 
 class DialBackStarter(Protocol):
     """Starter of agents that connect to the supervisor by themselves."""
@@ -158,7 +161,7 @@ class DialBackStarter(Protocol):
         """
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
-        """Explain why an agent has gone; the exit code is None, and the output empty."""
+        """Explain why an agent has gone; the exit code is None, the output as of ``agent_printed``."""
 
     def close_agents(self) -> None:
         """End what ``start_agents`` has started on this host. May be called twice, and without a start."""

@@ -15,6 +15,9 @@ from reigen.launch.engines import EngineJob
 from reigen.launch.hosts import HostInfo, is_this_host
 from reigen.launch.options import LaunchOptions
 
+#: Exit code by which a job asks to be put into the queue again: Grid Engine's, and LSF's with ``bsub -Q 99``.
+REQUEUE_EXIT_CODE = 99
+
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:

@@ -9,14 +9,19 @@ from dataclasses import replace
 
 from reigen.errors import ConfigError
 from reigen.launch.base import AgentCommand, HostProblem, JobPlan, explain_agent_exit, find_problem, last_line
-from reigen.launch.batch import BatchJob, BatchLauncher, check_program, parse_host_lines, read_host_file
+from reigen.launch.batch import (
+    REQUEUE_EXIT_CODE,
+    BatchJob,
+    BatchLauncher,
+    check_program,
+    parse_host_lines,
+    read_host_file,
+)
 from reigen.launch.engines import EngineJob
 from reigen.launch.hosts import HostInfo
 from reigen.launch.options import LaunchOptions
 from reigen.launch.supervision.spawn import CLIENT_END_SECONDS, spawn_client
 
-#: Exit code for which the documentation asks users to have their jobs requeued: ``bsub -Q 99``.
-REQUEUE_EXIT_CODE = 99
 #: Set where a job's first host is a batch or launch node that has no slots for computing.
 _LAUNCH_NODE_VARIABLE = "CSM_ALLOCATION_ID"
 _PROBLEMS = (

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reigen.cluster.bootstrap.rank_lock import read_process_stat
@@ -28,7 +28,10 @@ from reigen.launch.options import LaunchOptions
 from reigen.testing.environment import clean_environment
 
 _MARK = "REIGEN_TEST_MARK"
-_AGENT = "reigen.launch.agent"
+#: How many jobs many_starts starts.
+_STARTS_VARIABLE = "REIGEN_TEST_STARTS"
+#: An agent's program, and an option of commands that become agents by themselves.
+_AGENT, _NODE = "reigen.launch.agent", "--nodes-from-env"
 #: Beginning of every rank's program. The rank is in Reigen's variable, or in that of the engine that has started it.
 _RANK = """
 import os, signal, subprocess, sys, time
@@ -49,8 +52,12 @@ def check_launcher(
     prefix: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     timeout: float = 120.0,
+    records: Callable[[], str] | None = None,
+    is_empty: Callable[[], bool] | None = None,
 ) -> dict[str, str]:
     """Run the suite on a launcher.
+
+    The case many_starts starts 5 jobs, or as many as REIGEN_TEST_STARTS says.
 
     Not covered, so for the launcher's own tests: ``remote_shell`` (`--sync-dst-dir`), waiting in ``allocate`` and what
     ``close`` gives back after it, ``JobPlan.addresses``, PS processes, and what ``explain_exit`` says of other failures
@@ -66,6 +73,8 @@ def check_launcher(
             for example. Process ids are those of this process's namespace.
         environ: variables that jobs inherit besides this process's.
         timeout: seconds for each job.
+        records: returns all that the engine shows to others about its jobs, where the secret must not be.
+        is_empty: returns whether the engine has nothing left of a job that has ended; waited for.
 
     Returns:
         The result of each case: "passed", or why it was left out.
@@ -78,7 +87,7 @@ def check_launcher(
     if unknown := sorted(skipped.keys() - _CASES.keys()):
         raise ValueError(f"there are no cases {', '.join(unknown)}; there are {', '.join(_CASES)}")
     name = make if isinstance(make, str) else f"{make.__module__}:{make.__qualname__}"
-    check = _LauncherCheck(name, hosts, arguments, prefix, dict(environ or {}), timeout)
+    check = _LauncherCheck(name, hosts, arguments, prefix, dict(environ or {}), timeout, records, is_empty)
     if check.size < 2:
         raise ValueError(f"hosts {hosts!r} have fewer than two slots")
     for case, body in _CASES.items():
@@ -118,6 +127,8 @@ class _LauncherCheck:
     prefix: Sequence[str]
     environ: dict[str, str]
     timeout: float
+    records: Callable[[], str] | None
+    is_empty: Callable[[], bool] | None
 
     @property
     def slots(self) -> list[int]:
@@ -202,23 +213,20 @@ class _Job:
 
     def launcher(self) -> tuple[int, int]:
         """Return the process that the user has started, and the supervisor, its child."""
-        own = f"{sys.executable} -m reigen run "
-        pids = [pid for pid, command in self.processes().items() if command.startswith(own)]
+        pids = [pid for pid, command in self.processes().items() if _is_launcher(command)]
         parents = {pid: int(read_process_stat(pid)[1]) for pid in pids}
         [supervisor] = [pid for pid in pids if parents[pid] in pids]
         return parents[supervisor], supervisor
 
     def agents(self) -> list[int]:
         """Return the process ids of its agents, in ascending order; there is at least one."""
-        command = f"{sys.executable} -P -m {_AGENT}"
-        found = sorted(pid for pid, each in self.processes().items() if each.startswith(command))
+        found = sorted(pid for pid, command in self.processes().items() if _is_agent(command))
         assert found, f"no agent among {self.processes()}"
         return found
 
     def stop(self) -> bool:
         """Ask the process that the user has started to stop, as soon as it is there; returns whether it is."""
-        own = f"{sys.executable} -m reigen run "
-        pids = [pid for pid, command in self.processes().items() if command.startswith(own)]
+        pids = [pid for pid, command in self.processes().items() if _is_launcher(command)]
         for pid in pids:
             stat = read_process_stat(pid)
             if stat and int(stat[1]) not in pids:
@@ -231,10 +239,21 @@ class _Job:
         """Wait for its end, and until nothing of it is left."""
         self.wait_until(lambda: self._process.poll() is not None, "the job ends")
         self.wait_until(lambda: not self.processes(), "nothing is left")
+        if self._check.is_empty is not None:
+            self.wait_until(self._check.is_empty, "the engine has nothing left of it")
         return _Ended(self._process.returncode, self.read(), self.read(1).decode(errors="replace"))
 
     def _output(self) -> str:
         return (self.read() + self.read(1)).decode(errors="replace")
+
+
+def _is_launcher(command: str) -> bool:
+    return command.startswith(f"{sys.executable} -m reigen run ") and _NODE not in command
+
+
+def _is_agent(command: str) -> bool:
+    is_node = command.startswith(f"{sys.executable} -m reigen run ") and _NODE in command
+    return is_node or command.startswith(f"{sys.executable} -P -m {_AGENT}")
 
 
 # ---------------------------------------------------------------------------------------------- cases
@@ -446,9 +465,9 @@ say('unharmed')
 
 
 def _many_starts(check: _LauncherCheck) -> None:
-    """Twenty jobs, one after the other, leave no process, and no file in the temporary directory."""
+    """Jobs, one after the other, leave no process, and no file in the temporary directory."""
     with tempfile.TemporaryDirectory() as directory:
-        for _ in range(20):
+        for _ in range(int(os.environ.get(_STARTS_VARIABLE, "5"))):
             check.run("pass", TMPDIR=directory).expect(0)
         left = [path.name for path in Path(directory).iterdir()]
         assert not left, left
@@ -480,7 +499,7 @@ def _missing_python(check: _LauncherCheck) -> None:
 
 
 def _secret(check: _LauncherCheck) -> None:
-    """The job's secret is on no command line, and in the environment of ranks alone."""
+    """The job's secret is on no command line, in no record of the engine's, and in the environment of ranks alone."""
     with check.start(f"say('secret', os.environ['REIGEN_SECRET'])\n{_WAIT}", "--no-prefix") as job:
         job.wait_until_ready()
         [secret] = {line.split()[1] for line in job.read().decode().splitlines() if line.startswith("secret")}
@@ -489,6 +508,7 @@ def _secret(check: _LauncherCheck) -> None:
             with suppress(OSError):
                 is_rank = "-Sc" in command and " -m reigen " not in command
                 assert is_rank or secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes(), command
+        assert check.records is None or secret not in check.records()
         os.kill(job.launcher()[0], signal.SIGTERM)
         job.finish()
 
@@ -503,7 +523,7 @@ def _two_jobs(check: _LauncherCheck) -> None:
     """Two jobs at once have nothing to do with each other."""
     with check.start(f"{_WAIT}", "--no-prefix") as first:
         first.wait_until_ready()
-        _all_ranks(check)
+        _all_ranks(replace(check, is_empty=None))  # the engine has the first one
         os.kill(first.launcher()[0], signal.SIGTERM)
         first.finish().expect(143)
 

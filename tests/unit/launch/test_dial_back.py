@@ -17,7 +17,7 @@ from reigen._version import __version__
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, LaunchError, WireError
 from reigen.launch.agent import dialing
-from reigen.launch.agent.agent_protocol import MAX_FRAME_BYTES
+from reigen.launch.agent.agent_protocol import MAX_FRAME_BYTES, REPLY_CODEC, KeepAlive
 from reigen.launch.agent.dial_back import (
     DIAL_PURPOSE,
     DialedAgent,
@@ -30,6 +30,8 @@ from reigen.launch.agent.dial_back import (
 )
 from reigen.launch.agent.dialing import dial, read_dial_file, read_dial_text
 from reigen.launch.agent.gathering import Gathering, await_call, group_by_machine
+from reigen.launch.agent.lines import DialedLine
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, open_connection
 from reigen.net.event_loop import EventLoop, wait_ready
@@ -273,6 +275,81 @@ def test_an_agent_waits_for_a_launcher_that_comes_late(monkeypatch):
         agent._thread.join()
     assert "was not there within 0.5 s: Connection refused" in str(agent.error)
     assert any("waiting for the launcher at no-such-host.invalid" in line for line in agent.lines)
+
+
+def test_an_agent_that_has_greeted_waits_for_its_answer_and_does_not_use_its_ticket_again(supervisor, monkeypatch):
+    monkeypatch.setattr(dialing, "_ATTEMPT_SECONDS", 0.2)
+    with closing(Dialing(supervisor.listener.issue(0, "h3", SECONDS))) as agent:
+        supervisor.wait_for(lambda: supervisor.listener._waiting)
+        # the launcher has other things to do for longer than an attempt may take
+        assert not wait_ready(supervisor.listener._listener._listening, 0.5)
+        supervisor.wait_for(lambda: agent.is_done)
+        assert agent.error is None
+    assert (len(supervisor.agents), supervisor.conflicts) == (1, [])
+
+
+def test_an_agent_that_is_not_answered_in_time_says_so(supervisor):
+    with closing(Dialing(supervisor.listener.issue(0, "h3", 0.5))) as agent:
+        supervisor.wait_for(lambda: supervisor.listener._waiting or agent.is_done)
+        agent._thread.join()
+    assert str(agent.error) == "the launcher has not answered this agent's greeting: timed out"
+
+
+def test_an_agent_whose_connection_is_closed_without_an_answer_has_its_ticket_still(supervisor):
+    with closing(Dialing(supervisor.listener.issue(0, "h3", SECONDS))) as agent:
+        supervisor.wait_for(lambda: supervisor.listener._waiting)
+        for connection in list(supervisor.listener._waiting):  # as one of too many is closed
+            supervisor.listener._drop(connection)
+        supervisor.wait_for(lambda: agent.is_done)
+        assert agent.error is None
+    assert (len(supervisor.agents), supervisor.conflicts) == (1, [])
+
+
+def test_what_the_launcher_sends_behind_its_answer_is_not_lost(supervisor):
+    """Both come at once."""
+    with closing(Dialing(supervisor.listener.issue(0, "h3", SECONDS))) as agent:
+        supervisor.wait_for(lambda: supervisor.listener._waiting)
+        [connection] = supervisor.listener._waiting
+        supervisor.loop.unwatch(connection)
+        connection.receive(time.monotonic() + SECONDS)
+        connection.post(b"")
+        connection.post(b"first request")
+        assert connection.flush()
+        agent._thread.join()
+        assert agent.error is None
+        assert agent.connection.receive(time.monotonic() + SECONDS) == b"first request"
+
+
+def test_an_agent_that_waits_for_its_answer_hears_the_end_of_its_starter(supervisor):
+    reading, writing = os.pipe()
+    try:
+        with closing(Dialing(supervisor.listener.issue(0, "h3", SECONDS), stdin=reading)) as agent:
+            supervisor.wait_for(lambda: supervisor.listener._waiting)
+            os.close(writing)
+            agent._thread.join()
+        assert "the process that has started this agent has ended" in str(agent.error)
+    finally:
+        os.close(reading)
+
+
+def test_errors_of_those_who_handle_messages_are_not_the_end_of_the_connection(supervisor):
+    """An OSError of a handler is its own: a full disk, or no more memory."""
+    ends: list[str] = []
+
+    def handle(reply: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with closing(Dialing(supervisor.listener.issue(0, "h3", SECONDS))) as agent, LauncherLoop() as loop:
+        supervisor.wait_for(lambda: agent.is_done and supervisor.agents)
+        line = DialedLine(loop)
+        line.open(handle, ends.append)
+        line.attach(supervisor.agents[0].connection)
+        loop.wait(0.0)  # a first look, at what has come before
+        agent.connection.send(REPLY_CODEC.encode(KeepAlive()), time.monotonic() + SECONDS)
+        with pytest.raises(OSError, match="No space left"):
+            loop.wait(SECONDS)
+        line.close()
+    assert ends == []
 
 
 def test_a_gathered_agent_that_comes_when_the_job_is_over_ends_at_once():

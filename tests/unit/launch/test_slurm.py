@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import stat
 import subprocess
+import time
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -14,8 +17,11 @@ from hypothesis import strategies as st
 
 from reigen.cli import check, main
 from reigen.errors import ConfigError
+from reigen.launch.agent.agent_client import AgentClient
 from reigen.launch.agent.agent_protocol import LINE_END
+from reigen.launch.agent.lines import DialedLine
 from reigen.launch.agent.rsync import rsync_command
+from reigen.launch.base import AgentCommand, DialCall, HostProblem
 from reigen.launch.engines import choose_launcher_in_engine, detect_engine
 from reigen.launch.hosts import HostInfo, parse_hosts
 from reigen.launch.local_plan import divide_gpus
@@ -26,7 +32,9 @@ from reigen.launch.slurm.command import rank_variables, remote_shell, srun_comma
 from reigen.launch.slurm.launcher import SlurmLauncher
 from reigen.launch.slurm.node_list import MAX_NODES, expand_counts, expand_node_list
 from reigen.launch.slurm.step import find_step
+from reigen.launch.slurm.step_starter import SlurmStepStarter
 from reigen.launch.ssh.command import SshOptions
+from reigen.launch.supervision.event_loop import LauncherLoop
 
 #: A batch script on the first of three nodes.
 BATCH = {
@@ -541,3 +549,100 @@ def test_gpus_are_divided_among_the_ranks_of_a_host() -> None:
     assert divide_gpus({}, 2, 1) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     with pytest.raises(ConfigError, match="2 ranks with 1 GPUs each need 2, but CUDA_VISIBLE_DEVICES=5 lists 1"):
         divide_gpus({"CUDA_VISIBLE_DEVICES": "5"}, 2, 1)
+
+
+# ---------------------------------------------------------------------------------------------- one step for all nodes
+
+
+class StepCaller:
+    """The supervisor, as a starter sees it."""
+
+    def __init__(self, loop: LauncherLoop) -> None:
+        self.loop = loop
+        self.ended: dict[str, HostProblem] = {}
+        self.said: dict[str, list[str]] = {}
+
+    def exclude_child(self, pid: int) -> None:
+        pass
+
+    def agent_ended(self, host: str, problem: HostProblem) -> None:
+        self.ended.setdefault(host, problem)
+
+    def agent_printed(self, host: str, line: str) -> None:
+        self.said.setdefault(host, []).append(line)
+
+
+@pytest.fixture
+def call_step(tmp_path, monkeypatch):
+    """Starts a step on n09 and n10 by an srun that runs these lines; waits until so many agents have ended."""
+
+    def call(script: str, num_ended: int) -> StepCaller:
+        (tmp_path / "srun").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "srun").chmod(0o700)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        options = LaunchOptions(("true",), 8)
+        environ = {**BATCH, "PATH": os.environ["PATH"], "REIGEN_SLURM_STEPS": "1"}
+        starter = SlurmLauncher(options, environ).allocate(lambda seconds: None).agents
+        assert isinstance(starter, SlurmStepStarter)
+        with LauncherLoop() as loop:
+            caller = StepCaller(loop)
+            starter.start_agents([DialCall(name, "{}") for name in ("n09", "n10")], AgentCommand("/no/python"), caller)
+            deadline = time.monotonic() + 60
+            while len(caller.ended) < num_ended:
+                assert time.monotonic() < deadline, caller.said
+                loop.wait(0.1)
+            starter.close_agents()
+            return caller
+
+    return call
+
+
+def test_a_node_whose_task_ends_is_named_while_the_step_goes_on(call_step):
+    caller = call_step(
+        "echo '1: slurmstepd-n10: error: execve(): /no/python: No such file or directory' >&2\n"
+        "echo 'srun: error: n10: task 1: Exited with exit code 2' >&2\n"
+        "exec cat >/dev/null",
+        1,
+    )
+    assert list(caller.ended) == ["n10"]
+    assert re.fullmatch(r"there is no .*python \(.*execve\(\): /no/python: No such.*\)", caller.ended["n10"].what)
+    assert list(caller.said) == ["n10"]
+
+
+def test_a_node_that_a_step_cannot_start_on_is_named_alone(call_step):
+    what = "srun: error: Task launch for StepId=1.0 failed on node n10: Communication connection failure"
+    caller = call_step(
+        f"echo '{what}' >&2; echo 'srun: error: Application launch failed: Communication connection failure' >&2\n"
+        "echo '0: slurmstepd-n09: error: *** STEP 1.0 ON n09 CANCELLED AT 2026-01-01T00:00:00 ***' >&2\n"
+        "echo 'srun: error: n09: task 0: Exited with exit code 1' >&2; exit 1",
+        2,
+    )
+    assert caller.ended["n10"] == HostProblem("n10", f"its slurmd does not answer ({what})", "see sinfo -R")
+    assert caller.ended["n09"].what == "srun has ended the step of all nodes because of n10"
+
+
+def test_nodes_in_ranges_are_told_apart_by_srun(call_step):
+    caller = call_step(
+        "echo 'srun: error: n[09-10]: tasks 0-1: Exited with exit code 5' >&2\n"
+        "echo '0: first' >&2; echo '1: second' >&2; exec cat >/dev/null",
+        2,
+    )
+    assert [each.what for each in caller.ended.values()] == [
+        "the agent ended with exit code 5: first",
+        "the agent ended with exit code 5: second",
+    ]
+
+
+def test_words_of_srun_about_no_node_are_kept_for_all(call_step):
+    words = "srun: Job 17 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    caller = call_step(f"printf '%s' '{words}' >&2; exit 1", 2)
+    assert caller.said == {"n09": [words], "n10": [words]}
+
+
+def test_an_agent_that_does_not_come_is_shown_with_the_words_of_its_engine():
+    with LauncherLoop() as loop:
+        client = AgentClient("n10", DialedLine(loop), Mock(), 5.0)
+        client.add_output("srun: step creation temporarily disabled, retrying")
+        problem = client.problem(Mock(), 30.0)
+        client.close()
+    assert problem.what == "it has not answered within 30 s (srun: step creation temporarily disabled, retrying)"

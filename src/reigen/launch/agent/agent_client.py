@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum, auto
 from typing import Protocol
@@ -19,6 +20,10 @@ from reigen.launch.supervision.host_processes import STREAMS, ProcessListener
 
 #: Seconds that the client process may take to end when its output has ended.
 _LAST_SECONDS = 2.0
+#: Seconds between looks whether it has.
+_LOOK_SECONDS = 0.005
+#: Most lines that are kept of what an engine says about an agent.
+_MAX_LINES = 16
 
 
 class AgentPhase(IntEnum):
@@ -88,6 +93,9 @@ class AgentClient:
         #: Bytes that were taken while the stream was paused, by stream.
         self._credit = dict.fromkeys(STREAMS, 0)
         self._line = line
+        #: When the end of the line's own process is waited for no more; None: the line has not ended.
+        self._ends_at: float | None = None
+        self._output: deque[str] = deque(maxlen=_MAX_LINES)
         line.open(self._on_reply, self._on_end)
         self._last_received = self._turned_at = time.monotonic()
         self._next_keepalive = self._last_received
@@ -95,7 +103,11 @@ class AgentClient:
     @property
     def output(self) -> str:
         """Output on the way to the agent, and of the agent on stderr, where it comes here."""
-        return self._line.output
+        return "\n".join(filter(None, [self._line.output, *self._output]))
+
+    def add_output(self, line: str) -> None:
+        """Add a line that did not come through the agent's line, but from its engine."""
+        self._output.append(line)
 
     def give_up(self, problem: HostProblem) -> None:
         """Wait no more for an agent that has not come; of one that has, remember why its engine says that it ended."""
@@ -145,6 +157,9 @@ class AgentClient:
         """Send a KeepAlive when it is due; see whether the agent is alive."""
         if self.phase is AgentPhase.GONE:
             return None
+        if self._ends_at is not None:
+            self._end_if_possible("")
+            return _LOOK_SECONDS
         now, before = time.monotonic(), self._turned_at
         self._turned_at = now
         if now - before > 2 * KEEPALIVE_SECONDS:  # this process did not run: what came meanwhile is still to be read
@@ -173,6 +188,10 @@ class AgentClient:
         """Wait so long for the end of the line's own process, unless it has ended."""
         if self.phase is not AgentPhase.GONE:
             self.exit_code = self._line.wait_end(seconds)
+
+    def begin_close(self) -> None:
+        """Begin to end the line, without waiting. May be called twice."""
+        self._line.begin_close()
 
     def close(self) -> None:
         """End the line; the agent then kills its processes. May be called twice."""
@@ -243,11 +262,18 @@ class AgentClient:
             self._credit[stream] = 0
 
     def _on_end(self, reason: str) -> None:
-        if self.phase is AgentPhase.GONE:
-            return
-        was = self.phase
-        self.exit_code = self._line.wait_end(0.0 if reason else _LAST_SECONDS)
-        self.close()
+        """End, at once where there is a reason, else when the line's own process has ended, for its exit code."""
+        if self.phase is not AgentPhase.GONE and self._ends_at is None:
+            self._ends_at = time.monotonic() + (0.0 if reason else _LAST_SECONDS)
+            self._end_if_possible(reason)
+
+    def _end_if_possible(self, reason: str) -> None:
+        assert self._ends_at is not None, "its end has begun"
+        if not self._line.has_ended and time.monotonic() < self._ends_at:
+            return  # many hosts may be lost at once: `turn` looks again
+        self.exit_code = self._line.wait_end(0.0)
+        was, self.phase = self.phase, AgentPhase.GONE
+        self._line.begin_close()
         if was is not AgentPhase.SWEPT:
             self.refused = self.refused or agent_protocol.HostRefused(reason)
             self._listener.stepped(self)

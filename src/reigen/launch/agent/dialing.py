@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -9,7 +10,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -91,6 +91,9 @@ def dial(
 ) -> Connection:
     """Connect to the launcher, and return the connection when it has taken this agent in.
 
+    From the moment it has greeted, it may have used its ticket, and waits for the answer: only where the connection is
+    closed without one does it try again, for a launcher that takes an agent in says so first.
+
     Args:
         text: the dial text.
         report: told each half minute what is waited for.
@@ -110,7 +113,8 @@ def dial(
         num_refused = 0
         for address in text.addresses:
             try:
-                return _attempt(address, text, min(deadline, time.monotonic() + _ATTEMPT_SECONDS), num_slots)
+                connection = _greet(address, text, min(deadline, time.monotonic() + _ATTEMPT_SECONDS), num_slots)
+                return _await_answer(connection, stdin, deadline)
             except (OSError, UnicodeError, AuthenticationError, WireError) as error:
                 reason = _describe(error)
                 num_refused += isinstance(error, ConnectionRefusedError)
@@ -123,22 +127,30 @@ def dial(
     )
 
 
-def wait_for_call(stdin: int | None, connection: Connection) -> None:
-    """Wait until something comes through a connection; raises LaunchError where stdin ends before that."""
+def wait_for_call(stdin: int | None, connection: Connection, deadline: float | None = None) -> None:
+    """Wait until something comes through a connection.
+
+    Raises:
+        LaunchError: stdin has ended before that.
+        TimeoutError: nothing has come by the deadline.
+    """
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if stdin is not None:
         poll.register(stdin, select.POLLIN)
     while True:
-        ready = [descriptor for descriptor, _ in poll.poll()]
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = [descriptor for descriptor, _ in poll.poll(None if left is None else math.ceil(1000 * left))]
         if connection.fileno() in ready:
             return
-        if stdin is not None and not os.read(stdin, 1 << 12):
-            raise LaunchError("the process that has started this agent has ended")
+        if left == 0.0:
+            raise TimeoutError("timed out")
+        if stdin is not None and stdin in ready:
+            _read_stdin(stdin)
 
 
-def _attempt(address: str, text: DialText, deadline: float, num_slots: int | None) -> Connection:
-    """Connect once; raises LaunchError where the launcher has refused this agent."""
+def _greet(address: str, text: DialText, deadline: float, num_slots: int | None) -> Connection:
+    """Connect, prove the ticket, and send the greeting."""
     me = Identity(ProcessRole.AGENT, text.number, DIAL_PURPOSE)
     connection = open_connection(
         split_address(address), bytes.fromhex(text.ticket), me, MAX_FRAME_BYTES, deadline, _make_tls(text)
@@ -147,13 +159,28 @@ def _attempt(address: str, text: DialText, deadline: float, num_slots: int | Non
         connection.keep_alive(text.peer_timeout_seconds)
         greeting = DialGreeting(__version__, sys.executable, socket.gethostname(), identify_machine(), num_slots)
         connection.send(msgspec.json.encode(greeting), deadline)
-        refusal = connection.receive(deadline)
     except BaseException:
         connection.close()
         raise
-    if refusal:
+    return connection
+
+
+def _await_answer(connection: Connection, stdin: int | None, deadline: float) -> Connection:
+    """Wait for the answer to the greeting; returns the connection.
+
+    Raises:
+        LaunchError: the launcher refuses this agent, or there is no answer; the ticket may have been used.
+        ConnectionError: the launcher has closed the connection without an answer: the ticket has not been used.
+    """
+    try:
+        wait_for_call(stdin, connection, deadline)
+        if refusal := connection.receive(deadline):  # and no more: what follows is for others to read
+            raise LaunchError(f"the launcher refuses this agent: {refusal.decode(errors='replace')}")
+    except BaseException as error:
         connection.close()
-        raise LaunchError(f"the launcher refuses this agent: {refusal.decode(errors='replace')}")
+        if isinstance(error, OSError | AuthenticationError | WireError) and not isinstance(error, ConnectionError):
+            raise LaunchError(f"the launcher has not answered this agent's greeting: {_describe(error)}") from None
+        raise
     return connection
 
 
@@ -179,6 +206,16 @@ def _pause(seconds: float, stdin: int | None) -> None:
     if stdin is None:
         time.sleep(seconds)
     elif wait_ready(stdin, seconds):
-        with suppress(OSError):
-            if not os.read(stdin, 1 << 12):
-                raise LaunchError("the process that has started this agent has ended")
+        _read_stdin(stdin)
+
+
+def _read_stdin(stdin: int) -> None:
+    """Read what has come on stdin, which means nothing; raises LaunchError where it has ended."""
+    try:
+        data = os.read(stdin, 1 << 12)
+    except BlockingIOError:
+        return
+    except OSError:
+        data = b""
+    if not data:
+        raise LaunchError("the process that has started this agent has ended")

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from reigen.errors import AuthenticationError, WireError
 from reigen.launch.agent.agent_protocol import REPLY_CODEC, REQUEST_CODEC, AgentReply, AgentRequest, GreetingParser
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.spawn import ClientProcess
 from reigen.net.codec import MessageCodec
 from reigen.net.connection import Connection
 
@@ -46,8 +48,15 @@ class AgentLine(Protocol):
     def finish(self) -> None:
         """Send no more: the agent reads the end of the file, and ends. May be called twice."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process started here has ended, or there is none."""
+
     def wait_end(self, seconds: float) -> int | None:
         """Wait so long for the end of the process started here; returns its exit code, None where there is none."""
+
+    def begin_close(self) -> None:
+        """Begin to end the line, without waiting; `close` does the rest. May be called twice."""
 
     def close(self) -> int | None:
         """End the line; returns the exit code as `wait_end`. May be called twice."""
@@ -66,6 +75,8 @@ class PipedLine:
         self._greeting_parser = GreetingParser()
         self._stderr: deque[bytes] = deque(maxlen=64)
         self._pipes: MessagePipes[AgentRequest, AgentReply] | None = None
+        #: When the client process has had its time to end by itself; None: it has not been asked to.
+        self._kill_at: float | None = None
 
     def open(self, on_reply: Callable[[AgentReply], None], on_end: Callable[[str], None]) -> None:
         process = self._process
@@ -102,18 +113,33 @@ class PipedLine:
         if self._pipes is not None:
             self._pipes.finish()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def wait_end(self, seconds: float) -> int | None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._read_stderr()
         return self._process.returncode
 
-    def close(self) -> int | None:
+    def begin_close(self) -> None:
+        """Close stdin and stdout, and kill the client process unless it may take some time to end by itself."""
         if self._pipes is not None:
             self._pipes.close()
-        if self._process.returncode is None:
-            self._process.kill()
-            self._process.wait()
+        if self._kill_at is None:
+            end_seconds = self._process.end_seconds if isinstance(self._process, ClientProcess) else 0.0
+            self._kill_at = time.monotonic() + end_seconds
+            if not end_seconds and self._process.returncode is None:
+                self._process.kill()
+
+    def close(self) -> int | None:
+        self.begin_close()
+        assert self._kill_at is not None, "set by now"
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, self._kill_at - time.monotonic()))
+        self._process.kill()
+        self._process.wait()
         if self._process.stderr is not None and not self._process.stderr.closed:
             self._loop.unwatch(self._process.stderr)
             self._process.stderr.close()
@@ -182,8 +208,15 @@ class DialedLine:
         if self._messages is not None:
             self._messages.finish()
 
+    @property
+    def has_ended(self) -> bool:
+        return True
+
     def wait_end(self, seconds: float) -> int | None:
         return None
+
+    def begin_close(self) -> None:
+        self.close()
 
     def close(self) -> int | None:
         if self._messages is not None:
@@ -248,15 +281,24 @@ class MessageConnection(Generic[_Out, _In]):
     def _read(self) -> None:
         if not self._is_open:
             return
+        messages, end = self._receive()
+        for message in messages:
+            if self._is_open:
+                self._on_message(message)
+        if end is not None and self._is_open:
+            self._end(end)
+
+    def _receive(self) -> tuple[list[_In], str | None]:
+        """Return the messages that have come, and why nothing comes after them; None: more may."""
+        messages: list[_In] = []
         try:
-            messages = self._connection.read()
-            while messages and self._is_open:
-                self._on_message(self._decode(messages.pop(0)))
+            messages.extend(map(self._decode, self._connection.read()))
         except OSError as error:
             is_end = error.errno in {None, errno.ECONNRESET, errno.EPIPE}  # a process that was killed
-            self._end("" if is_end else str(error.strerror))
+            return messages, "" if is_end else str(error.strerror)
         except (AuthenticationError, WireError) as error:
-            self._end(str(error))
+            return messages, str(error)
+        return messages, None
 
     def _flush(self) -> None:
         try:

@@ -68,10 +68,19 @@ class MessagePipes(Generic[_Out, _In]):
             if self._greeting_parser is not None and self._greeting_parser.version is None:
                 data = self._greeting_parser.feed(data)
             self._frames.feed(data)
-            while self._is_open and (body := self._frames.pop()) is not None:
-                self._on_message(self._decode(body))
         except WireError as error:
             self._end(str(error))
+        while self._is_open and (message := self._pop()) is not None:
+            self._on_message(message)
+
+    def _pop(self) -> _In | None:
+        """Return the next message that is complete; None: there is none, or it makes no sense, which is the end."""
+        try:
+            body = self._frames.pop()
+            return None if body is None else self._decode(body)
+        except WireError as error:
+            self._end(str(error))
+            return None
 
     def finish(self) -> None:
         """Close the writing end: the other side reads the end of the file. May be called twice."""

@@ -18,15 +18,13 @@ from dataclasses import replace
 
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.base import AgentCommand, HostProblem, JobPlan, explain_agent_exit, find_problem, last_line
-from reigen.launch.batch import BatchLauncher, check_program
+from reigen.launch.batch import REQUEUE_EXIT_CODE, BatchLauncher, check_program
 from reigen.launch.job_state import FinishJob
 from reigen.launch.options import LaunchOptions
 from reigen.launch.sge.allocation import find_allocation, is_serial_job
 from reigen.launch.sge.environment import explain_parallel_environment, read_parallel_environment
 from reigen.launch.supervision.spawn import CLIENT_END_SECONDS, spawn_client
 
-#: Exit code by which a job asks to be put into the queue again.
-REQUEUE_EXIT_CODE = 99
 #: Variables that bend qrsh: a program before the command there, and messages between its own.
 _BENDING = ("QRSH_WRAPPER", "SGE_DEBUG_LEVEL")
 _PROBLEMS = (

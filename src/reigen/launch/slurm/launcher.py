@@ -83,7 +83,8 @@ _PROBLEMS = (
 )
 #: Lines of srun's that say nothing about a failure, or only that there was one.
 _NOISE = re.compile(
-    r"^srun: (cluster configuration lacks support for cpu binding|error: \S+: task \d+: Exited with exit code \d+)\n?",
+    r"^srun: (cluster configuration lacks support for cpu binding|"
+    r"error: \S+: tasks? [\d,-]+: Exited with exit code \d+)\n?",
     re.MULTILINE,
 )
 
@@ -151,7 +152,7 @@ class SlurmLauncher:
             return problem
         if re.search(r"execve\(\): .*No such file", output):
             exit_code = 127
-        if re.search(r"^srun: error: (?!\S+: task )", output, re.MULTILINE) and "reigen" not in output:
+        if re.search(r"^srun: error: (?!\S+: tasks? )", output, re.MULTILINE) and "reigen" not in output:
             return HostProblem(
                 host, f"srun failed: {last_line(output)}", f"try it by hand: srun --overlap -w {host} true"
             )

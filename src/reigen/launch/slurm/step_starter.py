@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from reigen.errors import ConfigError
 from reigen.launch.base import AgentCaller, AgentCommand, DialCall, HostProblem
 from reigen.launch.slurm.allocation import SlurmAllocation
 from reigen.launch.slurm.command import step_command
+from reigen.launch.slurm.node_list import expand_node_list
 from reigen.launch.supervision.spawn import spawn_client
 
 #: Variable of a task with its node's name, as in lists of nodes.
@@ -23,7 +26,15 @@ NODE_VARIABLE = "SLURMD_NODENAME"
 _READ_BYTES = 1 << 14
 #: Line of srun's --label: the task's number, and its text.
 _LABEL = re.compile(r"^ *(\d+): (.*)$")
+#: srun's words about nodes of a step that goes on without them.
+_ABOUT_NODES = re.compile(r"^srun: error: (?:(\S+): tasks? [\d,-]+: |.*\b(?:on|node) ([^\s:;,]+(?:\[[^]]*\])?))")
+_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _LAST_SECONDS = 2.0
+#: Seconds that a task's last words may come later than srun's about its end.
+_WORDS_SECONDS = 0.3
+#: Most lines about a node, and bytes of one.
+_MAX_LINES, _MAX_LINE_BYTES = 64, 1 << 12
 
 
 class SlurmStepStarter:
@@ -63,8 +74,7 @@ class SlurmStepStarter:
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of a task by its output and srun's."""
-        step = next(step for step in self._steps if host in step.hosts)
-        return self._explain(host, step.exit_code, step.output_of(host))
+        return next(step for step in self._steps if host in step.hosts).explain(host)
 
     def close_agents(self) -> None:
         """End the steps: the tasks' stdin ends, and so do agents that are still there."""
@@ -86,7 +96,12 @@ class _Step:
         self.hosts = hosts
         self._process, self._caller, self._explain = process, caller, explain
         self._pending = bytearray(text)
-        self._output: deque[bytes] = deque(maxlen=256)
+        #: Lines about each host, and srun's about none in particular.
+        self._lines: dict[str, deque[str]] = {host: deque(maxlen=_MAX_LINES) for host in hosts}
+        self._common: deque[str] = deque(maxlen=_MAX_LINES)
+        #: Exit code of each host's task that has ended, None where a signal ended it; hosts that have failed.
+        self._ended: dict[str, int | None] = {}
+        self._failed: dict[str, None] = {}
         assert process.stdin is not None, "it was asked for"
         assert process.stdout is not None, "it was asked for"
         assert process.stderr is not None, "it was asked for"
@@ -95,25 +110,17 @@ class _Step:
         for file in (self._stdin, *self._files):
             os.set_blocking(file.fileno(), False)
         for file in self._files:
-            caller.loop.watch(file, partial(self._read, file.fileno()))
+            caller.loop.watch(file, partial(self._read, file.fileno(), bytearray()))
         caller.loop.watch(self._stdin, on_writable=self._write)
 
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of srun; None: it runs."""
-        return self._process.poll()
-
-    def output_of(self, host: str) -> str:
-        """Return srun's own lines, and those of a host's task."""
-        number = self.hosts.index(host)
-        lines = []
-        for line in b"".join(self._output).decode(errors="replace").splitlines():
-            match = _LABEL.match(line)
-            if match is None:
-                lines.append(line)
-            elif int(match[1]) == number:
-                lines.append(match[2])
-        return "\n".join(lines)
+    def explain(self, host: str) -> HostProblem:
+        """Explain why a host's task has not come, or has ended, by its output and srun's."""
+        code = self._process.poll()
+        common = [] if host in self._ended or host in self._failed else self._common
+        lines = [*common, *self._lines[host]]
+        if self._failed and host not in self._failed and (code is not None or any(map(_CANCELLED.search, lines))):
+            return HostProblem(host, f"srun has ended the step of all nodes because of {', '.join(self._failed)}")
+        return self._explain(host, self._ended.get(host, code), "\n".join(lines))
 
     def close(self) -> None:
         """Close its stdin, and wait for its end, or kill it. May be called twice."""
@@ -140,14 +147,56 @@ class _Step:
             self._pending.clear()
         self._caller.loop.unwatch(self._stdin)  # and left open: its end would end the agents
 
-    def _read(self, descriptor: int) -> None:
+    def _read(self, descriptor: int, partial_line: bytearray) -> None:
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
             return
-        if data:
-            self._output.append(data)
+        partial_line += data
+        is_whole = not data or len(partial_line) > _MAX_LINE_BYTES
+        *lines, rest = (bytes(partial_line) + (b"\n" if is_whole else b"")).split(b"\n")
+        partial_line[:] = rest
+        for line in lines:
+            self._take(line[:_MAX_LINE_BYTES].decode(errors="replace"))
+        if not data:
+            self._end(descriptor)
+
+    def _take(self, line: str) -> None:
+        """Keep a line for the hosts that it is about."""
+        if label := _LABEL.match(line):
+            if int(label[1]) < len(self.hosts):
+                self._keep(self.hosts[int(label[1])], label[2])
             return
+        about = _ABOUT_NODES.match(line)
+        hosts = [] if about is None else self._expand(about[1] or about[2])
+        for host in hosts:
+            if about is not None and about[1]:
+                code = _EXIT_CODE.search(line)
+                self._ended.setdefault(host, None if code is None else int(code[1]))
+            else:
+                self._failed[host] = None
+            self._keep(host, line)
+            self._caller.loop.call_at(time.monotonic() + _WORDS_SECONDS, partial(self._report, host))
+        if not hosts and line:
+            self._common.append(line)
+            for host in self.hosts:
+                self._caller.agent_printed(host, line)
+
+    def _expand(self, names: str) -> list[str]:
+        """Return the hosts of this step in a list of srun's."""
+        try:
+            return [name for name in expand_node_list(names) if name in self._lines]
+        except ConfigError:
+            return []
+
+    def _keep(self, host: str, line: str) -> None:
+        self._lines[host].append(line)
+        self._caller.agent_printed(host, line)
+
+    def _report(self, host: str) -> None:
+        self._caller.agent_ended(host, self.explain(host))
+
+    def _end(self, descriptor: int) -> None:
         self._caller.loop.unwatch(descriptor)
         if any(self._caller.loop.watches(file) for file in self._files):
             return
@@ -156,4 +205,4 @@ class _Step:
         except subprocess.TimeoutExpired:
             return  # it goes on without its output: agents are heard of by their connections
         for host in self.hosts:
-            self._caller.agent_ended(host, self._explain(host, self._process.returncode, self.output_of(host)))
+            self._report(host)

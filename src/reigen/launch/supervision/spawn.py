@@ -50,16 +50,13 @@ CLIENT_END_SECONDS = 3.0
 
 
 class ClientProcess(subprocess.Popen[bytes]):
-    """Client process of an engine, which is given some time to end by itself before it is killed."""
+    """Client process of an engine, which is given some time to end by itself before it is killed.
 
-    #: Seconds of that; 0: it is killed at once.
+    Attributes:
+        end_seconds: of that, from the end of its stdin on; 0: it is killed at once.
+    """
+
     end_seconds = 0.0
-
-    def kill(self) -> None:
-        """Kill it, if it has not ended in that time; its stdin has been closed."""
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(self.end_seconds)
-        super().kill()
 
 
 def spawn_client(command: Sequence[str], end_seconds: float = 0.0) -> subprocess.Popen[bytes]:

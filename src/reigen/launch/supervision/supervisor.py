@@ -192,6 +192,9 @@ class Supervisor:
         deadline = time.monotonic() + _LAST_SECONDS
         for agent in self.agents.values():
             agent.wait_end(0.0 if self._is_forced else max(0.0, deadline - time.monotonic()))
+        for agent in self.agents.values():
+            agent.begin_close()
+        for agent in self.agents.values():
             agent.close()
         if self._channel is not None:
             self._channel.close()
@@ -261,6 +264,10 @@ class Supervisor:
     def agent_ended(self, host: str, problem: HostProblem) -> None:
         """Take note that an agent cannot come, or has ended, as its engine says."""
         self.agents[host].give_up(problem)
+
+    def agent_printed(self, host: str, line: str) -> None:
+        """Keep a line of an agent's, or of its engine about it."""
+        self.agents[host].add_output(line)
 
     def exclude_child(self, pid: int) -> None:
         """Exclude a child of this process from the job's."""
