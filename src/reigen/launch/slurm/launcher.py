@@ -27,7 +27,7 @@ from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.slurm.allocation import find_allocation
 from reigen.launch.slurm.command import rank_variables, remote_shell, srun_command
 from reigen.launch.slurm.step_starter import SlurmStepStarter
-from reigen.launch.supervision.spawn import spawn_client
+from reigen.launch.supervision.spawn import CLIENT_END_SECONDS, spawn_client
 
 #: Variables whose values on a host are that host's, where it has them.
 KEPT_VARIABLES = ("SLURM_", "SLURMD_")
@@ -139,8 +139,9 @@ class SlurmLauncher:
         return ()
 
     def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
-        """Start the agent in a step of one task."""
-        return spawn_client([*srun_command(self._allocation, self._environ, host), *agent.argv_with_environ])
+        """Start the agent in a step of one task. A killed srun does not always end its task's stdin."""
+        command = [*srun_command(self._allocation, self._environ, host), *agent.argv_with_environ]
+        return spawn_client(command, end_seconds=CLIENT_END_SECONDS)
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of a step by the words of srun and slurmstepd, or that of the agent."""
