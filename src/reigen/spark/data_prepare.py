@@ -99,7 +99,7 @@ def write_rows(
         if validation is not None:
             parts.append((store.get_val_data_path(prepared.index), marked.filter(_MARK)))
         for path, rows in parts:
-            rows.select(*map(_quoted, columns)).repartition(num_partitions).write.mode("overwrite").parquet(path)
+            rows.select(*map(quoted, columns)).repartition(num_partitions).write.mode("overwrite").parquet(path)
     known[key] = prepared
     return prepared
 
@@ -110,7 +110,7 @@ def _mark_validation(df: DataFrame, validation: float | str | None, seed: int) -
     if validation is None:
         yield df
         return
-    chosen = F.col(_quoted(validation)).cast("boolean") if isinstance(validation, str) else F.rand(seed) < validation
+    chosen = F.col(quoted(validation)).cast("boolean") if isinstance(validation, str) else F.rand(seed) < validation
     marked = df.withColumn(_MARK, F.coalesce(chosen, F.lit(False))).persist()
     try:
         yield marked
@@ -123,6 +123,6 @@ def _remove(store: Store, index: str) -> None:
         store.remove(path)
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """Quote a column's name, in which dots would mean fields."""
     return "`" + name.replace("`", "``") + "`"

@@ -18,7 +18,7 @@ from pyspark.sql import types as T  # noqa: N812 - as everybody names it
 
 from reigen.errors import ArgumentError
 from reigen.spark.data_parquet import Columns, open_rows
-from reigen.spark.data_prepare import PreparedData, check_columns, write_rows
+from reigen.spark.data_prepare import PreparedData, check_columns, quoted, write_rows
 from reigen.spark.data_rows import RowPlan
 from reigen.spark.estimator_backend import EstimatorBackend, SparkBackend
 from reigen.spark.estimator_saving import SavableParams
@@ -175,7 +175,7 @@ class TrainedModel(Model, SavableParams, MLWritable, MLReadable):
         added = [T.StructField(name, _OUTPUT_TYPES[kind], True) for name, kind in zip(outputs, kinds, strict=True)]
         kept = [each for each in dataset.schema if each.name not in outputs]
         source = (
-            dataset.select(*[dataset[f"`{each.name}`"] for each in kept])
+            dataset.select(*[dataset[quoted(each.name)] for each in kept])
             if len(kept) < len(dataset.columns)
             else dataset
         )
