@@ -94,6 +94,12 @@ def check_tangents_in_their_order() -> None:
         (_, first), (second, _) = jax.jvp(inner, (x,), (late(5 * x, 0, wide),))
         return first, second
 
+    def with_metric(x):
+        return (sum_(x * x) ** 2).sum(), sum_(3 * x, name="metric").sum()
+
+    program = jax.jit(jax.value_and_grad(with_metric, has_aux=True))
+    assert str(jax.make_jaxpr(program)(x)).count("call=NativeCall") == 3, "a metric has no gradient"
+    same(program(x)[0][1], 3 * total().sum())
     for program in map(jax.jit, (linear, twice)):
         for _ in range(10):
             first, second = program(x, wide)

@@ -242,6 +242,8 @@ def _transpose(
     cotangents: Any, *operands: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool, received: Any
 ) -> list[Any]:
     """Return the gradients of the tensors by the table's rules, of those of the results."""
+    if all(type(each) is ad.Zero for each in cotangents[: len(operands)]):  # as of a metric beside the loss
+        return [ad.Zero(operand.aval) for operand in operands]
     given = [ad.instantiate_zeros(each) for each in cotangents[: len(operands)]]
     wanted = [operand.aval.shape for operand in operands]
     name = f"{call.name.removesuffix(_TANGENT)}.grad" if call.name else None

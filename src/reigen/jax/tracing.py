@@ -12,6 +12,7 @@ a. In the outermost trace, which is that of the whole program, a name is the use
 b. A trace within it (a ``jit`` in a ``jit``, the body of a loop, a rematerialised function) may stand in the program
    several times, each with the same names. There they are ordered by an effect of JAX's: tokens go from one to the
    next, through loops, branches and calls. A program with such an effect takes JAX longer to call: about 0.15 ms.
+   So are collectives of tangents everywhere: ``jax.linearize`` and nested ``jax.jvp`` may give several with one name.
 """
 
 from __future__ import annotations

@@ -37,5 +37,7 @@ def name_of_command(command: Sequence[str]) -> str:
 
     What comes behind may be a secret, and names of jobs are for everybody to see.
     """
-    words = [word for word in command if word.endswith(_SCRIPTS)] or list(command[:1])
+    pairs = zip(("", *command), command, strict=False)
+    scripts = [word for before, word in pairs if word.endswith(_SCRIPTS) and "=" not in word and before != "-c"]
+    words = scripts or list(command[:1])
     return PurePath(words[0]).name if words else ""

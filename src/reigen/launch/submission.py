@@ -19,9 +19,10 @@ e. ``close`` comes last in any case, and may be called twice.
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -51,6 +52,8 @@ _NEWS_SECONDS = 30.0
 _UNANSWERED_SECONDS = 600.0
 _CANCEL_SECONDS = 60.0
 _CLIENT_SECONDS = 60.0
+#: Stop signals that come so soon after another one are the same.
+_SAME_SIGNAL_SECONDS = 0.3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -219,12 +222,15 @@ def run_submission(
 
 
 def _close(submission: Submission, stops: _StopSignals) -> None:
+    what = "the files made for the job are being removed"
+    if len(stops.received) > 1:
+        complain(f"{what}; another signal leaves them")
     try:
-        with stops.reporting("the files made for the job are being removed"):
+        with stops.reporting(what):
             for message in submission.close():
                 complain(message)
     except _SecondSignal:
-        complain("a second signal: files made for the job may be left")
+        complain("another signal: files made for the job may be left")
 
 
 class _Follower:
@@ -266,9 +272,18 @@ class _Follower:
                 is_busy = self._copy()
             if self._cancelled is not None and now - self._cancelled[1] > self._cancel_seconds:
                 return self._leave(f"it has not ended within {self._cancel_seconds:g} s")
-        while self._copy() and not self._stops.take():
-            pass
-        return self._end()
+        return self._write_rest() or self._end()
+
+    def _write_rest(self) -> int:
+        """Write what is left of the output; returns an exit code if a signal has ended that."""
+        while True:
+            with self._stops.reporting("the rest of the job's output is not written"):
+                has_some = self._copy()
+            for signum in self._stops.take() if has_some else ():
+                complain(f"{signal.Signals(signum).name}: the rest of the job's output is not written")
+                return 128 + signum
+            if not has_some:
+                return 0
 
     def _poll(self, now: float) -> None:
         before = self._state.phase
@@ -309,7 +324,8 @@ class _Follower:
         self._next_poll = 0.0
         complain(f"{signal.Signals(signum).name}: {self._name} is cancelled; waiting for its end")
         try:
-            self._submission.cancel()
+            with self._stops.reporting("the engine has not taken that yet"):
+                self._submission.cancel()
         except LaunchError as error:
             complain(f"{error}; to remove it: {self._command}")
 
@@ -343,6 +359,7 @@ class _StopSignals:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self._received_at = -math.inf
         self._num_taken = 0
         self._outlook = ""
 
@@ -371,7 +388,11 @@ class _StopSignals:
             self._outlook = ""
 
     def receive(self, signum: int, _frame: object) -> None:
-        """Take note of a signal: the handler of all of them."""
+        """Take note of a signal: the handler of all of them. A terminal that closes sends several, wrappers theirs."""
+        now = time.monotonic()
+        if now - self._received_at < _SAME_SIGNAL_SECONDS:
+            return
+        self._received_at = now
         self.received.append(signum)
         if not self._outlook:
             return
@@ -395,9 +416,10 @@ def _stop_signals() -> Iterator[_StopSignals]:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    stream = sys.stdout.buffer if descriptor == 1 else sys.stderr.buffer
-    stream.write(data)
-    stream.flush()
+    """Write without a buffer, which would be written again at the end of this process."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def run_client(

@@ -11,10 +11,13 @@ from tests.network.waiting import wait_for
 
 PORT = 6379
 CPUS = 4
+#: Of the last node. Ray counts what it is told that there is.
+GPUS = 4
 _SOURCE = Path(__file__).parents[3]
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _ENVIRON = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # whether or not this user has a token for another cluster
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_autoscaler_v2": "0",
     "PYTHONPATH": f"{_SOURCE / 'src'}:{_SOURCE}",
@@ -51,13 +54,13 @@ class RayCluster:
         }
         head.wait_until_listening(PORT)
         for host in list(hosts)[1:]:
-            self.nodes[host.name] = self.start_node(host)
+            self.nodes[host.name] = self.start_node(host, GPUS if host is hosts[-1] else 0)
         code, out = self.run(_AWAIT, str(len(hosts)))
         assert code == 0, out
 
-    def start_node(self, host: Host) -> HostProcess:
+    def start_node(self, host: Host, num_gpus: int) -> HostProcess:
         """Starts a node of the cluster on a machine, which is not the head's."""
-        return self._start_node(host, f"--address={self.address}")
+        return self._start_node(host, f"--address={self.address}", f"--num-gpus={num_gpus}")
 
     def _start_node(self, host: Host, *options: str) -> HostProcess:
         common = ("--node-ip-address", host.address, f"--num-cpus={CPUS}", "--object-store-memory=100000000")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reigen.compat import DIRECTORY
-from tests.engines.ray.cluster import CPUS, RayCluster
+from tests.engines.ray.cluster import CPUS, GPUS, RayCluster
 from tests.lab import HostProcess, Hosts, Unavailable
 from tests.network.waiting import wait_for
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_is_said_at_once_or_in_time(cluster: RayCluster):
         """
 settings = RayExecutor.create_settings(placement_group_timeout_s=1)
 say(many=caught(RayExecutor(settings, num_workers=99).start))
-say(gpu=caught(RayExecutor(settings, num_workers=1, use_gpu=True).start))
+say(gpu=caught(RayExecutor(settings, num_workers=1, use_gpu=True, gpus_per_worker=5).start))
 say(pickle=caught(lambda: reigen.ray.run(lambda lock: None, [__import__("threading").Lock()], num_workers=1)))
 ray.shutdown()
 say(no_ray=caught(RayExecutor(settings, num_workers=1).start))
@@ -199,10 +199,33 @@ say(no_ray=caught(RayExecutor(settings, num_workers=1).start))
     assert many["type"] == "TimeoutError"  # type: ignore[index]
     assert f"the whole cluster has CPU {3 * CPUS}" in many["text"]  # type: ignore[index]
     assert gpu["is_value_error"]  # type: ignore[index]
-    assert "no node of the cluster has more than 0" in gpu["text"]  # type: ignore[index]
+    assert f"no node of the cluster has more than {GPUS}" in gpu["text"]  # type: ignore[index]
     assert facts["pickle"]["type"] == "UnsupportedTypeError"  # type: ignore[index]
     assert facts["no_ray"]["type"] == "RuntimeError"  # type: ignore[index]
     assert "ray.init()" in facts["no_ray"]["text"]  # type: ignore[index]
+
+
+def test_workers_of_a_node_see_all_gpus_of_the_job_there(cluster: RayCluster):
+    facts = facts_of(
+        cluster,
+        """
+def visible():
+    import reigen
+    reigen.init()
+    return reigen.local_rank(), socket.gethostname(), os.environ["CUDA_VISIBLE_DEVICES"]
+held = ray.remote(num_gpus=1)(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], time.sleep(600))[0]).remote()
+while ray.available_resources().get("GPU") != 3:
+    time.sleep(0.05)
+say(packed=reigen.ray.run(visible, num_workers=2, gpus_per_worker=1))
+say(hosts=reigen.ray.run(visible, num_hosts=1, num_workers_per_host=3, gpus_per_worker=1))
+ray.cancel(held, force=True)
+""",
+    )
+    host = cluster.hosts[2].name
+    for places, size in ((facts["packed"], 2), (facts["hosts"], 3)):
+        assert [place[:2] for place in places] == [[rank, host] for rank in range(size)]  # type: ignore[attr-defined]
+        (gpus,) = {place[2] for place in places}  # type: ignore[attr-defined]
+        assert len({*gpus.split(",")} & {*map(str, range(GPUS))}) == size
 
 
 def test_a_trial_uses_the_placement_group_that_it_is_in(cluster: RayCluster):

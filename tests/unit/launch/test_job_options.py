@@ -47,6 +47,8 @@ def test_memory_means_the_same_to_every_engine() -> None:
         (("python", "train.py", "--hook", "other.sh"), "train.py"),
         (("/opt/bin/train", "--password", "hunter2"), "train"),
         (("run.sh",), "run.sh"),
+        (("bash", "-c", "KEY=hunter2 python train.py"), "bash"),
+        (("python", "KEY=hunter2.py"), "python"),
         ((), ""),
     ],
 )

@@ -73,6 +73,7 @@ class Job:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "_OUTPUT_SECONDS", 0.01)
     monkeypatch.setattr(submission, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(submission, "_SAME_SIGNAL_SECONDS", 0.01)
 
 
 def ended(code: int | None, reason: str = "") -> SubmittedState:
@@ -173,6 +174,50 @@ class TestFollowing:
         assert (run_submission(job, stand_still), job.num_closed) == (143, 1)
         assert "a second signal: job 7 may still be there" in capfd.readouterr()[1]
 
+    def test_signals_that_come_together_are_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(submission, "_SAME_SIGNAL_SECONDS", 60.0)
+
+        class Slow(Job):
+            def submit(self) -> str:
+                for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+                    os.kill(os.getpid(), signum)
+                return super().submit()
+
+        job = Slow(RUNNING)
+        assert (run_submission(job), job.num_cancelled) == (128 + signal.SIGHUP, 1)
+
+    def test_a_signal_ends_the_writing_of_the_rest(self, capfd: pytest.CaptureFixture[str]) -> None:
+        class Talking(Job):
+            def read_output(self) -> list[tuple[int, bytes]]:
+                return [(1, b"text")]
+
+        written = []
+
+        def write(descriptor: int, data: bytes) -> None:
+            written.append(data)
+            if len(written) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        assert run_submission(Talking(ended(0)), write) == 143
+        assert len(written) == 5
+        assert "SIGTERM: the rest of the job's output is not written" in capfd.readouterr()[1]
+
+    def test_a_second_signal_does_not_wait_for_an_engine_that_is_told_of_the_first(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        class Mute(Job):
+            def cancel(self) -> None:
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                run_client(["sleep", "600"])
+
+        def stop() -> SubmittedState:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return RUNNING
+
+        job = Mute(stop, RUNNING)
+        assert (run_submission(job), job.num_closed) == (143, 1)
+        assert "a second signal: job 7 may still be there; to remove it: delete 7" in capfd.readouterr()[1]
+
     @pytest.mark.parametrize("call", ["submit", "poll", "close"])
     def test_a_second_signal_does_not_wait_for_the_engine(self, call: str, capfd: pytest.CaptureFixture[str]) -> None:
         class Mute(Job):
@@ -189,7 +234,7 @@ class TestFollowing:
         err = capfd.readouterr()[1]
         assert "SIGTERM: " in err
         left = "files made for the job" if call == "close" else {"submit": "the job", "poll": "job 7"}[call]
-        assert f"a second signal: {left} may" in err
+        assert f"{'another' if call == 'close' else 'a second'} signal: {left} may" in err
 
     def test_without_a_reader_of_its_output_the_job_is_cancelled(self) -> None:
         def refuse(descriptor: int, data: bytes) -> None:

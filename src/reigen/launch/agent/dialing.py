@@ -178,7 +178,8 @@ def _await_answer(connection: Connection, stdin: int | None, deadline: float) ->
             raise LaunchError(f"the launcher refuses this agent: {refusal.decode(errors='replace')}")
     except BaseException as error:
         connection.close()
-        if isinstance(error, OSError | AuthenticationError | WireError) and not isinstance(error, ConnectionError):
+        is_closed = isinstance(error, ConnectionResetError | BrokenPipeError)
+        if isinstance(error, OSError | AuthenticationError | WireError) and not is_closed:
             raise LaunchError(f"the launcher has not answered this agent's greeting: {_describe(error)}") from None
         raise
     return connection

@@ -148,7 +148,7 @@ class KubernetesSubmission:
             self._log = PodLog(self._kubectl, status.leader, container)
             self._log.follow()
         if self._is_deleted:
-            self._is_over = not status.num_left
+            self._is_over = status.state.phase is SubmittedPhase.ENDED and not status.num_left
             return status.state if self._is_over else SubmittedState(SubmittedPhase.RUNNING)
         if status.state.phase is SubmittedPhase.ENDED:
             return self._await_log(status)
@@ -177,7 +177,7 @@ class KubernetesSubmission:
             self._ended_at = time.monotonic()
         if self._log.error not in {"", self._reported} and not self._is_deleted:
             self._reported = self._log.error
-            complain(f"kubectl logs: {self._reported}; it is tried again")
+            complain(f"kubectl logs: {self._reported}" + ("" if self._is_over else "; it is tried again"))
         if not data and self._is_over:
             data = self._log.finish()
         return [(1, data)] if data else []

@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 14
 #: Line of srun's --label: the task's number, and its text.
 _LABEL = re.compile(r"^ *(\d+): (.*)$")
 #: srun's words about nodes of a step that goes on without them.
-_ABOUT_NODES = re.compile(r"^srun: error: (?:(\S+): tasks? [\d,-]+: |.*\b(?:on|node) ([^\s:;,]+(?:\[[^]]*\])?))")
+_ABOUT_NODES = re.compile(r"^srun: error: (?:(\S+): tasks? [\d,-]+: |.*\b(?:on|node) ([^\s:;,\[]+(?:\[[^]]*\])?))")
 _CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _LAST_SECONDS = 2.0

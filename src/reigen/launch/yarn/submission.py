@@ -354,9 +354,9 @@ class YarnSubmission:
         self._kill()
 
     def _kill(self) -> None:
-        self._stopped_at = 0.0
         with self._gateway.explained("YARN's ResourceManager"):
             self._client.killApplication(self._application)
+        self._stopped_at = 0.0
 
     def close(self) -> Sequence[str]:
         """Remove the job's files, if nothing needs them any more, and end the Hadoop client."""
