@@ -10,6 +10,7 @@ one a processor, that answer a call; a stage of Spark's with as many tasks, whos
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +74,7 @@ def on_spark(num_ranks: int) -> Iterator[tuple[Callable[[], object], Callable[[]
 
     import reigen.spark
 
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder: Any = SparkSession.builder
     builder = builder.master(f"local[{num_ranks}]").config("spark.ui.enabled", "false")
     session = builder.config("spark.driver.bindAddress", "127.0.0.1").getOrCreate()

@@ -275,7 +275,7 @@ class _Follower:
         return self._write_rest() or self._end()
 
     def _write_rest(self) -> int:
-        """Write what is left of the output; returns an exit code if a signal has ended that."""
+        """Write the rest of the output; returns an exit code if a signal came, else 0."""
         while True:
             with self._stops.reporting("the rest of the job's output is not written"):
                 has_some = self._copy()
