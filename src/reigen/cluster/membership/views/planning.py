@@ -1,0 +1,113 @@
+"""Plan of the next view: who is in it, in which order, and at which step it begins. Pure.
+
+Order of ranks: members that hold the state keep their order, host by host. A host that goes on with no holder of the
+state counts as a new one, and so does each member without: it stands behind the others of its host, new hosts behind
+the others. So rank 0 holds the state. (Hosts cannot be ordered by the age of their oldest members: where that one dies,
+members of two hosts that go on would change places.)
+
+Step: holders of the state are at most one step apart, because a step needs all of them. If some have applied step A and
+others have not, these get it from those. If all have, and the sums of step A + 1 are there, in parts perhaps, that step
+is completed; otherwise it is undone. A step that every holder has applied is never undone: without one of those there
+is no next view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from reigen.cluster.membership.views.messages import MemberReady, MemberReport
+from reigen.cluster.membership.views.record import MemberId, StepBase, View, ViewHost, ViewMember
+
+
+def plan_view(
+    view: View,
+    reports: Mapping[MemberId, MemberReport],
+    candidates: Sequence[MemberReady] = (),
+    lost: Collection[MemberId] = (),
+) -> tuple[View | None, str]:
+    """Plan the view that follows another one.
+
+    Args:
+        view: the one that ends.
+        reports: of its members that are to be kept, but for those that leave.
+        candidates: processes that want to become members.
+        lost: members and candidates that are dead, or cannot be reached; they are left out.
+
+    Returns:
+        The view, and a reason for the user; or None, and why there can be none.
+    """
+    stable = view.base.stable_step
+    kept = {member: report for member, report in reports.items() if member not in lost and not report.is_leaving}
+    holders = {member: report for member, report in kept.items() if report.progress.applied >= stable}
+    if not holders:
+        return None, f"no member that is left holds the state of step {stable}, which all had applied"
+    # who leaves in good order has the state, too, but it is not a source: it may go
+    hosts = _order_hosts(view, holders, kept, [each for each in candidates if each.host.members[0].id not in lost])
+    following = View.make(
+        view.epoch + 1, hosts, base=StepBase(), sizes=(view.min_size, view.max_size), witness=view.witness
+    )
+    base, reason = _plan_base(following, holders)
+    return msgspec.structs.replace(following, base=base), f"{_describe(view, following)}; {reason}"
+
+
+def _order_hosts(
+    view: View,
+    holders: Collection[MemberId],
+    kept: Collection[MemberId],
+    candidates: Sequence[MemberReady],
+) -> list[ViewHost]:
+    """Return hosts with their members in the order of ranks; at most as many members as may run."""
+    epoch = view.epoch + 1
+    old, new = [], []
+    for host in view.hosts:
+        here = [member for member in host.members if member.id in kept]
+        going_on = [member for member in here if member.id in holders]
+        renewed = [msgspec.structs.replace(member, joined=epoch) for member in here if member.id not in holders]
+        (old if going_on else new).append(msgspec.structs.replace(host, members=(*going_on, *renewed)))
+    hosts = {host.voter: host for host in [*old, *new] if host.members}
+    room = view.max_size - len(kept)
+    slots = {member.slot for host in hosts.values() for member in host.members}
+    for candidate in candidates:
+        member = msgspec.structs.replace(candidate.host.members[0], joined=epoch)
+        voter = candidate.host.voter
+        is_stale = any(host.name == voter.name and host.voter > voter for host in hosts.values())
+        if room <= 0 or member.slot in slots or is_stale:
+            continue
+        before: tuple[ViewMember, ...] = hosts[voter].members if voter in hosts else ()
+        hosts[voter] = msgspec.structs.replace(hosts.get(voter, candidate.host), members=(*before, member))
+        slots.add(member.slot)
+        room -= 1
+    return list(hosts.values())
+
+
+def _plan_base(view: View, holders: Mapping[MemberId, MemberReport]) -> tuple[StepBase, str]:
+    """Return where a view's members begin, and why."""
+    progress = {member: report.progress for member, report in holders.items()}
+    step, stable = (chosen(each.applied for each in progress.values()) for chosen in (max, min))
+    at_step = {member: each for member, each in progress.items() if each.applied == step}
+    behind = tuple(rank for member, rank in view.ranks.items() if member not in at_step)
+    first = next(iter(at_step.values()))
+    if stable < step:
+        reason = f"step {step} goes on to those who had not applied it"
+        return StepBase(step, first.cursor, stable, behind), reason
+    sources: dict[int, dict[int, int]] = {}  # by epoch, of each bucket
+    num_buckets = {each.held.epoch: each.held.num_buckets for each in at_step.values() if each.held.buckets}
+    for member, each in at_step.items():
+        for bucket in each.held.buckets:
+            sources.setdefault(each.held.epoch, {}).setdefault(bucket, view.ranks[member])
+    for epoch, ranks in sources.items():
+        if len(ranks) == num_buckets[epoch]:
+            sums = tuple(ranks[bucket] for bucket in range(num_buckets[epoch]))
+            reason = f"step {step + 1} is completed: all its sums are there"
+            return StepBase(step, first.cursor, stable, behind, True, epoch, sums), reason
+    return StepBase(step, first.cursor, stable, behind), f"step {step + 1} is run anew"
+
+
+def _describe(old: View, new: View) -> str:
+    """Say how the members have changed."""
+    gone, come = old.ranks.keys() - new.ranks.keys(), new.ranks.keys() - old.ranks.keys()
+    ranks = ", ".join(str(rank) for member, rank in old.ranks.items() if member in gone)
+    changes = [f"without rank(s) {ranks}"] * bool(gone) + [f"with {len(come)} more"] * bool(come)
+    return f"view {new.epoch} has {new.size} rank(s)" + "".join(f", {change}" for change in changes)
