@@ -43,7 +43,7 @@ def test_two_leaders(num_hosts: int, witness: bool, leaders: tuple[int, ...], nu
 @pytest.mark.parametrize(
     ("num_hosts", "attempts", "num_states"),
     [
-        (2, (2, 1), 12_273),
+        (2, (2, 1), 12_849),
         pytest.param(2, (2, 2), None, marks=large),
         pytest.param(3, (2, 1), None, marks=large),
     ],
@@ -66,7 +66,7 @@ def test_two_leaders_of_one_host() -> None:
 @pytest.mark.parametrize(
     ("num_hosts", "witness", "leaders", "attempts", "num_states"),
     [
-        (2, False, (0, 1), (2, 1), 50_817),
+        (2, False, (0, 1), (2, 1), 52_977),
         (3, False, (0, 2), (1, 1), 118_977),
         pytest.param(2, True, (0, 1), (2, 1), None, marks=large),
     ],

@@ -196,13 +196,12 @@ class Search:
         """What a leader may do: begin an attempt, in any view that was decided; propose on any promises."""
         before: Leader = self._things[leader]
         member = self.view.members[before.rank]
+        total = self.attempts[self.leaders.index(before.rank)]
         found = []
         for view in (self.view, *decided):
             is_later = before.proposer is None or view.epoch >= before.proposer.view.epoch
             if before.attempts and is_later and member in view.ranks and view.epoch <= self.epochs:
-                proposer = Proposer(
-                    view, self.make_ballot(1 + max(self.attempts) - before.attempts, view.ranks[member])
-                )
+                proposer = Proposer(view, self.make_ballot(1 + total - before.attempts, view.ranks[member]))
                 sent = before.sent | {self._id(proposer.request())}
                 found.append(self._id(Leader(before.rank, before.attempts - 1, proposer, sent)))
         if before.proposer is not None and not before.has_proposed:

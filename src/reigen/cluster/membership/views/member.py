@@ -560,7 +560,9 @@ class ElasticMember:
         if self.state is not ElasticState.CHANGING or self.view is None:
             return []
         missing = ", ".join(
-            f"rank {self.view.ranks[member]} {evidence.verdict.value}" for member, evidence in self.lost.items()
+            f"rank {rank} {self.lost[member].verdict.value}"
+            for member, rank in self.view.ranks.items()
+            if member in self.lost
         )
         why = self.reason or "nobody who may lead was heard"
         return self._end(

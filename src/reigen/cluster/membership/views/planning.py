@@ -42,8 +42,9 @@ def plan_view(
     kept = {member: report for member, report in reports.items() if member not in lost and not report.is_leaving}
     holders = {member: report for member, report in kept.items() if report.progress.applied >= stable}
     if not holders:
+        if any(report.is_leaving and report.progress.applied >= stable for report in reports.values()):
+            return None, f"all members that are left and hold the state of step {stable} want to leave"
         return None, f"no member that is left holds the state of step {stable}, which all had applied"
-    # who leaves in good order has the state, too, but it is not a source: it may go
     hosts = _order_hosts(view, holders, kept, [each for each in candidates if each.host.members[0].id not in lost])
     following = View.make(
         view.epoch + 1, hosts, base=StepBase(), sizes=(view.min_size, view.max_size), witness=view.witness
