@@ -1,5 +1,6 @@
-"""All that can happen to the decisions about views among a few voters and leaders: every order of every message, none or
-any number of times, and leaders that give up an attempt at any moment. Acceptors and proposers are the real ones.
+"""All that can happen to the decisions about views among a few voters and leaders: every order of every message, which
+comes any number of times or never, and leaders that give up an attempt at any moment. Acceptors and proposers are the
+real ones.
 
 What was sent may be delivered whenever, again, or never: so delay, loss, duplication, partitions, and the death or stop
 of leaders and voters at any moment are all there, in any number. A voter's death is an event of its own only where it
@@ -78,7 +79,7 @@ class TwoDecisions(AssertionError):
 class Search:
     """A search through all states.
 
-    Voters that no rule tells apart are taken for the same: of states in which these have changed places, one is visited.
+    Voters that no rule tells apart count as the same: of states in which these have changed places, one is visited.
 
     Args:
         view: the first one, whose voters decide; all are told of it.

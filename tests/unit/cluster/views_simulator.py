@@ -1,6 +1,6 @@
-"""Elastic jobs under random schedules: processes are killed and stopped, hosts vanish, networks are cut, messages are late,
-lost and doubled, processes come and leave. Members, leaders, voters and their slots are the real ones; time is made up,
-and so is training: a step has two buckets, to which each member of the view contributes.
+"""Elastic jobs under random schedules: processes are killed and stopped, hosts vanish, networks are cut, messages are
+late, lost and doubled, processes come and leave. Members, leaders, voters and their slots are the real ones; time is
+made up, and so is training: a step has two buckets, to which each member of the view contributes.
 
 What a member has applied is its *history*: for each step the epoch of the view in which its sums were made, for no view
 makes the sums of a step twice. Contributions go to members of the same host through memory, where nobody looks at
@@ -91,7 +91,6 @@ class Plan:
     doubling: float
     travel: float
     encodes: bool
-    crowded: bool = False
 
 
 def make_plan(rng: random.Random) -> Plan:
@@ -104,8 +103,8 @@ def make_plan(rng: random.Random) -> Plan:
         witness=rng.random() < 0.4,
         min_size=rng.choice((1, 1, 1, min(2, size))),
         max_size=size + rng.choice((0, 0, 1)),
-        faults=[rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, 4)))],
-        fault_seconds=rng.choice((0.05, 0.5, 2.0)),
+        faults=[rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, 4, 6, 10)))],
+        fault_seconds=rng.choice((0.05, 0.5, 2.0, 4.0)),
         loss=rng.choice((0.0, 0.0, 0.1, 0.3)),
         doubling=rng.choice((0.0, 0.1)),
         travel=rng.choice((0.002, 0.02, 0.1)),
@@ -140,6 +139,8 @@ class Process:
     is_unkillable: bool = False
     timers: dict[ViewTimer, int] = field(default_factory=dict)
     history: tuple[int, ...] = ()
+    #: the latest step of which it knows that all members of its view have applied it
+    stable: int = 0
     #: the view in which it may contribute; None: revoked
     plane: View | None = None
     #: (step, bucket): contributions by ranks: (epoch, step, size)
@@ -194,6 +195,7 @@ class Simulator:
         self.stable: tuple[int, ...] = ()
         self.is_calm = False
         self.steps_since_calm = 0
+        self.settle_seconds = 0.0
         self._set_up()
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -225,7 +227,9 @@ class Simulator:
             self.at(0.05 + self.rng.random() * self.plan.fault_seconds, lambda kind=kind: self._fault(kind))
         self._until(lambda: False, self.plan.fault_seconds + self.rng.choice((0.3, 1.5)))
         self._calm()
+        calm_at = self.now
         settled = self._until(self._is_settled, self.now + SETTLE_SECONDS)
+        self.settle_seconds = self.now - calm_at
         self._check_end(settled)
         return self
 
@@ -399,6 +403,7 @@ class Simulator:
                     self.do(process, Evidence(each, Verdict.STUCK))
             return
         process.held.clear()
+        process.stable = max(process.stable, view.base.stable_step)
         if process.applied != view.base.target:
             raise Violation(f"4: {process.id} begins view {view.epoch} at step {process.applied}")
         if self.bases.setdefault(view.epoch, process.history) != process.history:
@@ -468,7 +473,8 @@ class Simulator:
             other = self.processes[member]
             if other.host != process.host:
                 frame = view.epoch, step, bucket, rank, view.size
-                self.at(self._travel(process.host, other.host), lambda o=other: self._arrive(process, o, frame))
+                travel = self._travel(process.host, other.host)
+                self.at(travel, lambda other=other, frame=frame: self._arrive(process, other, frame))
             elif other is process or process.mapped.get(member) == other.segment:
                 other.inbox.setdefault((step, bucket), {})[rank] = view.epoch, step, view.size
                 self._complete(other, step, bucket)
@@ -517,7 +523,8 @@ class Simulator:
         process.history += (view.epoch,)
         for bucket in range(NUM_BUCKETS):
             process.inbox.pop((step, bucket), None)
-        self._check_stable(process)
+        if view.epoch == max(self.views):  # who was stopped may apply what it had: it is in no later view
+            self._check_stable(process)
         self.seen["step"] += 1
         self.steps_since_calm += self.is_calm
         self.do(process, StepApplied(step))
@@ -555,6 +562,7 @@ class Simulator:
             raise Violation(f"6: rank 0 of view {view.epoch} does not hold step {view.base.stable_step}")
 
     def _make_stable(self, process: Process) -> None:
+        process.stable = process.applied
         if process.applied > len(self.stable):
             self._check_stable(process)
             self.stable = process.history
@@ -682,7 +690,9 @@ class Simulator:
         """A process wants to become a member: in the place of one that is gone, or in a new one."""
         taken = {each.id.slot for each in self.processes.values() if each.is_alive}
         slot = min(set(range(len(taken) + 1)) - taken)
-        incarnation = 1 + max((each.id.incarnation for each in self.processes.values() if each.id.slot == slot), default=0)
+        incarnation = 1 + max(
+            (each.id.incarnation for each in self.processes.values() if each.id.slot == slot), default=0
+        )
         places = [host for host in self.hosts.values() if host.is_alive and host.name != "w"]
         host = self.rng.choice(places) if places and self.rng.random() < 0.5 else None
         if host is None:
@@ -705,8 +715,8 @@ class Simulator:
             assert view is not None
             if process.member.state is ElasticState.LOBBY:
                 self.do(process, CopyStarted(view))
-            stable = min(source.applied, len(self.stable)) if self.rules.copies_are_stable else source.applied
-            process.history = source.history[:stable]
+            stable = source.stable if self.rules.copies_are_stable else source.applied
+            process.history, process.stable = source.history[:stable], stable
             if self.rng.random() < 0.8:
                 self.seen["joined"] += 1
                 self.do(process, Copied(stable, matches=True))

@@ -84,14 +84,14 @@ class Rolled:
 
 @dataclass(frozen=True, slots=True)
 class StepApplied:
-    """This member has applied a step."""
+    """A step was applied by this member."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """This process is to leave in good order: a notice, `job.leave()`."""
+    """Request to leave in good order: a notice, `job.leave()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class RevokePlane:
-    """Stop collectives of this view, and what it builds; then `PlaneRevoked`."""
+    """Stop collectives of this view, and the building of layouts; then `PlaneRevoked`."""
 
     epoch: int
 
@@ -156,7 +156,7 @@ class KillMember:
 
 @dataclass(frozen=True, slots=True)
 class UseFreshSegments:
-    """Take new memory, and unmap what these processes have mapped: they do not die."""
+    """Take new memory, and unmap that which these processes have mapped: they do not die."""
 
     members: tuple[MemberId, ...]
 

@@ -41,7 +41,7 @@ class ChangeLeader:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether this attempt is in vain."""
+        """True if a voter prefers another attempt."""
         return self.proposer.preempted is not None
 
     def try_again(self) -> None:
@@ -96,11 +96,12 @@ class ChangeLeader:
         yield from self.requests()
 
     def announcements(self, decided: View) -> Iterator[SendTo]:
-        """Yield the decision for all whom it concerns."""
+        """Yield the decision for members and voters of both views."""
         message = ViewDecided(decided.epoch, decided)
-        voters = dict.fromkeys((*self._view.voters, *decided.voters))
-        if decided.witness is not None:  # it is to know the views in which it does not vote, too
-            voters[decided.witness.voter] = None
-        for receiver in (*dict.fromkeys((*self._view.members, *decided.members)), *voters):
-            if receiver != self._me:
-                yield SendTo(receiver, message)
+        for member in dict.fromkeys((*self._view.members, *decided.members)):
+            if member != self._me:
+                yield SendTo(member, message)
+        # the witness is to know the views in which it does not vote, too
+        witness = () if decided.witness is None else (decided.witness.voter,)
+        for voter in dict.fromkeys((*self._view.voters, *decided.voters, *witness)):
+            yield SendTo(voter, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from reigen.cluster.membership.views.events import (
     FENCED_EXIT_CODE,
@@ -170,7 +170,7 @@ class ElasticMember:
 
     @property
     def rank(self) -> int:
-        """Its rank in the view, -1 if it is not in it."""
+        """Rank in the view, -1 if it is not in it."""
         return -1 if self.view is None else self.view.ranks.get(self.me, -1)
 
     # -- evidence, and the beginning of a change ----------------------------------------------------------------------
@@ -187,7 +187,7 @@ class ElasticMember:
         return self._react()
 
     def _react(self) -> list[MemberAction]:
-        """Begin a change because of what is known, or go on with it."""
+        """Begin a change because of evidence, or go on with it."""
         if self.view is None or self.state in _CANDIDATE:
             return []
         if self.state is ElasticState.CHANGING:
@@ -233,7 +233,8 @@ class ElasticMember:
         return [*actions, *self._advance()]
 
     def _report(self) -> MemberReport:
-        assert self.view is not None and self._progress is not None
+        assert self.view is not None
+        assert self._progress is not None
         lost = tuple(member for member, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD)
         return MemberReport(self.view.epoch + 1, self.me, self._progress, lost, self.me in self._leaving)
 
@@ -357,7 +358,7 @@ class ElasticMember:
         return [EndProcess(exit_code, reason)]
 
     def _begin_install(self, view: View) -> list[MemberAction]:
-        """Install a view; memory is built of when nobody writes to it who is not a member."""
+        """Install a view; layouts wait until no process but members can write to memory of this host."""
         old, self.view, self.state = self.view, view, ElasticState.INSTALLING
         actions: list[MemberAction] = []
         if old is not None and self.me in old.ranks:
@@ -480,7 +481,7 @@ class ElasticMember:
         return [*self._answer_late(message.epoch, sender), *self._take_candidates()]
 
     def _take_candidates(self) -> list[MemberAction]:
-        """As rank 0, begin a change if there are candidates that are to be members."""
+        """Begin a change, as rank 0, if there are candidates that are to be members."""
         assert self.view is not None
         if not self._candidates or self.rank != 0 or self.view.size >= self.view.max_size:
             return []
@@ -503,7 +504,8 @@ class ElasticMember:
         return self._say_ready()
 
     def _say_ready(self) -> list[MemberAction]:
-        assert self.view is not None and self._host is not None
+        assert self.view is not None
+        assert self._host is not None
         ready = MemberReady(self.view.epoch, self._host, self._copied_step)
         return [*self._send_all(ready), StartTimer(ViewTimer.RETRY, self._timeouts.retry)]
 
@@ -578,18 +580,19 @@ class ElasticMember:
     # -- what is always true ------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Assert what is true after every event."""
+        """Assert the invariants of one member, which hold after every event."""
         if self.view is not None:
             self.view.validate()
         if self.state in _CANDIDATE or self.state in _OVER:
             return
-        assert self.view is not None and self.me in self.view.ranks, "members are in their view"
+        assert self.view is not None
+        assert self.me in self.view.ranks, "members are in their view"
         assert self._leader is None or self.state is ElasticState.CHANGING, "only a change is led"
         assert self._progress is None or self.state is ElasticState.CHANGING, "only who has stopped reports"
         assert not (self._are_layouts_built and self._dying), "nobody else writes to memory that is built of"
         assert self.me not in self.lost, "it lives"
 
-    _HANDLERS: dict[type[Any], Callable[[ElasticMember, Any], list[MemberAction]]] = {
+    _HANDLERS: ClassVar[dict[type[Any], Callable[[ElasticMember, Any], list[MemberAction]]]] = {
         Received: _on_received,
         Evidence: _on_evidence,
         PlaneRevoked: _on_plane_revoked,
@@ -601,7 +604,7 @@ class ElasticMember:
         Copied: _on_copied,
         TimerFired: _on_timer,
     }
-    _MESSAGE_HANDLERS: dict[type[Any], Callable[..., list[MemberAction]]] = {
+    _MESSAGE_HANDLERS: ClassVar[dict[type[Any], Callable[..., list[MemberAction]]]] = {
         RevokeView: _on_revoke,
         AskMember: _on_ask,
         MemberReport: _on_report,
@@ -615,7 +618,7 @@ class ElasticMember:
         ChangeAt: _on_change_at,
         MemberReady: _on_ready,
     }
-    _TIMER_HANDLERS: dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]] = {
+    _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {
         ViewTimer.RETRY: _on_retry,
         ViewTimer.STUCK: _on_stuck,
         ViewTimer.BACK_OFF: _on_back_off,

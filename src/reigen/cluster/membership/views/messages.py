@@ -50,14 +50,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     epoch: Count
 
 
-class PrepareView(_Message, tag=1):
+class PrepareView(_Message, frozen=True, tag=1):
     """Request to a voter to promise not to accept anything under a lower ballot."""
 
     ballot: Ballot
 
 
-class ViewPromise(_Message, tag=2):
-    """Promise of a voter, and what it has accepted, if anything."""
+class ViewPromise(_Message, frozen=True, tag=2):
+    """Promise of a voter, with the view that it has accepted, if any."""
 
     ballot: Ballot
     voter: Count
@@ -65,34 +65,34 @@ class ViewPromise(_Message, tag=2):
     value: View | None = None
 
 
-class AcceptView(_Message, tag=3):
+class AcceptView(_Message, frozen=True, tag=3):
     """Request to a voter to accept a view."""
 
     ballot: Ballot
     value: View
 
 
-class ViewAccepted(_Message, tag=4):
+class ViewAccepted(_Message, frozen=True, tag=4):
     """Acceptance of a voter."""
 
     ballot: Ballot
     voter: Count
 
 
-class BallotPreempted(_Message, tag=5):
+class BallotPreempted(_Message, frozen=True, tag=5):
     """Refusal of a voter, which has promised a higher ballot."""
 
     ballot: Ballot
     promised: Ballot
 
 
-class ViewDecided(_Message, tag=6):
+class ViewDecided(_Message, frozen=True, tag=6):
     """A view that was decided: to its members the order to install it, to others the end of their membership."""
 
     value: View
 
 
-class BehindView(_Message, tag=7):
+class BehindView(_Message, frozen=True, tag=7):
     """Answer of one who knows no view before ``epoch``; the latest that it knows is ``known``, 0: none."""
 
     known: Count
@@ -128,13 +128,13 @@ class StepProgress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     held: HeldSums
 
 
-class AskMember(_Message, tag=8):
+class AskMember(_Message, frozen=True, tag=8):
     """Question of a leader to a member of the view before ``epoch``: how far it is."""
 
     leader: MemberId
 
 
-class MemberReport(_Message, tag=9):
+class MemberReport(_Message, frozen=True, tag=9):
     """Answer: a member that says this has sent its last frame of the view before ``epoch``.
 
     Attributes:
@@ -150,23 +150,23 @@ class MemberReport(_Message, tag=9):
     is_leaving: bool = False
 
 
-class RevokeView(_Message, tag=10):
-    """The plane of view ``epoch`` is stopped; ``lost`` are those because of whom."""
+class RevokeView(_Message, frozen=True, tag=10):
+    """The plane of view ``epoch`` is stopped; ``lost``: members that are the cause."""
 
     lost: tuple[MemberId, ...] = ()
 
 
-class ViewInstalled(_Message, tag=11):
+class ViewInstalled(_Message, frozen=True, tag=11):
     """A member has built what view ``epoch`` needs."""
 
     member: MemberId
 
 
-class ViewGo(_Message, tag=12):
+class ViewGo(_Message, frozen=True, tag=12):
     """All members of view ``epoch`` have installed it."""
 
 
-class ChangeAt(_Message, tag=13):
+class ChangeAt(_Message, frozen=True, tag=13):
     """Members of view ``epoch`` stop for a change when they have applied ``step``; the earliest one counts.
 
     Attributes:
@@ -178,7 +178,7 @@ class ChangeAt(_Message, tag=13):
     leaving: MemberId | None = None
 
 
-class MemberReady(_Message, tag=14):
+class MemberReady(_Message, frozen=True, tag=14):
     """A process that wants to be a member has the state of ``applied``, equal to the members' by its digest.
 
     Attributes:

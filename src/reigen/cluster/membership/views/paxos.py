@@ -98,7 +98,7 @@ class Proposer(msgspec.Struct, frozen=True):
 
     @property
     def is_decided(self) -> bool:
-        """Whether a quorum has accepted what was proposed."""
+        """True if a quorum has accepted the proposal."""
         return self.proposed is not None and self.view.has_quorum(self.accepted_by)[0]
 
     def request(self) -> PrepareView | AcceptView:
@@ -108,10 +108,11 @@ class Proposer(msgspec.Struct, frozen=True):
         return AcceptView(self.epoch, self.ballot, self.proposed)
 
     def propose(self, value: View | None) -> Self:
-        """Return the state in which voters are asked to accept: what was accepted before, or else ``value``."""
-        assert self.proposed is None and self.may_propose[0], "a quorum promises before one proposal"
+        """Return the state in which voters are asked to accept a view: one that was accepted before, or else ``value``."""
+        assert self.proposed is None, "an attempt has one proposal"
         proposed = self.adopted or value
-        assert proposed is not None and proposed.epoch == self.epoch, "a view follows the one before"
+        assert proposed is not None
+        assert proposed.epoch == self.epoch, "a view follows the one before"
         return msgspec.structs.replace(self, proposed=proposed)
 
     def take(self, reply: ViewPromise | ViewAccepted | BallotPreempted) -> Self:

@@ -61,25 +61,26 @@ def _order_hosts(
 ) -> list[ViewHost]:
     """Return hosts with their members in the order of ranks; at most as many members as may run."""
     epoch = view.epoch + 1
-    old, new = [], []
+    old: list[ViewHost] = []
+    new: list[ViewHost] = []
     for host in view.hosts:
         here = [member for member in host.members if member.id in kept]
         going_on = [member for member in here if member.id in holders]
         renewed = [msgspec.structs.replace(member, joined=epoch) for member in here if member.id not in holders]
         (old if going_on else new).append(msgspec.structs.replace(host, members=(*going_on, *renewed)))
     hosts = {host.voter: host for host in [*old, *new] if host.members}
-    room = view.max_size - len(kept)
+    vacancies = view.max_size - len(kept)
     slots = {member.slot for host in hosts.values() for member in host.members}
     for candidate in candidates:
         member = msgspec.structs.replace(candidate.host.members[0], joined=epoch)
         voter = candidate.host.voter
         is_stale = any(host.name == voter.name and host.voter > voter for host in hosts.values())
-        if room <= 0 or member.slot in slots or is_stale:
+        if vacancies <= 0 or member.slot in slots or is_stale:
             continue
         before: tuple[ViewMember, ...] = hosts[voter].members if voter in hosts else ()
         hosts[voter] = msgspec.structs.replace(hosts.get(voter, candidate.host), members=(*before, member))
         slots.add(member.slot)
-        room -= 1
+        vacancies -= 1
     return list(hosts.values())
 
 

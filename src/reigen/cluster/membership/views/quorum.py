@@ -50,13 +50,13 @@ def has_quorum(rule: QuorumRule, num_hosts: int, voters: Collection[int]) -> tup
     num_voters = count_voters(rule, num_hosts)
     answered = {voter for voter in voters if 0 <= voter < num_voters}
     hosts = format_ranks(answered - {num_hosts}) or "none"
-    said = f"host(s) {hosts} of {num_hosts} answered"
+    text = f"host(s) {hosts} of {num_hosts} answered"
     if rule is QuorumRule.WITNESS:
-        said += ", and the witness" if num_hosts in answered else ", the witness did not"
+        text += ", and the witness" if num_hosts in answered else ", the witness did not"
     if len(answered) * 2 > num_voters:
-        return True, said
+        return True, text
     if rule is QuorumRule.FIRST_HOST and len(answered) * 2 == num_hosts:
         if 0 in answered:
-            return True, f"{said}, half of them with host 0, that of rank 0"
-        return False, f"{said}, half of them without host 0, that of rank 0: a witness would have decided"
-    return False, f"{said}; {num_voters // 2 + 1} are needed"
+            return True, f"{text}, half of them with host 0, that of rank 0"
+        return False, f"{text}, half of them without host 0, that of rank 0: a witness would have decided"
+    return False, f"{text}; {num_voters // 2 + 1} are needed"

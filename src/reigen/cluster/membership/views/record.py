@@ -56,7 +56,7 @@ class ViewMember(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def id(self) -> MemberId:
-        """Its identity in the job."""
+        """Identity in the job."""
         return MemberId(self.slot, self.incarnation)
 
 
@@ -79,7 +79,7 @@ class ViewHost(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     @property
     def voter(self) -> VoterId:
-        """Its identity as a voter."""
+        """Identity as a voter."""
         return VoterId(self.name, self.incarnation)
 
 
@@ -92,7 +92,7 @@ class Witness(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     @property
     def voter(self) -> VoterId:
-        """Its identity as a voter."""
+        """Identity as a voter."""
         return VoterId(self.name, self.incarnation)
 
 
@@ -126,7 +126,7 @@ class StepBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     @property
     def target(self) -> int:
-        """The step that everybody has applied before the first of the view is run."""
+        """The step that all members have applied before the first of the view is run."""
         return self.step + self.completes
 
 
@@ -213,7 +213,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return has_quorum(self.rule, len(self.hosts), frozenset(voters))
 
     def validate(self) -> None:
-        """Assert what is true of every view."""
+        """Assert the invariants of a view."""
         members = list(self._members())
         assert members, "a view has members"
         assert len(self.ranks) == len(members), "each member is there once"

@@ -27,7 +27,7 @@ _CODEC: MessageCodec[Acceptor] = MessageCodec(Acceptor, MAX_ACCEPTOR_BYTES)
 
 
 class StoredAcceptor(msgspec.Struct, frozen=True):
-    """What slots hold.
+    """Content of the newest slot.
 
     Attributes:
         sequence: number of the write; 0: none.
