@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from reigen.cluster.membership.views.candidate import CandidateState, ElasticCandidate
 from reigen.cluster.membership.views.events import (
     BuildLayouts,
     Copied,
     CopyStarted,
     EndProcess,
     Evidence,
+    JoinView,
     KillMember,
     LayoutsBuilt,
     LeaveRequested,
@@ -61,7 +63,6 @@ DEADLINE_SECONDS = 1.5
 #: How long after the last fault all must run again, or have ended.
 SETTLE_SECONDS = 25.0
 _ENDED = {ElasticState.GONE, ElasticState.FENCED, ElasticState.STOPPED}
-_CANDIDATE = {ElasticState.LOBBY, ElasticState.COPYING, ElasticState.READY}
 
 
 class Violation(AssertionError):
@@ -74,7 +75,8 @@ class Rules:
 
     epoch_in_frames: bool = True
     copies_are_stable: bool = True
-    go_after_all: bool = True
+    #: who might write to memory in use is looked at, and not only what comes of it
+    memory_is_checked: bool = True
 
 
 @dataclass
@@ -131,7 +133,7 @@ class Process:
 
     id: MemberId
     host: str
-    member: ElasticMember
+    member: ElasticMember | ElasticCandidate
     is_alive: bool = True
     #: what has happened while it is stopped; None: it is not
     waiting: deque[Callable[[], None]] | None = None
@@ -161,7 +163,7 @@ class Process:
 
     @property
     def is_member(self) -> bool:
-        return self.is_alive and self.member.state not in _CANDIDATE and self.member.state not in _ENDED
+        return self.is_alive and isinstance(self.member, ElasticMember) and self.member.state not in _ENDED
 
 
 class Simulator:
@@ -248,10 +250,11 @@ class Simulator:
             self.hosts[voter.name] = Host(voter.name, Acceptor(voter, view))
         for host in hosts:
             for each in host.members:
-                member = ElasticMember(each.id, view, timeouts=TIMEOUTS)
+                member = ElasticMember(each.id, view, TIMEOUTS)
                 process = self.processes[each.id] = Process(each.id, host.name, member)
                 self._check_view(process, view)
-        for process in list(self.processes.values()):
+        for process in self.processes.values():
+            assert isinstance(process.member, ElasticMember)
             self._carry(process, process.member.start())
 
     def _reaches(self, sender: str, receiver: str) -> bool:
@@ -276,16 +279,19 @@ class Simulator:
         before = 0 if member.view is None else member.view.epoch
         self.note(process.id, state.value, before, event)
         actions = member.handle(event)
-        member.validate()
-        if member.view is not None:
-            if member.view.epoch < before:
-                raise Violation(f"1: {process.id} goes back from view {before} to {member.view.epoch}")
-            if member.view.epoch > before and member.state not in _CANDIDATE:
-                self._check_view(process, member.view)
-            is_stranger = isinstance(event, Evidence) and event.member not in member.view.ranks
-            if is_stranger and state is ElasticState.RUNNING and member.state is not state:
-                raise Violation(f"9: {process.id} stops because of {event.member}, which is no member")
+        if isinstance(member, ElasticMember):
+            self._check_member(process, member, event, before, state is ElasticState.RUNNING)
         self._carry(process, actions)
+
+    def _check_member(self, process: Process, member: ElasticMember, event: Any, before: int, ran: bool) -> None:
+        member.validate()
+        if member.view.epoch < before:
+            raise Violation(f"1: {process.id} goes back from view {before} to {member.view.epoch}")
+        if member.view.epoch > before:
+            self._check_view(process, member.view)
+        is_stranger = isinstance(event, Evidence) and event.member not in member.view.ranks
+        if is_stranger and ran and member.state is not ElasticState.RUNNING:
+            raise Violation(f"9: {process.id} stops because of {event.member}, which is no member")
 
     def _carry(self, process: Process, actions: list[Any]) -> None:
         for action in actions:
@@ -311,6 +317,10 @@ class Simulator:
                     self.at(self.rng.random() * 0.02, lambda view=view: self._roll(process, view, self.now))
                 case RunView(view):
                     self._run_view(process, view)
+                case JoinView(view):
+                    process.member = ElasticMember(process.id, view, TIMEOUTS)
+                    self._check_view(process, view)
+                    self._carry(process, process.member.start())
                 case EndProcess():
                     process.exit = action
                     self.seen[process.member.state.value] += 1
@@ -375,7 +385,7 @@ class Simulator:
     def _build(self, process: Process, view: View) -> None:
         process.inbox.clear()
         self._sense(process)
-        for other in self.processes.values():
+        for other in self.processes.values() if self.rules.memory_is_checked else ():
             is_mapped = other.mapped.get(process.id) == process.segment
             if is_mapped and other.is_alive and other.host == process.host and other.id not in view.ranks:
                 raise Violation(f"8: {process.id} uses memory that {other.id} may write to")
@@ -700,20 +710,20 @@ class Simulator:
             host = self.hosts[name] = Host(name, Acceptor(VoterId(name, 1)))
         me = MemberId(slot, incarnation)
         alone = ViewHost(host.name, 1, "", (ViewMember(*me, 1),))
-        process = Process(me, host.name, ElasticMember(me, host=alone, timeouts=TIMEOUTS))
+        process = Process(me, host.name, ElasticCandidate(me, alone, TIMEOUTS.retry))
         self.processes[me] = process
         self._copy(process)
 
     def _copy(self, process: Process) -> None:
         """It gets the state from a member that runs; what it got may be wrong, and is then copied again."""
-        if not process.is_alive or process.member.state not in {ElasticState.LOBBY, ElasticState.COPYING}:
+        if not process.is_alive or process.member.state not in {CandidateState.LOBBY, CandidateState.COPYING}:
             return
         sources = [each for each in self.processes.values() if each.is_member and self._can_fetch(process, each)]
         if sources:
             source = self.rng.choice(sources)
             view = source.member.view
             assert view is not None
-            if process.member.state is ElasticState.LOBBY:
+            if process.member.state is CandidateState.LOBBY:
                 self.do(process, CopyStarted(view))
             stable = source.stable if self.rules.copies_are_stable else source.applied
             process.history, process.stable = source.history[:stable], stable

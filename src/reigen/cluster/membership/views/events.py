@@ -191,6 +191,13 @@ class StartTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinView:
+    """Make an `ElasticMember` of a candidate, with this view, and start it."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
 class EndProcess:
     """End this process within a second; with another code than 0 it touches no shared memory, and writes no checkpoint.
 

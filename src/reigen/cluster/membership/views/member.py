@@ -1,4 +1,4 @@
-"""State machine of a process of an elastic job: events in, actions out. No I/O, no clock, no threads."""
+"""State machine of a member of an elastic job: events in, actions out. No I/O, no clock, no threads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from typing import Any, ClassVar
 
 from reigen.cluster.membership.views.events import (
     FENCED_EXIT_CODE,
-    BuildLayouts,
-    Copied,
-    CopyStarted,
     EndProcess,
     Evidence,
-    KillMember,
     LayoutsBuilt,
     LeaveRequested,
     MemberAction,
@@ -29,10 +25,10 @@ from reigen.cluster.membership.views.events import (
     StartTimer,
     StepApplied,
     TimerFired,
-    UseFreshSegments,
     Verdict,
     ViewTimer,
 )
+from reigen.cluster.membership.views.installation import Installation
 from reigen.cluster.membership.views.leader import ChangeLeader
 from reigen.cluster.membership.views.messages import (
     AskMember,
@@ -50,21 +46,15 @@ from reigen.cluster.membership.views.messages import (
     ViewMessage,
     ViewPromise,
 )
-from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
+from reigen.cluster.membership.views.record import MemberId, View, VoterId
 
 _MOST_BACK_OFF_DOUBLINGS = 6
 
 
 class ElasticState(Enum):
-    """State of a process of an elastic job."""
+    """State of a member of an elastic job."""
 
-    #: a spare, or a process that wants to become a member: started and authenticated
-    LOBBY = "lobby"
-    #: it receives the state while members train
-    COPYING = "copying"
-    #: it has the state of a stable step
-    READY = "ready"
-    #: a member that runs steps
+    #: it runs steps
     RUNNING = "running"
     #: the plane is stopped, nothing is sent in the view any more; the next view is being decided
     CHANGING = "changing"
@@ -85,7 +75,6 @@ class ElasticState(Enum):
 
 
 _OVER = {ElasticState.GONE, ElasticState.FENCED, ElasticState.STOPPED}
-_CANDIDATE = {ElasticState.LOBBY, ElasticState.COPYING, ElasticState.READY}
 _STEPPING = {ElasticState.RUNNING, ElasticState.LEAVING}
 
 
@@ -112,31 +101,23 @@ class ViewTimeouts:
 
 
 class ElasticMember:
-    """A member, or a process that wants to become one.
+    """A member.
 
     Args:
         me: who it is.
-        view: the first view, whose members begin with `INSTALLING`; None: a candidate.
-        host: its host, with this process alone; needed of candidates.
+        view: the first view that has it; it begins with `ElasticState.INSTALLING`.
         timeouts: see there.
 
     Attributes:
         state: where it is.
-        view: the latest that it knows to be decided; epochs only grow. None: a candidate that knows none.
+        view: the latest that it knows to be decided; epochs only grow.
         lost: members that are dead, cannot be reached or are stuck, with how that is known.
         reason: why the latest change took place, or why there is no decision.
     """
 
-    def __init__(
-        self,
-        me: MemberId,
-        view: View | None = None,
-        *,
-        host: ViewHost | None = None,
-        timeouts: ViewTimeouts | None = None,
-    ) -> None:
-        self.me, self.view, self._host, self._timeouts = me, view, host, timeouts or ViewTimeouts()
-        self.state = ElasticState.LOBBY if view is None else ElasticState.INSTALLING
+    def __init__(self, me: MemberId, view: View, timeouts: ViewTimeouts | None = None) -> None:
+        self.me, self.view, self._timeouts = me, view, timeouts or ViewTimeouts()
+        self.state = ElasticState.INSTALLING
         self.lost: dict[MemberId, Evidence] = {}
         self.reason = ""
         #: how far it was when the plane was stopped; None: it still runs, or is being stopped
@@ -146,32 +127,27 @@ class ElasticMember:
         self._leader: ChangeLeader | None = None
         #: processes that want to be members, by their latest word
         self._candidates: dict[MemberId, MemberReady] = {}
-        #: processes of this host that are not members any more, and may still write to memory that is shared with them
-        self._dying: set[MemberId] = set()
-        self._are_layouts_built = False
-        #: as rank 0: members that have installed the view
-        self._installed: set[MemberId] = set()
+        self._installation = Installation(me, view)
         self._applied = 0
         #: at which step to stop for a change, and who has said that it leaves
         self._change_at: int | None = None
         self._leaving: set[MemberId] = set()
-        #: of a candidate: the step of its state
-        self._copied_step = 0
 
     def start(self) -> list[MemberAction]:
-        """Return the first actions of a member of the first view."""
-        return [] if self.view is None else self._begin_install(self.view)
+        """Return the first actions."""
+        return self._begin_install(self._installation)
 
     def handle(self, event: MemberEvent) -> list[MemberAction]:
         """Take in an event; returns actions, in order. A process whose end was asked for does nothing any more."""
         if self.state in _OVER:
             return []
-        return self._HANDLERS[type(event)](self, event)
+        handler = self._HANDLERS.get(type(event))
+        return [] if handler is None else handler(self, event)
 
     @property
     def rank(self) -> int:
-        """Rank in the view, -1 if it is not in it."""
-        return -1 if self.view is None else self.view.ranks.get(self.me, -1)
+        """Rank in the view."""
+        return self.view.ranks[self.me]
 
     # -- evidence, and the beginning of a change ----------------------------------------------------------------------
 
@@ -180,16 +156,14 @@ class ElasticMember:
         if event.member != self.me and (known is None or known.verdict is not Verdict.DEAD):
             self.lost[event.member] = event
         if event.verdict is Verdict.DEAD:
-            self._dying.discard(event.member)
+            self._installation.dying.discard(event.member)
             self._candidates.pop(event.member, None)
-        if self.state is ElasticState.INSTALLING and not self._dying:
-            return [*self._build_layouts(), *self._react()]
+        if self.state is ElasticState.INSTALLING:
+            return [*self._installation.advance(), *self._react()]
         return self._react()
 
     def _react(self) -> list[MemberAction]:
         """Begin a change because of evidence, or go on with it."""
-        if self.view is None or self.state in _CANDIDATE:
-            return []
         if self.state is ElasticState.CHANGING:
             return [*self._consider_leading(), *self._advance()]
         if any(member in self.view.ranks for member in self.lost):
@@ -198,7 +172,7 @@ class ElasticMember:
 
     def _begin_change(self) -> list[MemberAction]:
         """Stop the plane, and tell all others."""
-        if self.state is ElasticState.CHANGING or self.view is None or self.state in _CANDIDATE:
+        if self.state is ElasticState.CHANGING:
             return []
         self.state, self._progress, self._leader = ElasticState.CHANGING, None, None
         self._asked_by.clear()
@@ -212,19 +186,17 @@ class ElasticMember:
         ]
 
     def _flood_revoke(self) -> Iterator[SendTo]:
-        assert self.view is not None
         lost = tuple(member for member in self.lost if member in self.view.ranks)
         yield from self._send_all(RevokeView(self.view.epoch, lost))
 
     def _send_all(self, message: ViewMessage) -> Iterator[SendTo]:
         """Yield a message to all other members of the view."""
-        assert self.view is not None
         for member in self.view.members:
             if member != self.me:
                 yield SendTo(member, message)
 
     def _on_plane_revoked(self, event: PlaneRevoked) -> list[MemberAction]:
-        if self.state is not ElasticState.CHANGING or self.view is None or event.epoch != self.view.epoch:
+        if self.state is not ElasticState.CHANGING or event.epoch != self.view.epoch:
             return []
         self._progress = event.progress
         report = self._report()
@@ -233,7 +205,6 @@ class ElasticMember:
         return [*actions, *self._advance()]
 
     def _report(self) -> MemberReport:
-        assert self.view is not None
         assert self._progress is not None
         lost = tuple(member for member, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD)
         return MemberReport(self.view.epoch + 1, self.me, self._progress, lost, self.me in self._leaving)
@@ -242,7 +213,6 @@ class ElasticMember:
 
     def _consider_leading(self) -> list[MemberAction]:
         """Lead if all lower ranks are lost."""
-        assert self.view is not None
         if self._leader is not None or any(
             member not in self.lost for member in self.view.members[: self.view.ranks[self.me]]
         ):
@@ -252,7 +222,7 @@ class ElasticMember:
 
     def _advance(self) -> list[MemberAction]:
         """Go on with the change that this member leads."""
-        if self._leader is None or self._progress is None or self.view is None:
+        if self._leader is None or self._progress is None:
             return []
         leader = self._leader
         leader.reports[self.me] = self._report()
@@ -278,7 +248,6 @@ class ElasticMember:
         return [] if self._leader.proposer is before else self._advance()
 
     def _on_report(self, message: MemberReport, _: MemberId | VoterId) -> list[MemberAction]:
-        assert self.view is not None
         if message.epoch != self.view.epoch + 1 or self.state is not ElasticState.CHANGING or self._leader is None:
             return self._answer_late(message.epoch - 1, message.member)
         self._leader.reports[message.member] = message
@@ -296,24 +265,20 @@ class ElasticMember:
         evidence = self.lost.get(sender) if isinstance(sender, MemberId) else None
         if evidence is not None and evidence.verdict is not Verdict.DEAD:
             del self.lost[evidence.member]  # it lives, and is heard
-        if self.view is None and not isinstance(message, ViewDecided):
-            return []
         handler: Callable[..., list[MemberAction]] | None = self._MESSAGE_HANDLERS.get(type(message))
         return [] if handler is None else handler(self, message, sender)
 
     def _answer_late(self, epoch: int, sender: MemberId | VoterId) -> list[MemberAction]:
         """Answer a message of the view ``epoch``, if it is not this member's."""
-        assert self.view is not None
         if epoch < self.view.epoch:
             return [SendTo(sender, ViewDecided(self.view.epoch, self.view))]
         return [SendTo(sender, BehindView(epoch, self.view.epoch))] if epoch > self.view.epoch else []
 
     def _on_behind(self, message: BehindView, sender: MemberId | VoterId) -> list[MemberAction]:
-        return self._answer_late(message.known, sender) if self.view and message.known < self.view.epoch else []
+        return self._answer_late(message.known, sender) if message.known < self.view.epoch else []
 
     def _on_revoke(self, message: RevokeView, sender: MemberId | VoterId) -> list[MemberAction]:
-        assert self.view is not None
-        if message.epoch != self.view.epoch or self.state in _CANDIDATE:
+        if message.epoch != self.view.epoch:
             return self._answer_late(message.epoch, sender)
         for member in message.lost:
             if member != self.me and member in self.view.ranks and isinstance(sender, MemberId) and member != sender:
@@ -322,8 +287,7 @@ class ElasticMember:
         return self._begin_change() or self._react()
 
     def _on_ask(self, message: AskMember, sender: MemberId | VoterId) -> list[MemberAction]:
-        assert self.view is not None
-        if message.epoch != self.view.epoch + 1 or self.state in _CANDIDATE:
+        if message.epoch != self.view.epoch + 1:
             return self._answer_late(message.epoch - 1, sender)
         actions = self._begin_change()
         if self._progress is not None:
@@ -338,16 +302,11 @@ class ElasticMember:
 
     def _adopt(self, view: View) -> list[MemberAction]:
         """Go on in a view that was decided, or without the others."""
-        if self.view is not None and view.epoch <= self.view.epoch:
+        if view.epoch <= self.view.epoch:
             return []
         if self.me in view.ranks:
-            assert self.state in {ElasticState.CHANGING, ElasticState.READY}, (
-                "who is in a new view has said how far it is"
-            )
-            return self._begin_install(view)
-        if self.state in _CANDIDATE:
-            self.view = view
-            return []
+            assert self.state is ElasticState.CHANGING, "who is in a new view has said how far it is"
+            return self._install(view)
         if self.me in self._leaving:
             return self._end(ElasticState.GONE, 0, "left in good order")
         reason = f"view {view.epoch} was decided without this process: it was silent, stopped or cut off"
@@ -357,76 +316,65 @@ class ElasticMember:
         self.state, self.reason = state, reason
         return [EndProcess(exit_code, reason)]
 
-    def _begin_install(self, view: View) -> list[MemberAction]:
-        """Install a view; layouts wait until no process but members can write to memory of this host."""
-        old, self.view, self.state = self.view, view, ElasticState.INSTALLING
-        actions: list[MemberAction] = []
-        if old is not None and self.me in old.ranks:
-            gone = [member for member in old.neighbours(self.me) if member not in view.ranks]
-            dead = {member for member, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}
-            self._dying.update(member for member in gone if member not in dead)
-            actions += [KillMember(member) for member in gone if member in self._dying - self._leaving]
+    def _install(self, view: View) -> list[MemberAction]:
+        """Install the next view; layouts wait until no process but members can write to memory of this host."""
+        old, self.view = self.view, view
+        dead = {member for member, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}
+        gone = {member for member in old.neighbours(self.me) if member not in view.ranks}
+        installation = Installation(self.me, view, self._installation.dying | gone - dead)
+        kills = installation.kill(self._leaving)
         self._leader, self._change_at, self._progress = None, None, None
-        self._are_layouts_built = False
-        self._installed.clear()
         self.lost = {member: evidence for member, evidence in self.lost.items() if member in view.ranks}
-        self._leaving &= view.ranks.keys()
         self._candidates = {each: ready for each, ready in self._candidates.items() if each not in view.ranks}
-        actions.append(StartTimer(ViewTimer.STUCK, self._timeouts.stuck * (1 if self.rank == 0 else 2)))
-        actions.append(StartTimer(ViewTimer.RETRY, self._timeouts.retry))
-        if self._dying:
-            actions.append(StartTimer(ViewTimer.KILL, self._timeouts.kill))
-        else:
-            actions += self._build_layouts()
+        actions: list[MemberAction] = [*kills, *self._begin_install(installation)]
+        self._leaving &= view.ranks.keys()
         return [*actions, *self._react()]  # an adopted view may have members that are lost
 
-    def _build_layouts(self) -> list[MemberAction]:
-        if self._are_layouts_built or self.view is None:
-            return []
-        self._are_layouts_built = True
-        return [BuildLayouts(self.view)]
+    def _begin_install(self, installation: Installation) -> list[MemberAction]:
+        self.state, self._installation = ElasticState.INSTALLING, installation
+        actions: list[MemberAction] = [
+            StartTimer(ViewTimer.STUCK, self._timeouts.stuck * (1 if self.rank == 0 else 2)),
+            StartTimer(ViewTimer.RETRY, self._timeouts.retry),
+        ]
+        if installation.dying:
+            actions.append(StartTimer(ViewTimer.KILL, self._timeouts.kill))
+        return [*actions, *installation.advance()]
 
     def _on_layouts_built(self, event: LayoutsBuilt) -> list[MemberAction]:
-        if self.state is not ElasticState.INSTALLING or self.view is None or event.epoch != self.view.epoch:
+        if self.state is not ElasticState.INSTALLING or event.epoch != self.view.epoch:
             return []
-        self._installed.add(self.me)
+        self._installation.installed.add(self.me)
         return self._say_installed()
 
     def _say_installed(self) -> list[MemberAction]:
-        """Tell rank 0, or count as rank 0."""
-        assert self.view is not None
-        if self.me not in self._installed:
-            return []
+        """Tell rank 0, or go on as rank 0 when all have installed the view."""
         if self.rank:
-            return [SendTo(self.view.members[0], ViewInstalled(self.view.epoch, self.me))]
-        if len(self._installed) < self.view.size:
+            return [*self._installation.announcement()]
+        if not self._installation.is_complete:
             return []
         return [*self._send_all(ViewGo(self.view.epoch)), *self._roll()]
 
     def _on_installed(self, message: ViewInstalled, sender: MemberId | VoterId) -> list[MemberAction]:
-        assert self.view is not None
         if message.epoch != self.view.epoch or self.rank != 0:
             return self._answer_late(message.epoch, sender)
         if self.state is ElasticState.CHANGING:
             return [SendTo(message.member, RevokeView(self.view.epoch))]
-        self._installed.add(message.member)
+        self._installation.installed.add(message.member)
         if self.state is not ElasticState.INSTALLING:
             return [SendTo(message.member, ViewGo(self.view.epoch))]
         return self._say_installed()
 
     def _on_go(self, message: ViewGo, sender: MemberId | VoterId) -> list[MemberAction]:
-        assert self.view is not None
         if message.epoch == self.view.epoch and self.state is ElasticState.INSTALLING:
-            return self._roll() if self.me in self._installed else []
-        return self._answer_late(message.epoch, sender) if self.state not in _CANDIDATE else []
+            return self._roll() if self.me in self._installation.installed else []
+        return self._answer_late(message.epoch, sender)
 
     def _roll(self) -> list[MemberAction]:
-        assert self.view is not None
         self.state = ElasticState.ROLLING
         return [RollTo(self.view)]
 
     def _on_rolled(self, event: Rolled) -> list[MemberAction]:
-        if self.state is not ElasticState.ROLLING or self.view is None or event.epoch != self.view.epoch:
+        if self.state is not ElasticState.ROLLING or event.epoch != self.view.epoch:
             return []
         self._applied = self.view.base.target
         if self.view.size < self.view.min_size:
@@ -446,26 +394,22 @@ class ElasticMember:
 
     def _on_leave(self, _: LeaveRequested | None = None) -> list[MemberAction]:
         self._leaving.add(self.me)
-        if self.state in _CANDIDATE:
-            return self._end(ElasticState.GONE, 0, "left before it was a member")
         if self.state is ElasticState.WAITING:
             return self._begin_change()
-        if self.state is not ElasticState.RUNNING or self.view is None:
+        if self.state is not ElasticState.RUNNING:
             return []
         self.state = ElasticState.LEAVING
         return self._change_soon(self.me)
 
     def _change_soon(self, leaving: MemberId | None) -> list[MemberAction]:
         """Name a step at which all stop; some may be one step ahead, and the message takes time."""
-        assert self.view is not None
         if self._change_at is None or leaving is not None:
             self._change_at = min(self._change_at or self._applied + 2, self._applied + 2)
             return [*self._send_all(ChangeAt(self.view.epoch, self._change_at, leaving))]
         return []
 
     def _on_change_at(self, message: ChangeAt, sender: MemberId | VoterId) -> list[MemberAction]:
-        assert self.view is not None
-        if message.epoch != self.view.epoch or self.state in _CANDIDATE:
+        if message.epoch != self.view.epoch:
             return self._answer_late(message.epoch, sender) if message.epoch < self.view.epoch else []
         if message.leaving is not None:
             self._leaving.add(message.leaving)
@@ -473,41 +417,20 @@ class ElasticMember:
         return self._begin_change() if self.state in _STEPPING and self._applied >= self._change_at else []
 
     def _on_ready(self, message: MemberReady, sender: MemberId | VoterId) -> list[MemberAction]:
-        assert self.view is not None
         candidate = message.host.members[0].id
-        if candidate in self.view.ranks or self.state in _CANDIDATE:
+        if candidate in self.view.ranks:
             return self._answer_late(message.epoch, sender)
         self._candidates[candidate] = message
         return [*self._answer_late(message.epoch, sender), *self._take_candidates()]
 
     def _take_candidates(self) -> list[MemberAction]:
         """Begin a change, as rank 0, if there are candidates that are to be members."""
-        assert self.view is not None
         if not self._candidates or self.rank != 0 or self.view.size >= self.view.max_size:
             return []
         if self.state is ElasticState.WAITING:
             enough = self.view.size + len(self._candidates) >= self.view.min_size
             return self._begin_change() if enough else []
         return self._change_soon(None) if self.state in _STEPPING else []
-
-    def _on_copy_started(self, event: CopyStarted) -> list[MemberAction]:
-        if self.state in {ElasticState.LOBBY, ElasticState.COPYING}:
-            self.state = ElasticState.COPYING
-            if self.view is None or event.view.epoch > self.view.epoch:
-                self.view = event.view
-        return []
-
-    def _on_copied(self, event: Copied) -> list[MemberAction]:
-        if self.state is not ElasticState.COPYING or not event.matches:
-            return []
-        self.state, self._copied_step = ElasticState.READY, event.step
-        return self._say_ready()
-
-    def _say_ready(self) -> list[MemberAction]:
-        assert self.view is not None
-        assert self._host is not None
-        ready = MemberReady(self.view.epoch, self._host, self._copied_step)
-        return [*self._send_all(ready), StartTimer(ViewTimer.RETRY, self._timeouts.retry)]
 
     # -- timers -------------------------------------------------------------------------------------------------------
 
@@ -516,8 +439,6 @@ class ElasticMember:
 
     def _on_retry(self) -> list[MemberAction]:
         """Send again what may have been lost."""
-        if self.state is ElasticState.READY:
-            return self._say_ready()
         again: list[MemberAction] = [StartTimer(ViewTimer.RETRY, self._timeouts.retry)]
         if self.state is ElasticState.CHANGING:
             if self._leader is None or self._leader.is_preempted:
@@ -529,13 +450,13 @@ class ElasticMember:
 
     def _on_stuck(self) -> list[MemberAction]:
         """Give up those who do not answer: members as a leader or rank 0, otherwise these two."""
-        if self.view is None or self.state not in {ElasticState.CHANGING, ElasticState.INSTALLING}:
+        if self.state not in {ElasticState.CHANGING, ElasticState.INSTALLING}:
             return []
         members = [member for member in self.view.members if member not in self.lost]
-        if self.state is ElasticState.INSTALLING and self._dying:
+        if self.state is ElasticState.INSTALLING and self._installation.dying:
             silent: list[MemberId] = []
         elif self.state is ElasticState.INSTALLING and self.rank == 0:
-            silent = [member for member in members if member not in self._installed]
+            silent = [member for member in members if member not in self._installation.installed]
         elif self.state is ElasticState.CHANGING and self._leader is not None:
             silent = self._leader.missing(self.lost)
         else:
@@ -553,13 +474,10 @@ class ElasticMember:
         return [*self._leader.requests()]
 
     def _on_kill_timeout(self) -> list[MemberAction]:
-        if self.state is not ElasticState.INSTALLING or not self._dying:
-            return []
-        alive, self._dying = tuple(sorted(self._dying)), set()
-        return [UseFreshSegments(alive), *self._build_layouts()]
+        return [*self._installation.give_up_killing()] if self.state is ElasticState.INSTALLING else []
 
     def _on_change_timeout(self) -> list[MemberAction]:
-        if self.state is not ElasticState.CHANGING or self.view is None:
+        if self.state is not ElasticState.CHANGING:
             return []
         missing = ", ".join(
             f"rank {rank} {self.lost[member].verdict.value}"
@@ -572,7 +490,7 @@ class ElasticMember:
         )
 
     def _on_wait_timeout(self) -> list[MemberAction]:
-        if self.state is not ElasticState.WAITING or self.view is None:
+        if self.state is not ElasticState.WAITING:
             return []
         text = f"{self.view.size} rank(s) are left, steps need {self.view.min_size}, and no more came"
         return self._end(ElasticState.STOPPED, 1, f"{text} in {self._timeouts.wait:g} s (HOROVOD_ELASTIC_TIMEOUT)")
@@ -581,15 +499,13 @@ class ElasticMember:
 
     def validate(self) -> None:
         """Assert the invariants of one member, which hold after every event."""
-        if self.view is not None:
-            self.view.validate()
-        if self.state in _CANDIDATE or self.state in _OVER:
+        self.view.validate()
+        self._installation.validate()
+        if self.state in _OVER:
             return
-        assert self.view is not None
         assert self.me in self.view.ranks, "members are in their view"
         assert self._leader is None or self.state is ElasticState.CHANGING, "only a change is led"
         assert self._progress is None or self.state is ElasticState.CHANGING, "only who has stopped reports"
-        assert not (self._are_layouts_built and self._dying), "nobody else writes to memory that is built of"
         assert self.me not in self.lost, "it lives"
 
     _HANDLERS: ClassVar[dict[type[Any], Callable[[ElasticMember, Any], list[MemberAction]]]] = {
@@ -600,8 +516,6 @@ class ElasticMember:
         Rolled: _on_rolled,
         StepApplied: _on_step_applied,
         LeaveRequested: _on_leave,
-        CopyStarted: _on_copy_started,
-        Copied: _on_copied,
         TimerFired: _on_timer,
     }
     _MESSAGE_HANDLERS: ClassVar[dict[type[Any], Callable[..., list[MemberAction]]]] = {
