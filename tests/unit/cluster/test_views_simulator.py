@@ -1,7 +1,7 @@
 """Elastic jobs under random schedules of faults, and each rule that is broken on purpose is found.
 
-REIGEN_SIM_SEED=<seed> replays one schedule. `python -m tests.unit.cluster.test_views_simulator FIRST COUNT` plays so many
-from a seed on, as a nightly run does.
+REIGEN_SIM_SEED=<seed> replays one schedule. `python -m tests.unit.cluster.test_views_simulator FIRST COUNT` plays so
+many from a seed on, as a nightly run does.
 """
 
 from __future__ import annotations

@@ -781,10 +781,17 @@ class Simulator:
             raise Violation(f"7: all have ended, and view {latest.epoch} has a quorum")
 
     def _may_go_on(self, view: View) -> bool:
-        """Whether a view's voters are there, and those of any view that may follow it."""
+        """Whether a view's voters are there, and those of any view that may follow it.
+
+        Until somebody has begun a view, its members may have to learn of it from the voters of the one before.
+        """
+        needed = [*self._possible(view)]
+        while view.epoch not in self.bases and view.epoch > 1:
+            view = self.views[view.epoch - 1]
+            needed.append(view)
+        alive = {host.acceptor.id for host in self.hosts.values() if host.is_alive}
         return all(
-            each.has_quorum(number for number, voter in enumerate(each.voters) if self.hosts[voter.name].is_alive)[0]
-            for each in self._possible(view)
+            each.has_quorum(number for number, voter in enumerate(each.voters) if voter in alive)[0] for each in needed
         )
 
     def _possible(self, view: View) -> Iterator[View]:

@@ -304,12 +304,13 @@ class ElasticMember:
         """Go on in a view that was decided, or without the others."""
         if view.epoch <= self.view.epoch:
             return []
-        if self.me in view.ranks:
-            assert self.state is ElasticState.CHANGING, "who is in a new view has said how far it is"
+        if self.me in view.ranks and view.epoch == self.view.epoch + 1 and self._progress is not None:
             return self._install(view)
         if self.me in self._leaving:
             return self._end(ElasticState.GONE, 0, "left in good order")
-        reason = f"view {view.epoch} was decided without this process: it was silent, stopped or cut off"
+        # in a later view than the next there may be a candidate of its name, which it was before it became a member
+        missed = view.epoch if self.me not in view.ranks else view.epoch - 1
+        reason = f"view {missed} was decided without this process: it was silent, stopped or cut off"
         return self._end(ElasticState.FENCED, FENCED_EXIT_CODE, reason)
 
     def _end(self, state: ElasticState, exit_code: int, reason: str) -> list[MemberAction]:
