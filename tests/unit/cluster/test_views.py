@@ -456,6 +456,25 @@ def test_who_is_left_out_is_fenced() -> None:
     assert each.handle(StepApplied(1)) == []
 
 
+def test_who_was_a_member_does_not_come_back_as_the_candidate_that_it_was() -> None:
+    """View 2 had it, view 3 was decided without it; a late `MemberReady` has brought its name into view 4."""
+    each = running(3)
+    each.handle(Received(member(0), RevokeView(1)))
+    each.handle(PlaneRevoked(1, progress(9)))
+    (end,) = decide(each, 0, 1, 2, 3, epoch=4)
+
+    assert end.exit_code == FENCED_EXIT_CODE
+    assert end.reason.startswith("view 3 was decided without this process")
+
+
+def test_who_has_not_said_how_far_it_is_is_in_no_view() -> None:
+    each = running(3)
+    each.handle(Received(member(0), RevokeView(1)))
+    decide(each, 0, 1, 2, 3)
+
+    assert each.state is ElasticState.FENCED
+
+
 def test_who_leaves_says_when_and_is_not_fenced() -> None:
     each, other = running(3), running(0)
     each.handle(StepApplied(4))

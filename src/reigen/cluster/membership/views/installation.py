@@ -37,11 +37,11 @@ class Installation:
         return len(self.installed) == self._view.size
 
     def kill(self, leaving: Collection[MemberId]) -> Iterator[KillMember]:
-        """Yield whom to kill; those that leave in good order are given the time for it."""
+        """Kill former members, but those that leave in good order: they are given the time for it."""
         yield from (KillMember(member) for member in sorted(self.dying) if member not in leaving)
 
     def advance(self) -> Iterator[BuildLayouts]:
-        """Build layouts, once, when nobody else writes to memory that they are built of."""
+        """Build layouts, once, when only members can write to memory of this host."""
         if not self._are_layouts_built and not self.dying:
             self._are_layouts_built = True
             yield BuildLayouts(self._view)
@@ -60,5 +60,5 @@ class Installation:
             yield SendTo(self._view.members[0], ViewInstalled(self._view.epoch, self._me))
 
     def validate(self) -> None:
-        """Assert that nobody but members writes to memory in use."""
+        """Assert that only members write to memory in use."""
         assert not (self._are_layouts_built and self.dying), "layouts are built when others are dead"

@@ -101,7 +101,7 @@ class ChangeLeader:
         for member in dict.fromkeys((*self._view.members, *decided.members)):
             if member != self._me:
                 yield SendTo(member, message)
-        # the witness is to know the views in which it does not vote, too
+        # the witness learns of views in which it does not vote, too
         witness = () if decided.witness is None else (decided.witness.voter,)
         for voter in dict.fromkeys((*self._view.voters, *decided.voters, *witness)):
             yield SendTo(voter, message)

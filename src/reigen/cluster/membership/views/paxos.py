@@ -108,7 +108,7 @@ class Proposer(msgspec.Struct, frozen=True):
         return AcceptView(self.epoch, self.ballot, self.proposed)
 
     def propose(self, value: View | None) -> Self:
-        """Return the state in which voters are asked to accept what was accepted before, or else ``value``."""
+        """Return the state in which voters are asked to accept the adopted view, or else ``value``."""
         assert self.proposed is None, "an attempt has one proposal"
         proposed = self.adopted or value
         assert proposed is not None
