@@ -34,7 +34,7 @@ from reigen.cluster.membership.views.events import (
     Verdict,
     ViewTimer,
 )
-from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts
+from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts, revoke_neighbours
 from reigen.cluster.membership.views.messages import (
     VIEW_CODEC,
     AcceptView,
@@ -232,8 +232,15 @@ def test_candidates_come_as_far_as_there_is_place() -> None:
     assert [host.name for host in found.hosts] == ["h0", "h9"]
     found, _ = planned(view, reports(view, 3), [ready(1, "h1", life=2)])
     assert found.voters == (VoterId("h0", 1), VoterId("h1", 2)), "another life of a host is another voter"
-    found, _ = planned(view, reports(view, 3, 3), [ready(5, "h1", life=0)])
-    assert found.members == view.members, "a life that is over comes no more"
+    found, _ = planned(view, reports(view, 3, 3), [ready(5, "h1", life=2)])
+    assert found.voters == (VoterId("h0", 1), VoterId("h1", 2)), "and has one vote"
+
+
+def test_voters_without_memory_vote_again_in_the_next_view() -> None:
+    view = make_view(2, witness=True)
+    found, _ = planned(view, reports(view, 3, 3), (), (), {"w": 4, "h1": 2, "h9": 7})
+
+    assert found.voters == (VoterId("h0", 1), VoterId("h1", 2), VoterId("w", 4))
 
 
 def test_the_latest_step_goes_to_all() -> None:
@@ -336,6 +343,35 @@ def test_slots_survive_the_death_of_a_writer_at_any_byte() -> None:
                 assert decode_slots(torn) == before
         slots[before.next_slot][: len(data)] = data
         assert decode_slots(slots).acceptor == voter
+
+
+def test_a_leader_learns_that_a_voter_has_lost_its_memory() -> None:
+    each = running(0)
+    each.handle(Evidence(member(1), Verdict.DEAD))
+    each.handle(PlaneRevoked(1, progress(7)))
+    for slot in (2, 3):
+        each.handle(Received(member(slot), MemberReport(2, member(slot), progress(7))))
+    actions = each.handle(Received(VoterId("h1", 2), BehindView(2, 0)))
+    assert actions == [SendTo(VoterId("h1", 2), ViewDecided(1, each.view))]
+    each.handle(Received(VoterId("h0", 1), ViewPromise(2, Ballot(1, 0), 0)))
+    each.handle(Received(VoterId("h0", 1), ViewAccepted(2, Ballot(1, 0), 0)))
+
+    assert each.view.voters == (VoterId("h0", 1), VoterId("h1", 2))
+
+
+def test_a_revoke_reaches_all_by_few_messages() -> None:
+    assert [revoke_neighbours(rank, 4) for rank in range(4)] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    assert revoke_neighbours(0, 1) == []
+    for size in (2, 7, 8, 100, 1024):
+        dead = set(range(1, size, 3)) if size > 7 else set()
+        reached, waiting = {0}, [0]
+        while waiting:
+            rank = waiting.pop()
+            neighbours = revoke_neighbours(rank, size)
+            assert len(neighbours) <= 2 * size.bit_length()
+            waiting += [each for each in neighbours if each not in reached and each not in dead]
+            reached.update(waiting)
+        assert reached == set(range(size)) - dead
 
 
 # -- members -----------------------------------------------------------------------------------------------------------
@@ -563,7 +599,7 @@ def test_a_candidate_is_ready_with_the_right_digest_and_joins() -> None:
     each.handle(Evidence(member(1), Verdict.DEAD))
     actions = each.handle(Copied(4, matches=True))
     assert actions == [SendTo(member(0), MemberReady(1, host, 4)), StartTimer(ViewTimer.RETRY, 0.1)]
-    assert each.handle(TimerFired(ViewTimer.RETRY)) == actions
+    assert each.handle(TimerFired(ViewTimer.RETRY)) == actions, "member 1 is dead"
     other = planned(view, reports(view, 4, 4))[0]
     assert each.handle(Received(member(0), ViewDecided(2, other))) == []
     joined = planned(other, reports(other, 5, 5), [ready(9, "h1")])[0]

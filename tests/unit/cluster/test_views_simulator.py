@@ -28,7 +28,7 @@ from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simu
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
 EVENTS = {
-    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "join", "leave"),
+    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "join", "leave"),
     *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
 }
 

@@ -99,7 +99,21 @@ def make_plan(rng: random.Random) -> Plan:
     """Draw a schedule's parameters."""
     hosts = rng.choice(((1, 1), (2, 1), (2, 2), (3,), (2,), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1, 1)))
     size = sum(hosts)
-    kinds = ("kill", "kill", "stop", "stop", "cut", "cut", "host", "join", "leave", "tear", "pause", "one way")
+    kinds = (
+        "kill",
+        "kill",
+        "stop",
+        "stop",
+        "cut",
+        "cut",
+        "host",
+        "join",
+        "leave",
+        "tear",
+        "pause",
+        "one way",
+        "forget",
+    )
     return Plan(
         hosts,
         witness=rng.random() < 0.4,
@@ -344,7 +358,7 @@ class Simulator:
             return
         if isinstance(receiver, MemberId):
             self.do(self.processes[receiver], Received(sender, message))
-        elif self.hosts[target].acceptor.id == receiver:
+        else:
             self._vote(self.hosts[target], sender, message)
 
     def _vote(self, host: Host, sender: MemberId, message: Any) -> None:
@@ -646,6 +660,10 @@ class Simulator:
                 host.tears = True
                 host.slots[1] = encode_slot(1, host.acceptor)
                 host.slots[0] = b""
+            case "forget":
+                host = self.hosts[self.rng.choice([*self.hosts])]
+                name, life = host.acceptor.id
+                host.acceptor, host.slots, host.tears = Acceptor(VoterId(name, life + 1)), [b""] * NUM_SLOTS, False
             case "pause":
                 self._pause(self.hosts[self.rng.choice([*self.hosts])])
 
@@ -709,7 +727,7 @@ class Simulator:
             name = f"n{len(self.hosts)}"
             host = self.hosts[name] = Host(name, Acceptor(VoterId(name, 1)))
         me = MemberId(slot, incarnation)
-        alone = ViewHost(host.name, 1, "", (ViewMember(*me, 1),))
+        alone = ViewHost(*host.acceptor.id, "", (ViewMember(*me, 1),))
         process = Process(me, host.name, ElasticCandidate(me, alone, TIMEOUTS.retry))
         self.processes[me] = process
         self._copy(process)

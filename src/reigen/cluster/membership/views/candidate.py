@@ -57,7 +57,7 @@ class ElasticCandidate:
         self.state = CandidateState.LOBBY
         self.view: View | None = None
         self._lost: set[MemberId] = set()
-        self._step = 0
+        self._step = self._turn = 0
 
     def handle(self, event: MemberEvent) -> list[MemberAction]:
         """Take in an event; returns actions, in order. Events of members mean nothing to it."""
@@ -90,8 +90,10 @@ class ElasticCandidate:
         return [JoinView(view)]
 
     def _announce(self) -> list[MemberAction]:
-        """Tell all members; rank 0 acts on it, and who is rank 0 may change."""
+        """Tell rank 0, who acts on it, and another member by turns: rank 0 may be another one now."""
         assert self.view is not None, "its state is that of a view's members"
         ready = MemberReady(self.view.epoch, self._host, self._step)
-        members = (member for member in self.view.members if member not in self._lost)
-        return [*(SendTo(member, ready) for member in members), StartTimer(ViewTimer.RETRY, self._retry_seconds)]
+        self._turn += 1
+        members = [self.view.members[0], self.view.members[self._turn % self.view.size]]
+        receivers = (member for member in dict.fromkeys(members) if member not in self._lost)
+        return [*(SendTo(member, ready) for member in receivers), StartTimer(ViewTimer.RETRY, self._retry_seconds)]

@@ -70,12 +70,18 @@ class ChangeLeader:
         """Return members that have not reported, and of which nothing speaks against it."""
         return [member for member in self._view.members if member not in self.reports and member not in lost]
 
-    def advance(self, lost: Collection[MemberId], candidates: Mapping[MemberId, MemberReady]) -> Iterator[SendTo]:
+    def advance(
+        self,
+        lost: Collection[MemberId],
+        candidates: Mapping[MemberId, MemberReady],
+        voter_lives: Mapping[str, int],
+    ) -> Iterator[SendTo]:
         """Propose as soon as that is possible; yields what to send to voters then.
 
         Args:
             lost: members and candidates that are not to be in the next view.
             candidates: processes that want to be in it.
+            voter_lives: see `plan_view`.
         """
         if self.proposer.proposed is not None or self.is_preempted:
             return
@@ -89,7 +95,7 @@ class ChangeLeader:
                 self.reason = f"rank(s) {ranks} have not said how far they are"
                 return
             ready = [candidate for _, candidate in sorted(candidates.items())]
-            value, self.reason = plan_view(self._view, self.reports, ready, lost)
+            value, self.reason = plan_view(self._view, self.reports, ready, lost, voter_lives)
             if value is None:
                 return
         self.proposer = self.proposer.propose(value)

@@ -100,6 +100,15 @@ class ViewTimeouts:
     back_off: float = 0.02
 
 
+def revoke_neighbours(rank: int, size: int) -> list[int]:
+    """Return ranks at distances of powers of two in both directions, on a ring.
+
+    So everybody hears of a change in log2(size) steps, with 2 * log2(size) messages of each, and as many may be dead.
+    """
+    distances = [1 << bit for bit in range(size.bit_length()) if 1 << bit < size]
+    return sorted({(rank + sign * distance) % size for distance in distances for sign in (1, -1)} - {rank})
+
+
 class ElasticMember:
     """A member.
 
@@ -125,6 +134,8 @@ class ElasticMember:
         #: leaders of the next view that wait for this member's report
         self._asked_by: dict[MemberId, None] = {}
         self._leader: ChangeLeader | None = None
+        #: of voters that have lost their memory: by name, their present lives
+        self._voter_lives: dict[str, int] = {}
         #: processes that want to be members, by their latest word
         self._candidates: dict[MemberId, MemberReady] = {}
         self._installation = Installation(me, view)
@@ -186,8 +197,10 @@ class ElasticMember:
         ]
 
     def _flood_revoke(self) -> Iterator[SendTo]:
+        """Tell neighbours, which tell theirs; the leader asks all."""
         lost = tuple(member for member in self.lost if member in self.view.ranks)
-        yield from self._send_all(RevokeView(self.view.epoch, lost))
+        message = RevokeView(self.view.epoch, lost)
+        yield from (SendTo(self.view.members[rank], message) for rank in revoke_neighbours(self.rank, self.view.size))
 
     def _send_all(self, message: ViewMessage) -> Iterator[SendTo]:
         """Yield a message to all other members of the view."""
@@ -226,7 +239,7 @@ class ElasticMember:
             return []
         leader = self._leader
         leader.reports[self.me] = self._report()
-        actions: list[MemberAction] = [*leader.advance(self.lost, self._candidates)]
+        actions: list[MemberAction] = [*leader.advance(self.lost, self._candidates, self._voter_lives)]
         self.reason = leader.reason
         if leader.is_preempted:
             doublings = min(leader.proposer.ballot.attempt, _MOST_BACK_OFF_DOUBLINGS)
@@ -265,6 +278,8 @@ class ElasticMember:
         evidence = self.lost.get(sender) if isinstance(sender, MemberId) else None
         if evidence is not None and evidence.verdict is not Verdict.DEAD:
             del self.lost[evidence.member]  # it lives, and is heard
+        if isinstance(sender, VoterId):
+            self._voter_lives[sender.name] = max(sender.incarnation, self._voter_lives.get(sender.name, 0))
         handler: Callable[..., list[MemberAction]] | None = self._MESSAGE_HANDLERS.get(type(message))
         return [] if handler is None else handler(self, message, sender)
 
@@ -421,6 +436,8 @@ class ElasticMember:
         candidate = message.host.members[0].id
         if candidate in self.view.ranks:
             return self._answer_late(message.epoch, sender)
+        for other in [each for each in self._candidates if each.slot == candidate.slot and each < candidate]:
+            del self._candidates[other]
         self._candidates[candidate] = message
         return [*self._answer_late(message.epoch, sender), *self._take_candidates()]
 

@@ -14,11 +14,15 @@ is no next view.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
 
 import msgspec
 
 from reigen.cluster.membership.views.messages import MemberReady, MemberReport
-from reigen.cluster.membership.views.record import MemberId, StepBase, View, ViewHost, ViewMember
+from reigen.cluster.membership.views.record import MemberId, StepBase, View, ViewHost, ViewMember, Witness
+
+_Voter = TypeVar("_Voter", ViewHost, Witness)
 
 
 def plan_view(
@@ -26,6 +30,7 @@ def plan_view(
     reports: Mapping[MemberId, MemberReport],
     candidates: Sequence[MemberReady] = (),
     lost: Collection[MemberId] = (),
+    voter_lives: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[View | None, str]:
     """Plan the view that follows another one.
 
@@ -34,6 +39,7 @@ def plan_view(
         reports: of its members that are to be kept, but for those that leave.
         candidates: processes that want to become members.
         lost: members and candidates that are dead, or cannot be reached; they are left out.
+        voter_lives: incarnations of voters, by name: who has lost its memory votes again from the next view on.
 
     Returns:
         The view, and a reason for the user; or None, and why there can be none.
@@ -46,11 +52,18 @@ def plan_view(
             return None, f"all members that are left and hold the state of step {stable} want to leave"
         return None, f"no member that is left holds the state of step {stable}, which all had applied"
     hosts = _order_hosts(view, holders, kept, [each for each in candidates if each.host.members[0].id not in lost])
-    following = View.make(
-        view.epoch + 1, hosts, base=StepBase(), sizes=(view.min_size, view.max_size), witness=view.witness
-    )
+    hosts = [_renew(host, voter_lives) for host in hosts]
+    witness = None if view.witness is None else _renew(view.witness, voter_lives)
+    sizes = view.min_size, view.max_size
+    following = View.make(view.epoch + 1, hosts, base=StepBase(), sizes=sizes, witness=witness)
     base, reason = _plan_base(following, holders)
     return msgspec.structs.replace(following, base=base), f"{_describe(view, following)}; {reason}"
+
+
+def _renew(host: _Voter, voter_lives: Mapping[str, int]) -> _Voter:
+    """Return a voter in the latest of its lives."""
+    incarnation = max(host.incarnation, voter_lives.get(host.name, 0))
+    return host if incarnation == host.incarnation else msgspec.structs.replace(host, incarnation=incarnation)
 
 
 def _order_hosts(
@@ -68,17 +81,17 @@ def _order_hosts(
         going_on = [member for member in here if member.id in holders]
         renewed = [msgspec.structs.replace(member, joined=epoch) for member in here if member.id not in holders]
         (old if going_on else new).append(msgspec.structs.replace(host, members=(*going_on, *renewed)))
-    hosts = {host.voter: host for host in [*old, *new] if host.members}
+    hosts = {host.name: host for host in [*old, *new] if host.members}
     vacancies = view.max_size - len(kept)
     slots = {member.slot for host in hosts.values() for member in host.members}
     for candidate in candidates:
         member = msgspec.structs.replace(candidate.host.members[0], joined=epoch)
-        voter = candidate.host.voter
-        is_stale = any(host.name == voter.name and host.voter > voter for host in hosts.values())
-        if vacancies <= 0 or member.slot in slots or is_stale:
+        if vacancies <= 0 or member.slot in slots:
             continue
-        before: tuple[ViewMember, ...] = hosts[voter].members if voter in hosts else ()
-        hosts[voter] = msgspec.structs.replace(hosts.get(voter, candidate.host), members=(*before, member))
+        name, life = candidate.host.voter
+        before: tuple[ViewMember, ...] = hosts[name].members if name in hosts else ()
+        host = msgspec.structs.replace(hosts.get(name, candidate.host), members=(*before, member))
+        hosts[name] = _renew(host, {name: life})
         slots.add(member.slot)
         vacancies -= 1
     return list(hosts.values())

@@ -218,7 +218,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         assert members, "a view has members"
         assert len(self.ranks) == len(members), "each member is there once"
         assert len({member.slot for member in members}) == len(members), "a slot has one process"
-        assert len(set(self.voters)) == len(self.voters), "each voter has one vote"
+        assert len({voter.name for voter in self.voters}) == len(self.voters), "each voter has one vote"
         for host in self.hosts:
             ages = [member.joined for member in host.members]
             assert ages == sorted(ages), "members of a host are ordered by age"
