@@ -92,6 +92,7 @@ class Plan:
     loss: float
     doubling: float
     travel: float
+    step_seconds: float
     encodes: bool
 
 
@@ -124,6 +125,7 @@ def make_plan(rng: random.Random) -> Plan:
         loss=rng.choice((0.0, 0.0, 0.1, 0.3)),
         doubling=rng.choice((0.0, 0.1)),
         travel=rng.choice((0.002, 0.02, 0.1)),
+        step_seconds=rng.choice((0.1, 0.4)),
         encodes=rng.random() < 0.1,
     )
 
@@ -211,7 +213,10 @@ class Simulator:
         self.stable: tuple[int, ...] = ()
         self.is_calm = False
         self.steps_since_calm = 0
-        self.settle_seconds = 0.0
+        #: how long after the last fault all ran again, and the last member began a new view
+        self.settle_seconds = self.resume_seconds = 0.0
+        self._fault_at = 0.0
+        self.transitions: set[tuple[str, str]] = set()
         self._set_up()
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -293,6 +298,8 @@ class Simulator:
         before = 0 if member.view is None else member.view.epoch
         self.note(process.id, state.value, before, event)
         actions = member.handle(event)
+        if member.state is not state:
+            self.transitions.add((state.value, member.state.value))
         if isinstance(member, ElasticMember):
             self._check_member(process, member, event, before, state is ElasticState.RUNNING)
         self._carry(process, actions)
@@ -468,6 +475,7 @@ class Simulator:
             other = self.processes[member].member
             if other.view is None or other.view.epoch < view.epoch:
                 raise Violation(f"2: {process.id} runs view {view.epoch}, which {member} has not installed")
+        self.resume_seconds = self.now - self._fault_at if self._fault_at else 0.0
         process.plane = view
         early, process.early = process.early, []
         self._begin_step(process, view)
@@ -479,7 +487,7 @@ class Simulator:
         process.held.clear()
         process.held_epoch = view.epoch
         for bucket in range(NUM_BUCKETS):
-            seconds = self.rng.random() * 0.1 + 0.05 * bucket
+            seconds = self.plan.step_seconds * (self.rng.random() + 0.5 * bucket)
             self.at(seconds, lambda bucket=bucket: self._contribute(process, view, step, bucket))
         self.at(DEADLINE_SECONDS, lambda: self._look_for_stuck(process, view, step))
 
@@ -640,6 +648,7 @@ class Simulator:
             return
         victim = self.rng.choice(members)
         self.note("fault", kind, victim.id)
+        self._fault_at = self.now
         self.seen[kind] += 1
         match kind:
             case "kill":
@@ -778,7 +787,7 @@ class Simulator:
         view = self.views[views.pop()]
         if {each.id for each in members} != set(view.members):
             return False
-        return ElasticState.WAITING in states or self.steps_since_calm > 2 * len(members)
+        return ElasticState.WAITING in states or self.steps_since_calm > len(members)
 
     def _check_end(self, settled: bool) -> None:
         members = self._members()

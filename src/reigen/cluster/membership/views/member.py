@@ -517,7 +517,6 @@ class ElasticMember:
 
     def validate(self) -> None:
         """Assert the invariants of one member, which hold after every event."""
-        self.view.validate()
         self._installation.validate()
         if self.state in _OVER:
             return
