@@ -270,6 +270,28 @@ def test_a_step_is_completed_if_all_its_sums_are_there() -> None:
     assert not found.base.completes, "sums of two views do not belong together"
 
 
+def test_of_two_who_cannot_reach_each_other_one_goes() -> None:
+    view = make_view(3, ranks_each=2)
+    said = reports(view, 5, 5, 5, 5, 5, 5)
+
+    def complain(slot: int, *others: int) -> None:
+        unreachable = tuple(member(other) for other in others)
+        said[member(slot)] = msgspec.structs.replace(said[member(slot)], unreachable=unreachable)
+
+    complain(1, 4)
+    assert planned(view, said)[0].members == tuple(member(slot) for slot in (0, 1, 2, 3, 5))
+    complain(0, 4, 5)
+    complain(1, 4, 5)
+    assert planned(view, said)[0].members == tuple(member(slot) for slot in range(4)), "a host that is cut from another"
+    complain(3, 4)
+    complain(4, 0, 1, 3)
+    complain(5, 0, 1)
+    assert planned(view, said)[0].members == tuple(member(slot) for slot in range(4))
+    del said[member(0)], said[member(1)]
+    complain(5, 9)
+    assert planned(view, said)[0].members == (member(2), member(3), member(5)), "who is gone is cut from nobody"
+
+
 def test_there_is_no_view_without_the_state() -> None:
     view = msgspec.structs.replace(make_view(2), base=StepBase(5, stable_step=5))
 
@@ -620,7 +642,7 @@ def test_every_message_travels() -> None:
         ViewDecided(2, value),
         BehindView(2, 0),
         AskMember(2, member(0)),
-        MemberReport(2, member(0), progress(3, 1), (member(1),), True),
+        MemberReport(2, member(0), progress(3, 1), (member(1),), (member(2),), True),
         RevokeView(1, (member(1),)),
         ViewInstalled(1, member(1)),
         ViewGo(1),

@@ -72,6 +72,18 @@ def test_members_go_on_soon_after_a_death() -> None:
         assert simulator.resume_seconds < 0.25, seed
 
 
+def test_one_cut_connection_costs_one_host() -> None:
+    """The others reach both of its ends, and the network does not heal."""
+    for seed in range(60):
+        plan = make_plan(random.Random(seed))
+        plan.hosts = ((1, 1, 1), (2, 1, 1), (1, 1, 1, 1))[seed % 3]
+        plan.faults, plan.heals, plan.loss, plan.min_size, plan.max_size = ["link"], False, 0.0, 1, sum(plan.hosts)
+        simulator = Simulator(seed, plan=plan).run()
+        assert simulator.seen["goes on"], seed
+        assert len(simulator.views[max(simulator.views)].hosts) == len(plan.hosts) - 1, seed
+        assert max(simulator.views) == 2, "by one change"
+
+
 # -- rules that are broken on purpose ----------------------------------------------------------------------------------
 
 

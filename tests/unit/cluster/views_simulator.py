@@ -94,6 +94,7 @@ class Plan:
     travel: float
     step_seconds: float
     encodes: bool
+    heals: bool = True
 
 
 def make_plan(rng: random.Random) -> Plan:
@@ -657,6 +658,8 @@ class Simulator:
                 self._stop(victim)
             case "cut" | "one way":
                 self._cut(kind == "one way")
+            case "link":
+                self._cut_link()
             case "host":
                 self._lose_host(victim.host)
             case "join":
@@ -709,12 +712,23 @@ class Simulator:
                     self.cuts.add((one, other))
                     if not is_one_way:
                         self.cuts.add((other, one))
+        self._see_cuts()
+        if self.rng.random() < 0.5:
+            self.at(self.rng.choice((0.2, 1.0, 3.0)), self.cuts.clear)
+
+    def _cut_link(self) -> None:
+        """Two hosts cannot reach each other any more; others reach both."""
+        hosts = {each.host for each in self.processes.values() if each.is_member}
+        if len(hosts) > 1:
+            one, other = self.rng.sample(sorted(hosts), 2)
+            self.cuts |= {(one, other), (other, one)}
+            self._see_cuts()
+
+    def _see_cuts(self) -> None:
         for process in self.processes.values():
             for peer in self.processes.values():
                 if not self._both_ways(process.host, peer.host):
                     self._notice(process, peer)
-        if self.rng.random() < 0.5:
-            self.at(self.rng.choice((0.2, 1.0, 3.0)), self.cuts.clear)
 
     def _lose_host(self, name: str) -> None:
         self.dead_hosts.add(name)
@@ -767,7 +781,8 @@ class Simulator:
         """No more faults: what was stopped runs again, networks are whole."""
         self.note("calm")
         self.is_calm = True
-        self.cuts.clear()
+        if self.plan.heals:
+            self.cuts.clear()
         for process in list(self.processes.values()):
             self._wake(process)
         for host in self.hosts.values():

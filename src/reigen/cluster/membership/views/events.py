@@ -53,11 +53,17 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Something is known about another member; ``detail`` says how, for the user."""
+    """Something is known about another member.
+
+    Attributes:
+        detail: how, for the user.
+        is_hearsay: another member has said so; it may be that one that is cut off.
+    """
 
     member: MemberId
     verdict: Verdict
     detail: str = ""
+    is_hearsay: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class ElasticMember:
 
     def _on_evidence(self, event: Evidence) -> list[MemberAction]:
         known = self.lost.get(event.member)
-        if event.member != self.me and (known is None or known.verdict is not Verdict.DEAD):
+        if event.member != self.me and (known is None or known.is_hearsay or known.verdict is not Verdict.DEAD):
             self.lost[event.member] = event
         if event.verdict is Verdict.DEAD:
             self._installation.dying.discard(event.member)
@@ -219,8 +219,11 @@ class ElasticMember:
 
     def _report(self) -> MemberReport:
         assert self._progress is not None
-        lost = tuple(member for member, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD)
-        return MemberReport(self.view.epoch + 1, self.me, self._progress, lost, self.me in self._leaving)
+        own = {member: evidence.verdict for member, evidence in self.lost.items() if not evidence.is_hearsay}
+        dead = tuple(member for member, verdict in own.items() if verdict is Verdict.DEAD)
+        unreachable = tuple(member for member, verdict in own.items() if verdict is Verdict.UNREACHABLE)
+        is_leaving = self.me in self._leaving
+        return MemberReport(self.view.epoch + 1, self.me, self._progress, dead, unreachable, is_leaving)
 
     # -- leading a change ---------------------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class ElasticMember:
             return []
         leader = self._leader
         leader.reports[self.me] = self._report()
-        actions: list[MemberAction] = [*leader.advance(self.lost, self._candidates, self._voter_lives)]
+        actions: list[MemberAction] = [*leader.advance(self._known_lost(), self._candidates, self._voter_lives)]
         self.reason = leader.reason
         if leader.is_preempted:
             doublings = min(leader.proposer.ballot.attempt, _MOST_BACK_OFF_DOUBLINGS)
@@ -250,6 +253,14 @@ class ElasticMember:
             assert decided is not None
             return [*actions, *leader.announcements(decided), *self._adopt(decided)]
         return actions
+
+    def _known_lost(self) -> set[MemberId]:
+        """Return members that are not waited for: of two who cannot reach each other, each says that of the other."""
+        return {
+            member
+            for member, evidence in self.lost.items()
+            if not evidence.is_hearsay or evidence.verdict is Verdict.DEAD
+        }
 
     def _on_voter_reply(
         self, message: ViewPromise | ViewAccepted | BallotPreempted, _: MemberId | VoterId
@@ -264,9 +275,10 @@ class ElasticMember:
         if message.epoch != self.view.epoch + 1 or self.state is not ElasticState.CHANGING or self._leader is None:
             return self._answer_late(message.epoch - 1, message.member)
         self._leader.reports[message.member] = message
-        for member in message.lost:
+        for member in message.dead:
             if member != self.me:
-                self.lost.setdefault(member, Evidence(member, Verdict.DEAD, f"told by {message.member}"))
+                detail = f"told by rank {self.view.ranks.get(message.member, -1)}"
+                self.lost.setdefault(member, Evidence(member, Verdict.DEAD, detail, is_hearsay=True))
         if message.is_leaving:
             self._leaving.add(message.member)
         return self._advance()
@@ -298,7 +310,7 @@ class ElasticMember:
         for member in message.lost:
             if member != self.me and member in self.view.ranks and isinstance(sender, MemberId) and member != sender:
                 detail = f"told by rank {self.view.ranks.get(sender, -1)}"
-                self.lost.setdefault(member, Evidence(member, Verdict.UNREACHABLE, detail))
+                self.lost.setdefault(member, Evidence(member, Verdict.UNREACHABLE, detail, is_hearsay=True))
         return self._begin_change() or self._react()
 
     def _on_ask(self, message: AskMember, sender: MemberId | VoterId) -> list[MemberAction]:
@@ -311,9 +323,6 @@ class ElasticMember:
         return actions
 
     # -- a view that was decided --------------------------------------------------------------------------------------
-
-    def _on_decided(self, message: ViewDecided, _: MemberId | VoterId) -> list[MemberAction]:
-        return self._adopt(message.value)
 
     def _adopt(self, view: View) -> list[MemberAction]:
         """Go on in a view that was decided, or without the others."""
@@ -340,7 +349,8 @@ class ElasticMember:
         installation = Installation(self.me, view, self._installation.dying | gone - dead)
         kills = installation.kill(self._leaving)
         self._leader, self._change_at, self._progress = None, None, None
-        self.lost = {member: evidence for member, evidence in self.lost.items() if member in view.ranks}
+        known = self._known_lost()  # of others' word the leader has made what it could
+        self.lost = {each: evidence for each, evidence in self.lost.items() if each in view.ranks and each in known}
         self._candidates = {each: ready for each, ready in self._candidates.items() if each not in view.ranks}
         actions: list[MemberAction] = [*kills, *self._begin_install(installation)]
         self._leaving &= view.ranks.keys()
@@ -476,7 +486,7 @@ class ElasticMember:
         elif self.state is ElasticState.INSTALLING and self.rank == 0:
             silent = [member for member in members if member not in self._installation.installed]
         elif self.state is ElasticState.CHANGING and self._leader is not None:
-            silent = self._leader.missing(self.lost)
+            silent = self._leader.missing(self._known_lost())
         else:
             silent = members[:1]
         for member in silent:
@@ -543,7 +553,7 @@ class ElasticMember:
         ViewAccepted: _on_voter_reply,
         BallotPreempted: _on_voter_reply,
         BehindView: _on_behind,
-        ViewDecided: _on_decided,
+        ViewDecided: lambda self, message, _: self._adopt(message.value),
         ViewInstalled: _on_installed,
         ViewGo: _on_go,
         ChangeAt: _on_change_at,

@@ -140,13 +140,15 @@ class MemberReport(_Message, frozen=True, tag=9):
     Attributes:
         member: who says so.
         progress: how far it is.
-        lost: members of which it has evidence that they are dead or cannot be reached.
+        dead: members of which it has evidence that they are dead.
+        unreachable: members that it cannot reach itself.
         is_leaving: it wants to be left out.
     """
 
     member: MemberId
     progress: StepProgress
-    lost: tuple[MemberId, ...] = ()
+    dead: tuple[MemberId, ...] = ()
+    unreachable: tuple[MemberId, ...] = ()
     is_leaving: bool = False
 
 

@@ -13,6 +13,7 @@ is no next view.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
@@ -51,6 +52,8 @@ def plan_view(
         if any(report.is_leaving and report.progress.applied >= stable for report in reports.values()):
             return None, f"all members that are left and hold the state of step {stable} want to leave"
         return None, f"no member that is left holds the state of step {stable}, which all had applied"
+    kept = _connected(view, kept, holders)
+    holders = {member: report for member, report in holders.items() if member in kept}
     hosts = _order_hosts(view, holders, kept, [each for each in candidates if each.host.members[0].id not in lost])
     hosts = [_renew(host, voter_lives) for host in hosts]
     witness = None if view.witness is None else _renew(view.witness, voter_lives)
@@ -58,6 +61,29 @@ def plan_view(
     following = View.make(view.epoch + 1, hosts, base=StepBase(), sizes=sizes, witness=witness)
     base, reason = _plan_base(following, holders)
     return msgspec.structs.replace(following, base=base), f"{_describe(view, following)}; {reason}"
+
+
+def _connected(
+    view: View, kept: Mapping[MemberId, MemberReport], holders: Collection[MemberId]
+) -> dict[MemberId, MemberReport]:
+    """Leave out members until no two are left of which one cannot reach the other.
+
+    First those without the state, then those with most such connections, then those of the highest ranks. Otherwise
+    a single cut connection would end each view that has both its ends.
+    """
+    links = {
+        frozenset((member, other))
+        for member, report in kept.items()
+        for other in report.unreachable
+        if other in kept and other != member
+    }
+    left = dict(kept)
+    while links:
+        cut = Counter(member for link in links for member in link)
+        worst = max(cut, key=lambda member: (member not in holders, cut[member], view.ranks[member]))
+        del left[worst]
+        links = {link for link in links if worst not in link}
+    return left
 
 
 def _renew(host: _Voter, voter_lives: Mapping[str, int]) -> _Voter:
@@ -88,10 +114,10 @@ def _order_hosts(
         member = msgspec.structs.replace(candidate.host.members[0], joined=epoch)
         if vacancies <= 0 or member.slot in slots:
             continue
-        name, life = candidate.host.voter
+        name, incarnation = candidate.host.voter
         before: tuple[ViewMember, ...] = hosts[name].members if name in hosts else ()
         host = msgspec.structs.replace(hosts.get(name, candidate.host), members=(*before, member))
-        hosts[name] = _renew(host, {name: life})
+        hosts[name] = _renew(host, {name: incarnation})
         slots.add(member.slot)
         vacancies -= 1
     return list(hosts.values())
