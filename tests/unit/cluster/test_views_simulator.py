@@ -28,7 +28,7 @@ from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simu
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
 EVENTS = {
-    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "join", "leave"),
+    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave"),
     *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
 }
 
@@ -93,6 +93,7 @@ def hunt(
     *,
     hosts: tuple[int, ...] | None = None,
     faults: str = "",
+    heals: bool = True,
     kind: Callable[..., Simulator] = Simulator,
 ) -> None:
     """Play schedules until one breaks an invariant.
@@ -100,14 +101,14 @@ def hunt(
     Args:
         match: how the violation's text begins.
         rules: that are broken.
-        hosts, faults: of all schedules, instead of random ones; there is place for two more ranks then.
+        hosts, faults, heals: of all schedules, instead of random ones; there is place for two more ranks then.
         kind: of simulator.
     """
     for seed in range(4_000):
         plan = make_plan(random.Random(seed))
         if hosts is not None:
             plan.hosts, plan.faults, plan.min_size, plan.max_size = hosts, faults.split(), 1, sum(hosts) + 2
-            plan.fault_seconds = 1.0
+            plan.fault_seconds, plan.heals = 1.0, heals
         try:
             kind(seed, rules, plan).run()
         except AssertionError as violation:
@@ -225,6 +226,26 @@ def test_a_step_that_was_applied_by_some_is_not_undone(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(planning, "_plan_base", undo)
     hunt("4:")
+
+
+def test_two_who_cannot_reach_each_other_cannot_both_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One view would follow the other, for each has both."""
+    monkeypatch.setattr(planning, "_connected", lambda view, kept, holders: dict(kept))
+
+    hunt("7:", hosts=(1, 1, 1), faults="link", heals=False)
+
+
+def test_a_step_that_one_had_applied_may_be_run_anew_after_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that was to take it over was decided, and nobody began it. Otherwise the job would end."""
+    plan_view = planning.plan_view
+
+    def insist(view: View, reports: dict[MemberId, MemberReport], *args: Any) -> Any:
+        if reports and max(report.progress.applied for report in reports.values()) < view.base.step:
+            return None, "no member has the step at which this view begins"
+        return plan_view(view, reports, *args)
+
+    monkeypatch.setattr("reigen.cluster.membership.views.leader.plan_view", insist)
+    hunt("7:", hosts=(1, 1, 1), faults="kill kill")
 
 
 def test_a_view_needs_a_member_with_the_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,21 +101,7 @@ def make_plan(rng: random.Random) -> Plan:
     """Draw a schedule's parameters."""
     hosts = rng.choice(((1, 1), (2, 1), (2, 2), (3,), (2,), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1, 1)))
     size = sum(hosts)
-    kinds = (
-        "kill",
-        "kill",
-        "stop",
-        "stop",
-        "cut",
-        "cut",
-        "host",
-        "join",
-        "leave",
-        "tear",
-        "pause",
-        "one way",
-        "forget",
-    )
+    kinds = [*"kill kill stop stop cut cut host join leave tear pause forget link".split(), "one way"]
     return Plan(
         hosts,
         witness=rng.random() < 0.4,
