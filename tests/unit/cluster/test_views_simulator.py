@@ -93,6 +93,7 @@ def hunt(
     *,
     hosts: tuple[int, ...] | None = None,
     faults: str = "",
+    seconds: float = 0.5,
     heals: bool = True,
     kind: Callable[..., Simulator] = Simulator,
 ) -> None:
@@ -101,14 +102,14 @@ def hunt(
     Args:
         match: how the violation's text begins.
         rules: that are broken.
-        hosts, faults, heals: of all schedules, instead of random ones; there is place for two more ranks then.
+        hosts, faults, seconds, heals: of all schedules, instead of random ones; there is place for two more ranks then.
         kind: of simulator.
     """
     for seed in range(4_000):
         plan = make_plan(random.Random(seed))
         if hosts is not None:
             plan.hosts, plan.faults, plan.min_size, plan.max_size = hosts, faults.split(), 1, sum(hosts) + 2
-            plan.fault_seconds, plan.heals = 1.0, heals
+            plan.fault_seconds, plan.step_seconds, plan.heals = seconds, 0.05, heals
         try:
             kind(seed, rules, plan).run()
         except AssertionError as violation:
@@ -164,7 +165,7 @@ def test_dead_hosts_must_not_be_subtracted(monkeypatch: pytest.MonkeyPatch) -> N
             super()._lose_host(name)
 
     monkeypatch.setattr(View, "has_quorum", subtract)
-    hunt("1:", hosts=(1, 1, 1), faults="host cut stop", kind=Subtracting)
+    hunt("1:", hosts=(1, 1, 1), faults="host cut stop", seconds=1.0, kind=Subtracting)
 
 
 def test_hosts_cannot_be_ordered_by_the_age_of_their_oldest_members(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,7 @@ def test_hosts_cannot_be_ordered_by_the_age_of_their_oldest_members(monkeypatch:
         return sorted(hosts, key=lambda host: min(member.joined for member in host.members))
 
     monkeypatch.setattr(planning, "_order_hosts", order_by_age)
-    hunt("6:", hosts=(1, 1), faults="join join join kill kill")
+    hunt("6:", hosts=(1, 1), faults="join join join kill kill", seconds=2.0)
 
 
 def test_hosts_without_state_cannot_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:

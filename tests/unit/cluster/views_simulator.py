@@ -60,6 +60,20 @@ NUM_BUCKETS = 2
 TIMEOUTS = ViewTimeouts(retry=0.2, stuck=1.0, kill=0.3, change=12.0, wait=12.0)
 PEER_SECONDS = 0.6
 DEADLINE_SECONDS = 1.5
+#: Kinds of faults, and how often they are drawn.
+FAULTS = {
+    "kill": 2,
+    "stop": 2,
+    "cut": 2,
+    "one way": 1,
+    "link": 1,
+    "host": 1,
+    "join": 1,
+    "leave": 1,
+    "pause": 1,
+    "tear": 1,
+    "forget": 1,
+}
 #: How long after the last fault all must run again, or have ended.
 SETTLE_SECONDS = 25.0
 _ENDED = {ElasticState.GONE, ElasticState.FENCED, ElasticState.STOPPED}
@@ -101,13 +115,12 @@ def make_plan(rng: random.Random) -> Plan:
     """Draw a schedule's parameters."""
     hosts = rng.choice(((1, 1), (2, 1), (2, 2), (3,), (2,), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1, 1)))
     size = sum(hosts)
-    kinds = [*"kill kill stop stop cut cut host join leave tear pause forget link".split(), "one way"]
     return Plan(
         hosts,
         witness=rng.random() < 0.4,
         min_size=rng.choice((1, 1, 1, min(2, size))),
         max_size=size + rng.choice((0, 0, 1)),
-        faults=[rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, 4, 6, 10)))],
+        faults=rng.choices([*FAULTS], [*FAULTS.values()], k=rng.choice((1, 1, 2, 3, 4, 6, 10))),
         fault_seconds=rng.choice((0.05, 0.5, 2.0, 4.0)),
         loss=rng.choice((0.0, 0.0, 0.1, 0.3)),
         doubling=rng.choice((0.0, 0.1)),
