@@ -1,0 +1,99 @@
+"""State machine of a process that wants to become a member: a spare, a replacement, one of a job that grows. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from reigen.cluster.membership.views.events import (
+    Copied,
+    CopyStarted,
+    EndProcess,
+    Evidence,
+    JoinView,
+    LeaveRequested,
+    MemberAction,
+    MemberEvent,
+    Received,
+    SendTo,
+    StartTimer,
+    TimerFired,
+    Verdict,
+    ViewTimer,
+)
+from reigen.cluster.membership.views.messages import MemberReady, ViewDecided
+from reigen.cluster.membership.views.record import MemberId, View, ViewHost
+
+
+class CandidateState(Enum):
+    """State of a process that wants to become a member."""
+
+    #: started and authenticated
+    LOBBY = "lobby"
+    #: it receives the state while members train
+    COPYING = "copying"
+    #: it has the state of a stable step, and says so
+    READY = "ready"
+    #: a view has it; `ElasticMember` takes over
+    JOINED = "joined"
+    #: it has ended
+    GONE = "gone"
+
+
+class ElasticCandidate:
+    """A process that wants to become a member. Members never wait for it.
+
+    Args:
+        me: who it is.
+        host: its host, with this process alone.
+        retry_seconds: between two messages to members.
+
+    Attributes:
+        state: where it is.
+        view: the latest that it knows to be decided.
+    """
+
+    def __init__(self, me: MemberId, host: ViewHost, retry_seconds: float = 0.1) -> None:
+        self.me, self._host, self._retry_seconds = me, host, retry_seconds
+        self.state = CandidateState.LOBBY
+        self.view: View | None = None
+        self._lost: set[MemberId] = set()
+        self._step = self._turn = 0
+
+    def handle(self, event: MemberEvent) -> list[MemberAction]:
+        """Take in an event; returns actions, in order. Events of members mean nothing to it."""
+        if self.state in {CandidateState.JOINED, CandidateState.GONE}:
+            return []
+        match event:
+            case Received(_, ViewDecided(_, view)) | CopyStarted(view):
+                return self._learn(view, is_copying=isinstance(event, CopyStarted))
+            case Copied(step, True) if self.state is CandidateState.COPYING:
+                self.state, self._step = CandidateState.READY, step
+                return self._announce()
+            case TimerFired(ViewTimer.RETRY) if self.state is CandidateState.READY:
+                return self._announce()
+            case Evidence(member, Verdict.DEAD):
+                self._lost.add(member)
+            case LeaveRequested():
+                self.state = CandidateState.GONE
+                return [EndProcess(0, "left before it was a member")]
+        return []
+
+    def _learn(self, view: View, *, is_copying: bool) -> list[MemberAction]:
+        if is_copying and self.state is CandidateState.LOBBY:
+            self.state = CandidateState.COPYING
+        if self.view is not None and view.epoch <= self.view.epoch:
+            return []
+        self.view = view
+        if self.me not in view.ranks:
+            return []
+        self.state = CandidateState.JOINED
+        return [JoinView(view)]
+
+    def _announce(self) -> list[MemberAction]:
+        """Tell rank 0, who acts on it, and another member by turns: rank 0 may be another one now."""
+        assert self.view is not None, "its state is that of a view's members"
+        ready = MemberReady(self.view.epoch, self._host, self._step)
+        self._turn += 1
+        members = [self.view.members[0], self.view.members[self._turn % self.view.size]]
+        receivers = (member for member in dict.fromkeys(members) if member not in self._lost)
+        return [*(SendTo(member, ready) for member in receivers), StartTimer(ViewTimer.RETRY, self._retry_seconds)]

@@ -1,0 +1,569 @@
+"""State machine of a member of an elastic job: events in, actions out. No I/O, no clock, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from reigen.cluster.membership.views.events import (
+    FENCED_EXIT_CODE,
+    EndProcess,
+    Evidence,
+    LayoutsBuilt,
+    LeaveRequested,
+    MemberAction,
+    MemberEvent,
+    PlaneRevoked,
+    Received,
+    RevokePlane,
+    Rolled,
+    RollTo,
+    RunView,
+    SendTo,
+    StartTimer,
+    StepApplied,
+    TimerFired,
+    Verdict,
+    ViewTimer,
+)
+from reigen.cluster.membership.views.installation import Installation
+from reigen.cluster.membership.views.leader import ChangeLeader
+from reigen.cluster.membership.views.messages import (
+    AskMember,
+    BallotPreempted,
+    BehindView,
+    ChangeAt,
+    MemberReady,
+    MemberReport,
+    RevokeView,
+    StepProgress,
+    ViewAccepted,
+    ViewDecided,
+    ViewGo,
+    ViewInstalled,
+    ViewMessage,
+    ViewPromise,
+)
+from reigen.cluster.membership.views.record import MemberId, View, VoterId
+
+_MOST_BACK_OFF_DOUBLINGS = 6
+
+
+class ElasticState(Enum):
+    """State of a member of an elastic job."""
+
+    #: it runs steps
+    RUNNING = "running"
+    #: the plane is stopped, nothing is sent in the view any more; the next view is being decided
+    CHANGING = "changing"
+    #: the next view is decided; connections and layouts are built
+    INSTALLING = "installing"
+    #: its state is brought to the view's step
+    ROLLING = "rolling"
+    #: there are fewer members than steps may be run with; it keeps its state
+    WAITING = "waiting"
+    #: it runs its last steps
+    LEAVING = "leaving"
+    #: it has left in good order
+    GONE = "gone"
+    #: others have gone on without it
+    FENCED = "fenced"
+    #: no view could be decided, or not enough members came
+    STOPPED = "stopped"
+
+
+_OVER = {ElasticState.GONE, ElasticState.FENCED, ElasticState.STOPPED}
+_STEPPING = {ElasticState.RUNNING, ElasticState.LEAVING}
+
+
+@dataclass(frozen=True)
+class ViewTimeouts:
+    """Times of a member, in seconds.
+
+    Attributes:
+        retry: between two sendings of what was not answered.
+        stuck: until who leads takes members for stuck that do not answer, and others take a leader for stuck after
+            twice as long; the job's deadline, or ``--eject-after``.
+        kill: until a killed process of the host is not waited for any more.
+        change: without a decision, until a member stops.
+        wait: for more members.
+        back_off: of a preempted leader, times its rank and one, doubled with each attempt.
+    """
+
+    retry: float = 0.1
+    stuck: float = 5.0
+    kill: float = 0.5
+    change: float = 600.0
+    wait: float = 600.0
+    back_off: float = 0.02
+
+
+def revoke_neighbours(rank: int, size: int) -> list[int]:
+    """Return ranks at distances of powers of two in both directions, on a ring.
+
+    So everybody hears of a change in log2(size) steps, with 2 * log2(size) messages of each, and as many may be dead.
+    """
+    distances = [1 << bit for bit in range(size.bit_length()) if 1 << bit < size]
+    return sorted({(rank + sign * distance) % size for distance in distances for sign in (1, -1)} - {rank})
+
+
+class ElasticMember:
+    """A member.
+
+    Args:
+        me: who it is.
+        view: the first view that has it; it begins with `ElasticState.INSTALLING`.
+        timeouts: see there.
+
+    Attributes:
+        state: where it is.
+        view: the latest that it knows to be decided; epochs only grow.
+        lost: members that are dead, cannot be reached or are stuck, with how that is known.
+        reason: why the latest change took place, or why there is no decision.
+    """
+
+    def __init__(self, me: MemberId, view: View, timeouts: ViewTimeouts | None = None) -> None:
+        self.me, self.view, self._timeouts = me, view, timeouts or ViewTimeouts()
+        self.state = ElasticState.INSTALLING
+        self.lost: dict[MemberId, Evidence] = {}
+        self.reason = ""
+        #: how far it was when the plane was stopped; None: it still runs, or is being stopped
+        self._progress: StepProgress | None = None
+        #: leaders of the next view that wait for this member's report
+        self._asked_by: dict[MemberId, None] = {}
+        self._leader: ChangeLeader | None = None
+        #: of voters that have lost their memory: by name, their present lives
+        self._voter_lives: dict[str, int] = {}
+        #: processes that want to be members, by their latest word
+        self._candidates: dict[MemberId, MemberReady] = {}
+        self._installation = Installation(me, view)
+        self._applied = 0
+        #: at which step to stop for a change, and who has said that it leaves
+        self._change_at: int | None = None
+        self._leaving: set[MemberId] = set()
+
+    def start(self) -> list[MemberAction]:
+        """Return the first actions."""
+        return self._begin_install(self._installation)
+
+    def handle(self, event: MemberEvent) -> list[MemberAction]:
+        """Take in an event; returns actions, in order. A process whose end was asked for does nothing any more."""
+        if self.state in _OVER:
+            return []
+        handler = self._HANDLERS.get(type(event))
+        return [] if handler is None else handler(self, event)
+
+    @property
+    def rank(self) -> int:
+        """Rank in the view."""
+        return self.view.ranks[self.me]
+
+    # -- evidence, and the beginning of a change ----------------------------------------------------------------------
+
+    def _on_evidence(self, event: Evidence) -> list[MemberAction]:
+        known = self.lost.get(event.member)
+        if event.member != self.me and (known is None or known.is_hearsay or known.verdict is not Verdict.DEAD):
+            self.lost[event.member] = event
+        if event.verdict is Verdict.DEAD:
+            self._installation.dying.discard(event.member)
+            self._candidates.pop(event.member, None)
+        if self.state is ElasticState.INSTALLING:
+            return [*self._installation.advance(), *self._react()]
+        return self._react()
+
+    def _react(self) -> list[MemberAction]:
+        """Begin a change because of evidence, or go on with it."""
+        if self.state is ElasticState.CHANGING:
+            return [*self._consider_leading(), *self._advance()]
+        if any(member in self.view.ranks for member in self.lost):
+            return self._begin_change()
+        return []
+
+    def _begin_change(self) -> list[MemberAction]:
+        """Stop the plane, and tell all others."""
+        if self.state is ElasticState.CHANGING:
+            return []
+        self.state, self._progress, self._leader = ElasticState.CHANGING, None, None
+        self._asked_by.clear()
+        return [
+            RevokePlane(self.view.epoch),
+            *self._flood_revoke(),
+            StartTimer(ViewTimer.CHANGE, self._timeouts.change),
+            StartTimer(ViewTimer.STUCK, self._timeouts.stuck * 2),
+            StartTimer(ViewTimer.RETRY, self._timeouts.retry),
+            *self._consider_leading(),
+        ]
+
+    def _flood_revoke(self) -> Iterator[SendTo]:
+        """Tell neighbours, which tell theirs; the leader asks all."""
+        lost = tuple(member for member in self.lost if member in self.view.ranks)
+        message = RevokeView(self.view.epoch, lost)
+        yield from (SendTo(self.view.members[rank], message) for rank in revoke_neighbours(self.rank, self.view.size))
+
+    def _send_all(self, message: ViewMessage) -> Iterator[SendTo]:
+        """Yield a message to all other members of the view."""
+        for member in self.view.members:
+            if member != self.me:
+                yield SendTo(member, message)
+
+    def _on_plane_revoked(self, event: PlaneRevoked) -> list[MemberAction]:
+        if self.state is not ElasticState.CHANGING or event.epoch != self.view.epoch:
+            return []
+        self._progress = event.progress
+        report = self._report()
+        actions: list[MemberAction] = [SendTo(leader, report) for leader in self._asked_by]
+        self._asked_by.clear()
+        return [*actions, *self._advance()]
+
+    def _report(self) -> MemberReport:
+        assert self._progress is not None
+        own = {member: evidence.verdict for member, evidence in self.lost.items() if not evidence.is_hearsay}
+        dead = tuple(member for member, verdict in own.items() if verdict is Verdict.DEAD)
+        unreachable = tuple(member for member, verdict in own.items() if verdict is Verdict.UNREACHABLE)
+        is_leaving = self.me in self._leaving
+        return MemberReport(self.view.epoch + 1, self.me, self._progress, dead, unreachable, is_leaving)
+
+    # -- leading a change ---------------------------------------------------------------------------------------------
+
+    def _consider_leading(self) -> list[MemberAction]:
+        """Lead if all lower ranks are lost."""
+        if self._leader is not None or any(
+            member not in self.lost for member in self.view.members[: self.view.ranks[self.me]]
+        ):
+            return []
+        self._leader = ChangeLeader(self.view, self.me)
+        return [*self._leader.requests(), StartTimer(ViewTimer.STUCK, self._timeouts.stuck)]
+
+    def _advance(self) -> list[MemberAction]:
+        """Go on with the change that this member leads."""
+        if self._leader is None or self._progress is None:
+            return []
+        leader = self._leader
+        leader.reports[self.me] = self._report()
+        actions: list[MemberAction] = [*leader.advance(self._known_lost(), self._candidates, self._voter_lives)]
+        self.reason = leader.reason
+        if leader.is_preempted:
+            doublings = min(leader.proposer.ballot.attempt, _MOST_BACK_OFF_DOUBLINGS)
+            seconds = self._timeouts.back_off * (self.rank + 1) * 2**doublings
+            return [*actions, StartTimer(ViewTimer.BACK_OFF, seconds)]
+        if leader.proposer.is_decided:
+            decided = leader.proposer.proposed
+            assert decided is not None
+            return [*actions, *leader.announcements(decided), *self._adopt(decided)]
+        return actions
+
+    def _known_lost(self) -> set[MemberId]:
+        """Return members that are not waited for: of two who cannot reach each other, each says that of the other."""
+        return {
+            member
+            for member, evidence in self.lost.items()
+            if not evidence.is_hearsay or evidence.verdict is Verdict.DEAD
+        }
+
+    def _on_voter_reply(
+        self, message: ViewPromise | ViewAccepted | BallotPreempted, _: MemberId | VoterId
+    ) -> list[MemberAction]:
+        if self._leader is None or self.state is not ElasticState.CHANGING:
+            return []
+        before = self._leader.proposer
+        self._leader.take(message)
+        return [] if self._leader.proposer is before else self._advance()
+
+    def _on_report(self, message: MemberReport, _: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch + 1 or self.state is not ElasticState.CHANGING or self._leader is None:
+            return self._answer_late(message.epoch - 1, message.member)
+        self._leader.reports[message.member] = message
+        for member in message.dead:
+            if member != self.me:
+                detail = f"told by rank {self.view.ranks.get(message.member, -1)}"
+                self.lost.setdefault(member, Evidence(member, Verdict.DEAD, detail, is_hearsay=True))
+        if message.is_leaving:
+            self._leaving.add(message.member)
+        return self._advance()
+
+    # -- messages of other members ------------------------------------------------------------------------------------
+
+    def _on_received(self, event: Received) -> list[MemberAction]:
+        sender, message = event.sender, event.message
+        evidence = self.lost.get(sender) if isinstance(sender, MemberId) else None
+        if evidence is not None and evidence.verdict is not Verdict.DEAD:
+            del self.lost[evidence.member]  # it lives, and is heard
+        if isinstance(sender, VoterId):
+            self._voter_lives[sender.name] = max(sender.incarnation, self._voter_lives.get(sender.name, 0))
+        handler: Callable[..., list[MemberAction]] | None = self._MESSAGE_HANDLERS.get(type(message))
+        return [] if handler is None else handler(self, message, sender)
+
+    def _answer_late(self, epoch: int, sender: MemberId | VoterId) -> list[MemberAction]:
+        """Answer a message of the view ``epoch``, if it is not this member's."""
+        if epoch < self.view.epoch:
+            return [SendTo(sender, ViewDecided(self.view.epoch, self.view))]
+        return [SendTo(sender, BehindView(epoch, self.view.epoch))] if epoch > self.view.epoch else []
+
+    def _on_behind(self, message: BehindView, sender: MemberId | VoterId) -> list[MemberAction]:
+        return self._answer_late(message.known, sender) if message.known < self.view.epoch else []
+
+    def _on_revoke(self, message: RevokeView, sender: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch:
+            return self._answer_late(message.epoch, sender)
+        for member in message.lost:
+            if member != self.me and member in self.view.ranks and isinstance(sender, MemberId) and member != sender:
+                detail = f"told by rank {self.view.ranks.get(sender, -1)}"
+                self.lost.setdefault(member, Evidence(member, Verdict.UNREACHABLE, detail, is_hearsay=True))
+        return self._begin_change() or self._react()
+
+    def _on_ask(self, message: AskMember, sender: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch + 1:
+            return self._answer_late(message.epoch - 1, sender)
+        actions = self._begin_change()
+        if self._progress is not None:
+            return [*actions, SendTo(message.leader, self._report())]
+        self._asked_by[message.leader] = None
+        return actions
+
+    # -- a view that was decided --------------------------------------------------------------------------------------
+
+    def _adopt(self, view: View) -> list[MemberAction]:
+        """Go on in a view that was decided, or without the others."""
+        if view.epoch <= self.view.epoch:
+            return []
+        if self.me in view.ranks and view.epoch == self.view.epoch + 1 and self._progress is not None:
+            return self._install(view)
+        if self.me in self._leaving:
+            return self._end(ElasticState.GONE, 0, "left in good order")
+        # in a later view than the next there may be a candidate of its name, which it was before it became a member
+        missed = view.epoch if self.me not in view.ranks else view.epoch - 1
+        reason = f"view {missed} was decided without this process: it was silent, stopped or cut off"
+        return self._end(ElasticState.FENCED, FENCED_EXIT_CODE, reason)
+
+    def _end(self, state: ElasticState, exit_code: int, reason: str) -> list[MemberAction]:
+        self.state, self.reason = state, reason
+        return [EndProcess(exit_code, reason)]
+
+    def _install(self, view: View) -> list[MemberAction]:
+        """Install the next view; layouts wait until no process but members can write to memory of this host."""
+        old, self.view = self.view, view
+        dead = {member for member, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}
+        gone = {member for member in old.neighbours(self.me) if member not in view.ranks}
+        installation = Installation(self.me, view, self._installation.dying | gone - dead)
+        kills = installation.kill(self._leaving)
+        self._leader, self._change_at, self._progress = None, None, None
+        known = self._known_lost()  # of others' word the leader has made what it could
+        self.lost = {each: evidence for each, evidence in self.lost.items() if each in view.ranks and each in known}
+        self._candidates = {each: ready for each, ready in self._candidates.items() if each not in view.ranks}
+        actions: list[MemberAction] = [*kills, *self._begin_install(installation)]
+        self._leaving &= view.ranks.keys()
+        return [*actions, *self._react()]  # an adopted view may have members that are lost
+
+    def _begin_install(self, installation: Installation) -> list[MemberAction]:
+        self.state, self._installation = ElasticState.INSTALLING, installation
+        actions: list[MemberAction] = [
+            StartTimer(ViewTimer.STUCK, self._timeouts.stuck * (1 if self.rank == 0 else 2)),
+            StartTimer(ViewTimer.RETRY, self._timeouts.retry),
+        ]
+        if installation.dying:
+            actions.append(StartTimer(ViewTimer.KILL, self._timeouts.kill))
+        return [*actions, *installation.advance()]
+
+    def _on_layouts_built(self, event: LayoutsBuilt) -> list[MemberAction]:
+        if self.state is not ElasticState.INSTALLING or event.epoch != self.view.epoch:
+            return []
+        self._installation.installed.add(self.me)
+        return self._say_installed()
+
+    def _say_installed(self) -> list[MemberAction]:
+        """Tell rank 0, or go on as rank 0 when all have installed the view."""
+        if self.rank:
+            return [*self._installation.announcement()]
+        if not self._installation.is_complete:
+            return []
+        return [*self._send_all(ViewGo(self.view.epoch)), *self._roll()]
+
+    def _on_installed(self, message: ViewInstalled, sender: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch or self.rank != 0:
+            return self._answer_late(message.epoch, sender)
+        if self.state is ElasticState.CHANGING:
+            return [SendTo(message.member, RevokeView(self.view.epoch))]
+        self._installation.installed.add(message.member)
+        if self.state is not ElasticState.INSTALLING:
+            return [SendTo(message.member, ViewGo(self.view.epoch))]
+        return self._say_installed()
+
+    def _on_go(self, message: ViewGo, sender: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch == self.view.epoch and self.state is ElasticState.INSTALLING:
+            return self._roll() if self.me in self._installation.installed else []
+        return self._answer_late(message.epoch, sender)
+
+    def _roll(self) -> list[MemberAction]:
+        self.state = ElasticState.ROLLING
+        return [RollTo(self.view)]
+
+    def _on_rolled(self, event: Rolled) -> list[MemberAction]:
+        if self.state is not ElasticState.ROLLING or event.epoch != self.view.epoch:
+            return []
+        self._applied = self.view.base.target
+        if self.view.size < self.view.min_size:
+            self.state = ElasticState.WAITING
+            return [StartTimer(ViewTimer.WAIT, self._timeouts.wait), *self._take_candidates()]
+        self.state = ElasticState.RUNNING
+        leaving = self._on_leave() if self.me in self._leaving else []
+        return [RunView(self.view), *leaving, *self._take_candidates()]
+
+    # -- who comes and goes in good order -----------------------------------------------------------------------------
+
+    def _on_step_applied(self, event: StepApplied) -> list[MemberAction]:
+        self._applied = event.step
+        if self.state in _STEPPING and self._change_at is not None and event.step >= self._change_at:
+            return self._begin_change()
+        return []
+
+    def _on_leave(self, _: LeaveRequested | None = None) -> list[MemberAction]:
+        self._leaving.add(self.me)
+        if self.state is ElasticState.WAITING:
+            return self._begin_change()
+        if self.state is not ElasticState.RUNNING:
+            return []
+        self.state = ElasticState.LEAVING
+        return self._change_soon(self.me)
+
+    def _change_soon(self, leaving: MemberId | None) -> list[MemberAction]:
+        """Name a step at which all stop; some may be one step ahead, and the message takes time."""
+        if self._change_at is None or leaving is not None:
+            self._change_at = min(self._change_at or self._applied + 2, self._applied + 2)
+            return [*self._send_all(ChangeAt(self.view.epoch, self._change_at, leaving))]
+        return []
+
+    def _on_change_at(self, message: ChangeAt, sender: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch:
+            return self._answer_late(message.epoch, sender) if message.epoch < self.view.epoch else []
+        if message.leaving is not None:
+            self._leaving.add(message.leaving)
+        self._change_at = min(self._change_at or message.step, message.step)
+        return self._begin_change() if self.state in _STEPPING and self._applied >= self._change_at else []
+
+    def _on_ready(self, message: MemberReady, sender: MemberId | VoterId) -> list[MemberAction]:
+        candidate = message.host.members[0].id
+        if candidate in self.view.ranks:
+            return self._answer_late(message.epoch, sender)
+        for other in [each for each in self._candidates if each.slot == candidate.slot and each < candidate]:
+            del self._candidates[other]
+        self._candidates[candidate] = message
+        return [*self._answer_late(message.epoch, sender), *self._take_candidates()]
+
+    def _take_candidates(self) -> list[MemberAction]:
+        """Begin a change, as rank 0, if there are candidates that are to be members."""
+        if not self._candidates or self.rank != 0 or self.view.size >= self.view.max_size:
+            return []
+        if self.state is ElasticState.WAITING:
+            enough = self.view.size + len(self._candidates) >= self.view.min_size
+            return self._begin_change() if enough else []
+        return self._change_soon(None) if self.state in _STEPPING else []
+
+    # -- timers -------------------------------------------------------------------------------------------------------
+
+    def _on_timer(self, event: TimerFired) -> list[MemberAction]:
+        return self._TIMER_HANDLERS[event.timer](self)
+
+    def _on_retry(self) -> list[MemberAction]:
+        """Send again what may have been lost."""
+        again: list[MemberAction] = [StartTimer(ViewTimer.RETRY, self._timeouts.retry)]
+        if self.state is ElasticState.CHANGING:
+            if self._leader is None or self._leader.is_preempted:
+                return [*self._flood_revoke(), *again]
+            return [*self._leader.requests(), *self._flood_revoke(), *again]
+        if self.state is ElasticState.INSTALLING:
+            return [*self._say_installed(), *again]
+        return []
+
+    def _on_stuck(self) -> list[MemberAction]:
+        """Give up those who do not answer: members as a leader or rank 0, otherwise these two."""
+        if self.state not in {ElasticState.CHANGING, ElasticState.INSTALLING}:
+            return []
+        members = [member for member in self.view.members if member not in self.lost]
+        if self.state is ElasticState.INSTALLING and self._installation.dying:
+            silent: list[MemberId] = []
+        elif self.state is ElasticState.INSTALLING and self.rank == 0:
+            silent = [member for member in members if member not in self._installation.installed]
+        elif self.state is ElasticState.CHANGING and self._leader is not None:
+            silent = self._leader.missing(self._known_lost())
+        else:
+            silent = members[:1]
+        for member in silent:
+            if member != self.me:
+                self.lost[member] = Evidence(member, Verdict.STUCK)
+        leads = self._leader is not None or self.rank == 0
+        return [StartTimer(ViewTimer.STUCK, self._timeouts.stuck * (1 if leads else 2)), *self._react()]
+
+    def _on_back_off(self) -> list[MemberAction]:
+        if self.state is not ElasticState.CHANGING or self._leader is None or not self._leader.is_preempted:
+            return []
+        self._leader.try_again()
+        return [*self._leader.requests()]
+
+    def _on_kill_timeout(self) -> list[MemberAction]:
+        return [*self._installation.give_up_killing()] if self.state is ElasticState.INSTALLING else []
+
+    def _on_change_timeout(self) -> list[MemberAction]:
+        if self.state is not ElasticState.CHANGING:
+            return []
+        missing = ", ".join(
+            f"rank {rank} {self.lost[member].verdict.value}"
+            for member, rank in self.view.ranks.items()
+            if member in self.lost
+        )
+        why = self.reason or "nobody who may lead was heard"
+        return self._end(
+            ElasticState.STOPPED, 1, f"no view could follow view {self.view.epoch}: {why} ({missing or 'all answer'})"
+        )
+
+    def _on_wait_timeout(self) -> list[MemberAction]:
+        if self.state is not ElasticState.WAITING:
+            return []
+        text = f"{self.view.size} rank(s) are left, steps need {self.view.min_size}, and no more came"
+        return self._end(ElasticState.STOPPED, 1, f"{text} in {self._timeouts.wait:g} s (HOROVOD_ELASTIC_TIMEOUT)")
+
+    # -- what is always true ------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Assert the invariants of one member, which hold after every event."""
+        self._installation.validate()
+        if self.state in _OVER:
+            return
+        assert self.me in self.view.ranks, "members are in their view"
+        assert self._leader is None or self.state is ElasticState.CHANGING, "only a change is led"
+        assert self._progress is None or self.state is ElasticState.CHANGING, "only who has stopped reports"
+        assert self.me not in self.lost, "it lives"
+
+    _HANDLERS: ClassVar[dict[type[Any], Callable[[ElasticMember, Any], list[MemberAction]]]] = {
+        Received: _on_received,
+        Evidence: _on_evidence,
+        PlaneRevoked: _on_plane_revoked,
+        LayoutsBuilt: _on_layouts_built,
+        Rolled: _on_rolled,
+        StepApplied: _on_step_applied,
+        LeaveRequested: _on_leave,
+        TimerFired: _on_timer,
+    }
+    _MESSAGE_HANDLERS: ClassVar[dict[type[Any], Callable[..., list[MemberAction]]]] = {
+        RevokeView: _on_revoke,
+        AskMember: _on_ask,
+        MemberReport: _on_report,
+        ViewPromise: _on_voter_reply,
+        ViewAccepted: _on_voter_reply,
+        BallotPreempted: _on_voter_reply,
+        BehindView: _on_behind,
+        ViewDecided: lambda self, message, _: self._adopt(message.value),
+        ViewInstalled: _on_installed,
+        ViewGo: _on_go,
+        ChangeAt: _on_change_at,
+        MemberReady: _on_ready,
+    }
+    _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {
+        ViewTimer.RETRY: _on_retry,
+        ViewTimer.STUCK: _on_stuck,
+        ViewTimer.BACK_OFF: _on_back_off,
+        ViewTimer.KILL: _on_kill_timeout,
+        ViewTimer.CHANGE: _on_change_timeout,
+        ViewTimer.WAIT: _on_wait_timeout,
+    }

@@ -1,0 +1,271 @@
+"""Elastic jobs under random schedules of faults, and each rule that is broken on purpose is found.
+
+REIGEN_SIM_SEED=<seed> replays one schedule. `python -m tests.unit.cluster.test_views_simulator FIRST COUNT` plays so
+many from a seed on, as a nightly run does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from reigen.cluster.membership.views import planning
+from reigen.cluster.membership.views.events import PlaneRevoked, RevokePlane
+from reigen.cluster.membership.views.installation import Installation
+from reigen.cluster.membership.views.member import ElasticMember
+from reigen.cluster.membership.views.messages import HeldSums, MemberReport, StepProgress
+from reigen.cluster.membership.views.record import Cursor, MemberId, StepBase, View, ViewHost
+from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simulator, make_plan, play
+
+_REPLAY = os.environ.get("REIGEN_SIM_SEED")
+#: All that may happen in a schedule, and must in some.
+EVENTS = {
+    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave"),
+    *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
+}
+
+
+#: All ways from one state to another.
+TRANSITIONS = {
+    ("lobby", "copying"), ("copying", "ready"), ("ready", "joined"),
+    ("installing", "rolling"), ("rolling", "running"), ("rolling", "waiting"), ("rolling", "leaving"),
+    ("running", "leaving"), ("running", "changing"), ("leaving", "changing"), ("waiting", "changing"),
+    ("installing", "changing"), ("rolling", "changing"),
+    ("changing", "installing"), ("changing", "gone"), ("changing", "fenced"), ("changing", "stopped"),
+}  # fmt: skip
+
+
+def run_schedules(seeds: Sequence[int]) -> tuple[Counter[str], set[tuple[str, str]]]:
+    """Play schedules; returns in how many of them each thing has happened, and all transitions of states."""
+    seen: Counter[str] = Counter()
+    transitions: set[tuple[str, str]] = set()
+    for seed in seeds:
+        simulator = play(seed)
+        seen.update(dict.fromkeys(simulator.seen, 1))
+        transitions |= simulator.transitions
+    return seen, transitions
+
+
+def test_schedules() -> None:
+    seen, transitions = run_schedules(range(500) if _REPLAY is None else [int(_REPLAY)])
+
+    if _REPLAY is None:
+        assert set(seen) == EVENTS
+        assert min(seen[what] for what in EVENTS - {"fresh segments"}) >= 15, seen
+        assert transitions >= TRANSITIONS
+
+
+def test_members_go_on_soon_after_a_death() -> None:
+    """No message is lost, no host silent: what the others wait for is evidence (0.1 s at most), and a few messages."""
+    for seed in range(100):
+        plan = make_plan(random.Random(seed))
+        plan.faults, plan.loss, plan.travel, plan.min_size = ["kill"], 0.0, 0.002, 1
+        simulator = Simulator(seed, plan=plan).run()
+        assert simulator.resume_seconds < 0.25, seed
+
+
+def test_one_cut_connection_costs_one_host() -> None:
+    """The others reach both of its ends, and the network does not heal."""
+    for seed in range(60):
+        plan = make_plan(random.Random(seed))
+        plan.hosts = ((1, 1, 1), (2, 1, 1), (1, 1, 1, 1))[seed % 3]
+        plan.faults, plan.heals, plan.loss, plan.min_size, plan.max_size = ["link"], False, 0.0, 1, sum(plan.hosts)
+        simulator = Simulator(seed, plan=plan).run()
+        assert simulator.seen["goes on"], seed
+        assert len(simulator.views[max(simulator.views)].hosts) == len(plan.hosts) - 1, seed
+        assert max(simulator.views) == 2, "by one change"
+
+
+# -- rules that are broken on purpose ----------------------------------------------------------------------------------
+
+
+def hunt(
+    match: str | tuple[str, ...],
+    rules: Rules | None = None,
+    *,
+    hosts: tuple[int, ...] | None = None,
+    faults: str = "",
+    seconds: float = 0.5,
+    heals: bool = True,
+    kind: Callable[..., Simulator] = Simulator,
+) -> None:
+    """Play schedules until one breaks an invariant.
+
+    Args:
+        match: how the violation's text begins.
+        rules: that are broken.
+        hosts, faults, seconds, heals: of all schedules, instead of random ones; there is place for two more ranks then.
+        kind: of simulator.
+    """
+    for seed in range(4_000):
+        plan = make_plan(random.Random(seed))
+        if hosts is not None:
+            plan.hosts, plan.faults, plan.min_size, plan.max_size = hosts, faults.split(), 1, sum(hosts) + 2
+            plan.fault_seconds, plan.step_seconds, plan.heals = seconds, 0.05, heals
+        try:
+            kind(seed, rules, plan).run()
+        except AssertionError as violation:
+            assert str(violation).startswith(match), violation
+            return
+    pytest.fail("no schedule has found anything")
+
+
+def test_frames_need_an_epoch() -> None:
+    hunt("2:", Rules(epoch_in_frames=False))
+
+
+def test_memory_is_not_used_before_those_are_dead_who_were_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Installation, "__init__", _spare_the_dying(Installation.__init__))
+
+    hunt("8:")
+
+
+def test_who_was_stopped_writes_into_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by what comes of it, and not by who may write where."""
+    monkeypatch.setattr(Installation, "__init__", _spare_the_dying(Installation.__init__))
+
+    hunt("2:", Rules(memory_is_checked=False), hosts=(2, 1), faults="stop stop cut")
+
+
+def _spare_the_dying(init: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, me, view, dying=(): init(self, me, view)
+
+
+def test_a_quorum_of_half_the_voters_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(self: View, voters: Any) -> tuple[bool, str]:
+        return len(set(voters)) * 2 >= len(self.voters), "half"
+
+    monkeypatch.setattr(View, "has_quorum", half)
+    hunt("1:")
+
+
+def test_dead_hosts_must_not_be_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead: set[str] = set()
+
+    def subtract(self: View, voters: Any) -> tuple[bool, str]:
+        gone = {number for number, voter in enumerate(self.voters) if voter.name in dead}
+        alive, answered = len(self.voters) - len(gone), len(set(voters) - gone)
+        return answered * 2 > alive or (answered * 2 == alive and 0 in voters), "those that live"
+
+    class Subtracting(Simulator):
+        def __init__(self, *args: Any) -> None:
+            dead.clear()
+            super().__init__(*args)
+
+        def _lose_host(self, name: str) -> None:
+            dead.add(name)
+            super()._lose_host(name)
+
+    monkeypatch.setattr(View, "has_quorum", subtract)
+    hunt("1:", hosts=(1, 1, 1), faults="host cut stop", seconds=1.0, kind=Subtracting)
+
+
+def test_hosts_cannot_be_ordered_by_the_age_of_their_oldest_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that one dies, members of two hosts that go on would change places."""
+    order_hosts = planning._order_hosts
+
+    def order_by_age(*args: Any) -> list[ViewHost]:
+        hosts = [host for host in order_hosts(*args) if host.members]
+        return sorted(hosts, key=lambda host: min(member.joined for member in host.members))
+
+    monkeypatch.setattr(planning, "_order_hosts", order_by_age)
+    hunt("6:", hosts=(1, 1), faults="join join join kill kill", seconds=2.0)
+
+
+def test_hosts_without_state_cannot_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 could be one that has just come."""
+    order_hosts = planning._order_hosts
+
+    def keep_order(view: View, holders: Any, kept: Any, candidates: Any) -> list[ViewHost]:
+        return order_hosts(view, kept, kept, candidates)
+
+    monkeypatch.setattr(planning, "_order_hosts", keep_order)
+    hunt("rank 0 holds the state", hosts=(1, 1), faults="join join join kill kill")
+
+
+def test_only_stable_steps_are_copied_to_candidates() -> None:
+    hunt(("3:", "4:"), Rules(copies_are_stable=False), hosts=(1, 1, 1), faults="join cut host kill")
+
+
+def test_no_step_is_run_before_all_have_installed_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_alone(self: ElasticMember) -> Any:
+        return self._roll() if self.me in self._installation.installed else []
+
+    monkeypatch.setattr(ElasticMember, "_say_installed", go_alone)
+    hunt("2:")
+
+
+def test_who_has_reported_goes_no_further() -> None:
+    """Members say how far they are when their planes are stopped, and not before."""
+
+    class Hasty(Simulator):
+        def _carry(self, process: Process, actions: list[Any]) -> None:
+            for action in actions:
+                super()._carry(process, [action])
+                if isinstance(action, RevokePlane):
+                    step, held = process.applied, HeldSums(process.held_epoch, tuple(process.held), NUM_BUCKETS)
+                    progress = StepProgress(step, Cursor(0, step), Cursor(0, step + 1), held)
+                    self.do(process, PlaneRevoked(action.epoch, progress))
+
+    hunt("", hosts=(1, 1), faults="kill join", kind=Hasty)
+
+
+def test_a_step_that_was_applied_by_some_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_base = planning._plan_base
+
+    def undo(view: View, holders: Any) -> tuple[StepBase, str]:
+        base, reason = plan_base(view, holders)
+        return msgspec.structs.replace(base, step=base.stable_step, behind=()), reason
+
+    monkeypatch.setattr(planning, "_plan_base", undo)
+    hunt("4:")
+
+
+def test_two_who_cannot_reach_each_other_cannot_both_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One view would follow the other, for each has both."""
+    monkeypatch.setattr(planning, "_connected", lambda view, kept, holders: dict(kept))
+
+    hunt("7:", hosts=(1, 1, 1), faults="link", heals=False)
+
+
+def test_a_step_that_one_had_applied_may_be_run_anew_after_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that was to take it over was decided, and nobody began it. Otherwise the job would end."""
+    plan_view = planning.plan_view
+
+    def insist(view: View, reports: dict[MemberId, MemberReport], *args: Any) -> Any:
+        if reports and max(report.progress.applied for report in reports.values()) < view.base.step:
+            return None, "no member has the step at which this view begins"
+        return plan_view(view, reports, *args)
+
+    monkeypatch.setattr("reigen.cluster.membership.views.leader.plan_view", insist)
+    hunt("7:", hosts=(1, 1, 1), faults="kill kill")
+
+
+def test_a_view_needs_a_member_with_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, those who have just come would go on from an older step."""
+    plan_view = planning.plan_view
+
+    def go_on_anyway(view: View, reports: dict[MemberId, MemberReport], *args: Any) -> Any:
+        found = plan_view(view, reports, *args)
+        if found[0] is None and reports:
+            base = msgspec.structs.replace(view.base, stable_step=0, step=0, completes=False)
+            found = plan_view(msgspec.structs.replace(view, base=base), reports, *args)
+        return found
+
+    monkeypatch.setattr("reigen.cluster.membership.views.leader.plan_view", go_on_anyway)
+    hunt(("3:", "4:", "6:"), hosts=(1, 1), faults="join join kill kill kill")
+
+
+if __name__ == "__main__":
+    first, count = (int(argument) for argument in sys.argv[1:])
+    began = time.perf_counter()
+    print(dict(run_schedules(range(first, first + count))[0]))
+    print(f"{count} schedules in {time.perf_counter() - began:.0f} s")
