@@ -11,7 +11,6 @@ from reigen.cluster.membership.views.events import (
     Evidence,
     JoinView,
     LeaveRequested,
-    MemberAction,
     MemberEvent,
     Received,
     SendTo,
@@ -22,6 +21,8 @@ from reigen.cluster.membership.views.events import (
 )
 from reigen.cluster.membership.views.messages import MemberReady, ViewDecided
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost
+
+CandidateAction = SendTo | StartTimer | JoinView | EndProcess
 
 
 class CandidateState(Enum):
@@ -59,7 +60,7 @@ class ElasticCandidate:
         self._lost: set[MemberId] = set()
         self._step = self._turn = 0
 
-    def handle(self, event: MemberEvent) -> list[MemberAction]:
+    def handle(self, event: MemberEvent) -> list[CandidateAction]:
         """Take in an event; returns actions, in order. Events of members mean nothing to it."""
         if self.state in {CandidateState.JOINED, CandidateState.GONE}:
             return []
@@ -78,7 +79,7 @@ class ElasticCandidate:
                 return [EndProcess(0, "left before it was a member")]
         return []
 
-    def _learn(self, view: View, *, is_copying: bool) -> list[MemberAction]:
+    def _learn(self, view: View, *, is_copying: bool) -> list[CandidateAction]:
         if is_copying and self.state is CandidateState.LOBBY:
             self.state = CandidateState.COPYING
         if self.view is not None and view.epoch <= self.view.epoch:
@@ -89,7 +90,7 @@ class ElasticCandidate:
         self.state = CandidateState.JOINED
         return [JoinView(view)]
 
-    def _announce(self) -> list[MemberAction]:
+    def _announce(self) -> list[CandidateAction]:
         """Tell rank 0, who acts on it, and another member by turns: rank 0 may be another one now."""
         assert self.view is not None, "its state is that of a view's members"
         ready = MemberReady(self.view.epoch, self._host, self._step)
