@@ -231,25 +231,23 @@ ray.cancel(held, force=True)
 def test_a_trial_uses_the_placement_group_that_it_is_in(cluster: RayCluster):
     facts = facts_of(
         cluster,
-        """
+        f"""
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-group = placement_group([{"CPU": 1}, {"CPU": 1}, {"CPU": 1}], strategy="STRICT_SPREAD")
+group = placement_group([{{"CPU": {CPUS}}}] * 3, strategy="STRICT_SPREAD")
 ray.get(group.ready())
-def trial(**options):
-    before = ray.available_resources()["CPU"]
-    return reigen.ray.run(lambda: (place(), before), **options)
 strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
-trial = ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy)
-say(found=ray.get(trial.remote(num_workers=2)), nodes=ray.util.placement_group_table(group)["bundles_to_node_id"])
-say(names={node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()})
-say(too_many=caught(lambda: ray.get(trial.remote(num_workers=3, placement_timeout=1))))
+trial = ray.remote(lambda **options: reigen.ray.run(place, placement_timeout=options.pop("seconds"), **options))
+trial = trial.options(num_cpus=1, scheduling_strategy=strategy)
+say(found=ray.get(trial.remote(num_workers=2, seconds=60)))
+say(outside=caught(lambda: ray.get(trial.remote(num_workers=2, seconds=1, use_current_placement_group=False))))
+say(too_many=caught(lambda: ray.get(trial.remote(num_workers=3 * {CPUS} + 1, seconds=1))))
 ray.util.remove_placement_group(group)
 """,
     )
-    found, nodes, names = facts["found"], facts["nodes"], facts["names"]
-    hosts = [place[3] for place, _ in found]  # type: ignore[attr-defined]
-    assert sorted(hosts) == sorted(names[nodes[bundle]] for bundle in ("1", "2"))  # type: ignore[index]
+    assert [place[:2] for place in facts["found"]] == [[0, 2], [1, 2]]  # type: ignore[attr-defined]
+    # The group has all there is: what is not given out of it is given never.
+    assert "TimeoutError" in facts["outside"]["type"]  # type: ignore[index]
     assert "TimeoutError" in facts["too_many"]["type"]  # type: ignore[index]
 
 
