@@ -4,7 +4,8 @@ All of it is at the rendezvous of the launcher:
 
 ``elastic/card/RANK``  where a process of the first view listens
 ``elastic/view``       the latest view that runs, by its rank 0
-``elastic/finished``   slot of a member whose program is done, the first one of them
+``elastic/finished``   slot of a member whose program is done, the latest one of them
+``elastic/finished/S`` incarnation of the process in slot S whose program is done
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VIEW_KEY, FINISHED_KEY = "elastic/view", "elastic/finished"
 #: A view as bytes, as at `VIEW_KEY`.
 VIEW_RECORD_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 _CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
 
 
 def meet_first_view(
@@ -116,7 +117,8 @@ class ViewDirectory:
 
         def tell() -> None:
             try:
-                self._rendezvous.put_first(FINISHED_KEY, str(member.slot).encode())
+                self._rendezvous.put(f"{FINISHED_KEY}/{member.slot}", str(member.incarnation).encode())
+                self._rendezvous.put(FINISHED_KEY, str(member.slot).encode())
             finally:
                 done()
 
@@ -128,7 +130,7 @@ class ViewDirectory:
         if self._thread is not None:
             self._jobs.put(None)
             if self._thread is not threading.current_thread():
-                self._thread.join(2.0)
+                self._thread.join(_CLOSE_SECONDS)
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._is_closed:

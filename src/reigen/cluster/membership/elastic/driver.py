@@ -58,9 +58,9 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts
-from reigen.cluster.membership.views.messages import ViewDecided, ViewMessage
+from reigen.cluster.membership.views.messages import AskMember, RevokeView, ViewDecided, ViewMessage
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
-from reigen.errors import ReigenError
+from reigen.errors import ReigenError, format_ranks
 from reigen.net.event_loop import EventLoop, Timer
 from reigen.net.fork_safety import close_in_children
 
@@ -200,7 +200,7 @@ class ViewDriver:
             actions = machine.handle(StepApplied(step))
             self._actions.extend(actions)
             if machine.state not in _STEPPING:
-                self.reason = "members come or leave at this step"
+                self._explain_change(StepApplied(step))
         if actions:
             self._loop.wake()
         return machine.state not in _STEPPING
@@ -222,9 +222,13 @@ class ViewDriver:
         """Say what is known of another member: that a collective waits for it in vain, say (`Verdict.STUCK`)."""
         self._post(partial(self.on_evidence, evidence))
 
-    def leave(self) -> None:
-        """Leave in good order: at a step soon, by a change; `ViewPlane.end` is called with 0 then."""
-        self._post(partial(self._dispatch, LeaveRequested()))
+    def leave(self, grace_seconds: float = 10.0) -> None:
+        """Leave in good order: at a step soon, by a change; `ViewPlane.end` is called with 0 then.
+
+        Args:
+            grace_seconds: then this process ends anyway: no step was made, or all members leave.
+        """
+        self._post(partial(self._begin_leaving, grace_seconds))
 
     def finish(self) -> None:
         """Say that the program is done here; returns when all members know, or after a second.
@@ -261,13 +265,15 @@ class ViewDriver:
                 with self._lock:
                     self._work()
                 self._loop.wait()
-        except Exception as error:
-            _log.exception("the driver of an elastic member has failed")
-            self._end(1, f"the driver of process {tuple(self.me)} of an elastic job has failed: {error!r}")
+        except Exception as error:  # noqa: BLE001  a thread's last word
+            self._fail(error)
         finally:
+            self._has_ended = True
+            self._all_know.set()
             self._links.close()
             self._node.close()
             self._loop.close()
+            self._directory.close()
 
     def _post(self, job: Callable[[], None]) -> None:
         """Have the thread do something, by any thread."""
@@ -277,7 +283,8 @@ class ViewDriver:
     def _dispatch(self, *events: MemberEvent) -> None:
         """Take in events; by the thread."""
         with self._lock:
-            self._events.extend(events)
+            if not self._has_ended:
+                self._events.extend(events)
             if not self._is_working:
                 self._work()
 
@@ -294,20 +301,30 @@ class ViewDriver:
                     self._posted.popleft()()
                 else:
                     return
+        except Exception as error:  # noqa: BLE001  of the plane: not to be taken for one of a link
+            self._fail(error)
         finally:
             self._is_working = False
+
+    def _fail(self, error: Exception) -> None:
+        """End this process because of a bug, of ours or of the plane's: the others go on without it."""
+        _log.error("the driver of an elastic member has failed", exc_info=error)
+        self._end(1, f"the driver of process {tuple(self.me)} of an elastic job has failed: {error!r}")
 
     def _handle(self, event: MemberEvent) -> None:
         before = self._machine.state
         self._actions.extend(self._machine.handle(event))
         self._look_at_view()
-        if self._machine.state is not before and self._machine.state not in _CALM:
-            self._take_in_finished(event)
+        if self._machine.state is before or self._machine.state in _CALM:
+            return
+        if before in _CALM:
+            self._explain_change(event)
+        self._take_in_finished(event)
 
-    def _look_at_view(self) -> None:
+    def _look_at_view(self, *, joins: bool = False) -> None:
         """Take in a view of which the state machine has just learned, before anything is sent because of it."""
         view = self._machine.view
-        if view is None or view is self._view:
+        if view is None or (view is self._view and not joins):
             return
         is_member = isinstance(self._machine, ElasticMember)
         old, self._view = self._view, view
@@ -322,7 +339,7 @@ class ViewDriver:
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
-    def _carry(self, action: MemberAction | CandidateAction) -> None:
+    def _carry(self, action: MemberAction | CandidateAction) -> None:  # noqa: C901  one table
         match action:
             case SendTo(receiver, message):
                 self._send(receiver, message)
@@ -353,15 +370,15 @@ class ViewDriver:
     def _join(self, view: View) -> None:
         """Become a member."""
         self._machine = ElasticMember(self.me, view, self._timeouts)
-        self._view = None  # from now on the links of a member are needed
-        self._look_at_view()
+        self._look_at_view(joins=True)
         self._actions.extend(self._machine.start())
 
     def _end(self, exit_code: int, reason: str) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._all_know.set()
-            self._plane.end(exit_code, reason)
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = True
+                self._all_know.set()
+                self._plane.end(exit_code, reason)
 
     def _send(self, receiver: MemberId | VoterId, message: ViewMessage) -> None:
         if isinstance(receiver, MemberId):
@@ -429,14 +446,24 @@ class ViewDriver:
             if is_expected and self._machine.state in _CALM:
                 self._held.append(evidence)
                 return
-            self._explain(evidence)
             self._dispatch(evidence)
 
-    def _explain(self, evidence: Evidence) -> None:
+    def _explain_change(self, event: MemberEvent) -> None:
+        """Say why a change begins."""
         view = self._view
-        if self._machine.state in _CALM and view is not None and evidence.member in view.ranks:
-            detail = f": {evidence.detail}" if evidence.detail else ""
-            self.reason = f"rank {view.ranks[evidence.member]} {evidence.verdict.value}{detail}"
+        assert view is not None, "members have a view"
+        match event:
+            case Evidence(member, verdict, detail):
+                self.reason = f"rank {view.ranks.get(member)} {verdict.value}{detail and ': '}{detail}"
+            case ChangeRequested(_, reason):
+                self.reason = f"rank {view.ranks.get(self.me)}: {reason}"
+            case Received(MemberId() as sender, RevokeView(lost=lost)) if lost:
+                ranks = format_ranks(view.ranks[member] for member in lost if member in view.ranks)
+                self.reason = f"rank(s) {ranks} are lost (told by rank {view.ranks.get(sender)})"
+            case Received(MemberId() as sender, RevokeView() | AskMember()):
+                self.reason = f"rank {view.ranks.get(sender)} asked for it"
+            case _:
+                self.reason = "processes come or leave"
 
     # -- changes that are asked for, and the end of the program -------------------------------------------------------
 
@@ -448,8 +475,16 @@ class ViewDriver:
         if self._num_failed_views > MAX_FAILED_VIEWS:
             self._end(1, f"{MAX_FAILED_VIEWS} views in a row failed here, at last because: {request.reason}")
             return
-        self.reason = f"rank {view.ranks.get(self.me)}: {request.reason}"
         self._dispatch(request)
+
+    def _begin_leaving(self, grace_seconds: float) -> None:
+        view = self._view
+        if view is None or (view.size == 1 and isinstance(self._machine, ElasticMember)):
+            self._end(0, "left; there is no other member")
+            return
+        reason = f"left after a grace of {grace_seconds:g} s, before the others have agreed"
+        self._loop.call_at(time.monotonic() + grace_seconds, partial(self._end, 0, reason))
+        self._dispatch(LeaveRequested())
 
     def _begin_finish(self) -> None:
         self._is_finished = self._links.is_finished = True
@@ -458,7 +493,7 @@ class ViewDriver:
         for member in sorted(self._unaware):
             self._links.send(member, ProgramFinished())
         self._note_aware(self.me)
-        if self._machine.state not in _CALM:
+        if self._machine.state is ElasticState.CHANGING:
             self._dispatch(LeaveRequested())
 
     def _note_aware(self, member: MemberId) -> None:
@@ -499,9 +534,6 @@ class ViewDriver:
     def _stop_waiting(self) -> None:
         with self._lock:
             if isinstance(self._machine, ElasticCandidate) and not self._has_ended:
-                known = (
-                    "nobody has said who they are"
-                    if self._view is None
-                    else f"the latest known view is {self._view.epoch}"
-                )
+                view = self._view
+                known = "nobody has said who they are" if view is None else f"the latest known view is {view.epoch}"
                 self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")

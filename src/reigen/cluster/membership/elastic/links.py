@@ -188,6 +188,9 @@ class MemberLinks:
         for peer in self._peers.values():
             for link in (*peer.links, *([peer.connecting] if peer.connecting else [])):
                 link.close()
+            if peer.pidfd >= 0:
+                os.close(peer.pidfd)
+                peer.pidfd = -1
 
     # -- whom to watch ------------------------------------------------------------------------------------------------
 
