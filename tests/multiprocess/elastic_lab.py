@@ -64,7 +64,7 @@ class LabPlane:
         self.me, self.cells, self.log = me, cells, log
         self.rng = random.Random(me.slot * 1000 + me.incarnation)
         self.slowest = options.get("slowest", 0.005)
-        self.failing_builds = options.get("failing_builds", 0)
+        self.failing_builds = options.get("failing", {}).get(str(me.slot), 0)
         self.driver: ViewDriver | None = None
         self.changed = threading.Condition()
         self.view: View | None = None
@@ -152,7 +152,7 @@ def run_member(options: dict[str, Any]) -> None:
         driver = ViewDriver.start_first(node, view, plane, rendezvous, timeouts)
     plane.driver = driver
     threading.Thread(target=obey, args=(options["orders"], driver, log), daemon=True).start()
-    plane.train(options.get("last", 1 << 31))
+    plane.train(options.get("finishing", {}).get(str(me.slot), options.get("last", 1 << 31)))
     driver.finish()
     log("finished", plane.applied)
     driver.close()
@@ -279,7 +279,7 @@ class Lab:
         self.cells_fd = os.memfd_create("cells")
         os.ftruncate(self.cells_fd, MAX_SLOTS * _CELL)
         self.voters: dict[str, int] = {}
-        for host in (*hosts, "spare host"):
+        for host in (*hosts, "a", "spare host"):
             if host not in self.voters:
                 self.voters[host] = os.memfd_create("voter")
                 os.ftruncate(self.voters[host], 128 << 10)
@@ -352,12 +352,16 @@ class Lab:
     def alive(self) -> list[LabProcess]:
         return [each for each in self.processes.values() if each.exit_code is None]
 
-    def run_view(self, members: list[LabProcess], after: int = 0, seconds: float = PATIENCE_SECONDS) -> tuple[int, float]:
+    def run_view(
+        self, members: list[LabProcess], after: int = 0, seconds: float = PATIENCE_SECONDS
+    ) -> tuple[int, float]:
         """Wait until these members, and no others, run one view behind an epoch; returns it, and when the last began."""
         wanted = sorted(each.id for each in members)
 
         def newest() -> set[int]:
-            epochs = [{run[1] for run in each.runs() if sorted(run[2]) == wanted and run[1] > after} for each in members]
+            epochs = [
+                {run[1] for run in each.runs() if sorted(run[2]) == wanted and run[1] > after} for each in members
+            ]
             return set.intersection(*epochs)
 
         self.until(lambda: bool(newest()), f"{wanted} run a view behind {after}", seconds)

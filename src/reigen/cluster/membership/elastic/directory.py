@@ -110,7 +110,7 @@ class ViewDirectory:
     def look_for_view(self, found: Callable[[View], bool]) -> None:
         """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread."""
         self._look = found
-        self._do(lambda: None)
+        self._do(self._look_once)
 
     def tell_finished(self, member: MemberId, done: Callable[[], None]) -> None:
         """Put that a member's program is done; then call ``done``."""
