@@ -62,7 +62,7 @@ def test_deaths_at_random_moments() -> None:
                 at = kill(lab, later, members)
             epoch, began = lab.run_view(members, epoch - 1 if not first + later else epoch)
             seconds.append(began - at)
-            if began - at > 0.15: print("ROUND", at, began - at, [e.id for e in first], [e.id for e in later]); print("\n".join(l for l in lab.story().split("\n")[-60:]))
+            if began - at > 0.12: print("ROUND", at, began - at, [e.id for e in first], [e.id for e in later]); [print(round(l[0]-at,4), l[1:]) for l in sorted(l for p in lab.processes.values() for l in p.said) if at - 0.1 < l[0] <= began+.01]
             lab.make_steps(members, 2)
             members += refill(lab, first + later, number)
             epoch, _ = lab.run_view(members, epoch)

@@ -12,6 +12,7 @@ from reigen.cluster.membership.views.candidate import CandidateState, ElasticCan
 from reigen.cluster.membership.views.events import (
     FENCED_EXIT_CODE,
     BuildLayouts,
+    ChangeRequested,
     Copied,
     CopyStarted,
     EndProcess,
@@ -548,6 +549,30 @@ def test_who_leaves_says_when_and_is_not_fenced() -> None:
     other.handle(Received(member(3), ChangeAt(1, 6, member(3))))
     assert other.handle(StepApplied(5)) == []
     assert other.handle(StepApplied(6))[0] == RevokePlane(1)
+
+
+def test_change_that_is_asked_for_keeps_the_members() -> None:
+    each = running(0)
+    actions = each.handle(ChangeRequested(1, "an engine gave up"))
+    assert actions[0] == RevokePlane(1)
+    assert SendTo(member(1), RevokeView(1)) in actions
+    assert each.handle(ChangeRequested(1, "another one did, too")) == []
+    each.handle(PlaneRevoked(1, progress(7)))
+    decide(each, 0, 1, 2, 3)
+
+    assert each.view.epoch == 2
+    assert each.view.members == tuple(member(slot) for slot in range(4))
+    assert each.state is ElasticState.INSTALLING
+
+
+def test_change_because_of_a_view_that_has_passed_is_none() -> None:
+    each = running(0)
+    each.handle(Evidence(member(3), Verdict.DEAD))
+    each.handle(PlaneRevoked(1, progress(7)))
+    decide(each, 0, 1, 2)
+
+    assert each.handle(ChangeRequested(1, "its engine has lost rank 3")) == []
+    assert each.handle(ChangeRequested(2, "its build failed"))[0] == RevokePlane(2)
 
 
 def test_messages_of_a_view_that_has_passed_are_answered_with_the_present_one() -> None:

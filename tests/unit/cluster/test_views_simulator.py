@@ -28,7 +28,7 @@ from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simu
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
 EVENTS = {
-    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave"),
+    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave", "request"),
     *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
 }
 
@@ -55,7 +55,7 @@ def run_schedules(seeds: Sequence[int]) -> tuple[Counter[str], set[tuple[str, st
 
 
 def test_schedules() -> None:
-    seen, transitions = run_schedules(range(500) if _REPLAY is None else [int(_REPLAY)])
+    seen, transitions = run_schedules(range(700) if _REPLAY is None else [int(_REPLAY)])
 
     if _REPLAY is None:
         assert set(seen) == EVENTS

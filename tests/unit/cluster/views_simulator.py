@@ -19,6 +19,7 @@ from typing import Any
 from reigen.cluster.membership.views.candidate import CandidateState, ElasticCandidate
 from reigen.cluster.membership.views.events import (
     BuildLayouts,
+    ChangeRequested,
     Copied,
     CopyStarted,
     EndProcess,
@@ -73,6 +74,7 @@ FAULTS = {
     "pause": 1,
     "tear": 1,
     "forget": 1,
+    "request": 1,
 }
 #: How long after the last fault all must run again, or have ended.
 SETTLE_SECONDS = 25.0
@@ -666,6 +668,9 @@ class Simulator:
             case "leave":
                 victim.wants_to_leave = True
                 self.do(victim, LeaveRequested())
+            case "request":
+                assert isinstance(victim.member, ElasticMember)
+                self.do(victim, ChangeRequested(victim.member.view.epoch - self.rng.choice((0, 0, 1)), "asked for"))
             case "tear":
                 host = self.hosts[victim.host]
                 host.tears = True
