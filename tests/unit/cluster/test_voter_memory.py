@@ -1,4 +1,4 @@
-"""Memory of a host's voter: processes that share it, die in the middle of a write, or are stopped while they have it."""
+"""Memory of a host's voter: processes share it, die in the middle of a write, or are stopped while they have it."""
 
 from __future__ import annotations
 

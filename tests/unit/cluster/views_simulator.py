@@ -644,7 +644,7 @@ class Simulator:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def _fault(self, kind: str) -> None:
+    def _fault(self, kind: str) -> None:  # noqa: C901  one table
         members = [each for each in self.processes.values() if each.is_member]
         if not members:
             return
