@@ -219,6 +219,8 @@ class Simulator:
         self.settle_seconds = self.resume_seconds = 0.0
         self._fault_at = 0.0
         self.transitions: set[tuple[str, str]] = set()
+        #: by epoch, after how many steps its members stopped
+        self.stops: dict[int, set[int]] = {}
         self._set_up()
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -403,6 +405,7 @@ class Simulator:
         process.plane = None
         held = HeldSums(process.held_epoch, tuple(sorted(process.held)), NUM_BUCKETS)
         step = process.applied
+        self.stops.setdefault(epoch, set()).add(step)
         self.do(process, PlaneRevoked(epoch, StepProgress(step, Cursor(0, step), Cursor(0, step + 1), held)))
 
     def _build(self, process: Process, view: View) -> None:

@@ -58,7 +58,7 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts
-from reigen.cluster.membership.views.messages import AskMember, RevokeView, ViewDecided, ViewMessage
+from reigen.cluster.membership.views.messages import AskMember, ChangeAt, RevokeView, ViewDecided, ViewMessage
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
 from reigen.errors import ReigenError, format_ranks
 from reigen.net.event_loop import EventLoop, Timer
@@ -316,7 +316,7 @@ class ViewDriver:
         self._look_at_view()
         if self._machine.state is before or self._machine.state in _CALM:
             return
-        if before in _CALM:
+        if before in _CALM or (before is ElasticState.PAUSED and isinstance(event, Evidence)):
             self._explain_change(event)
         self._take_in_finished(event)
 
@@ -418,6 +418,8 @@ class ViewDriver:
             match frame:
                 case ToMember(message):
                     self._dispatch(Received(sender, message))
+                    if self._is_finished and isinstance(message, ChangeAt):  # it makes no more steps
+                        self._dispatch(ChangeRequested(message.epoch, "its program is done"))
                 case VoterAnswer(voter, message):
                     self._dispatch(Received(voter, message))
                 case ToVoter(voter, message):
