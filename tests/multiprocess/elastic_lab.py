@@ -172,6 +172,8 @@ def obey(fd: int, driver: ViewDriver, log: Callable[..., None]) -> None:
                     driver.report(Evidence(MemberId(slot, incarnation), Verdict.STUCK, "did not come"))
                 case ["change", reason]:
                     driver.request_change(reason)
+                case ["count"]:
+                    log("count", len(os.listdir("/proc/self/fd")))
                 case ["ask"]:
                     log("state", driver.state.value, sorted(map(list, driver.finished)))
 

@@ -304,6 +304,29 @@ def test_same_members_in_another_view() -> None:
         assert all("asked for it" in members[rank].runs()[-1][4] for rank in (0, 2)), lab.story()
 
 
+def test_changes_leave_nothing_behind() -> None:
+    """Descriptors, after members have come, died, and changed for nothing."""
+    with elastic_lab(["a"] * 3) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        counts = []
+        for number in range(9):
+            members[0].order("change", "for nothing")
+            epoch, _ = lab.run_view(members, epoch)
+            if number % 3 == 2:
+                slot = members[2].slot
+                kill([members[2]], members)
+                epoch, _ = lab.run_view(members, epoch)
+                members.append(lab.candidate(slot, incarnation=number))
+                epoch, _ = lab.run_view(members, epoch)
+                lab.make_steps(members)
+                before = len(members[0].told("count"))
+                members[0].order("count")
+                lab.until(lambda before=before: len(members[0].told("count")) > before, "it counts")
+                counts.append(members[0].told("count")[-1][0])
+        assert max(counts) <= counts[0] + 1, counts
+
+
 def test_build_that_fails_is_tried_again() -> None:
     with elastic_lab(["a"] * 2, failing={"1": 2}) as lab:
         members = lab.alive()
