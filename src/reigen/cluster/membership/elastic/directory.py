@@ -5,7 +5,6 @@ All of it is at the rendezvous of the launcher:
 ``elastic/card/RANK``  where a process of the first view listens
 ``elastic/view``       the latest view that runs, by its rank 0
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
-``elastic/finished/S`` incarnation of the process in slot S whose program is done
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ class ViewDirectory:
 
         def tell() -> None:
             try:
-                self._rendezvous.put(f"{FINISHED_KEY}/{member.slot}", str(member.incarnation).encode())
                 self._rendezvous.put(FINISHED_KEY, str(member.slot).encode())
             finally:
                 done()
