@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from reigen.cluster.membership.views.events import (
     FENCED_EXIT_CODE,
+    ChangeRequested,
     EndProcess,
     Evidence,
     LayoutsBuilt,
@@ -427,6 +428,10 @@ class ElasticMember:
         self.state = ElasticState.LEAVING
         return self._change_soon(self.me)
 
+    def _on_change_requested(self, event: ChangeRequested) -> list[MemberAction]:
+        """Begin a change, unless the view has passed: what failed there is over."""
+        return self._begin_change() if event.epoch == self.view.epoch else []
+
     def _change_soon(self, leaving: MemberId | None) -> list[MemberAction]:
         """Name a step at which all stop; some may be one step ahead, and the message takes time."""
         if self._change_at is None or leaving is not None:
@@ -543,6 +548,7 @@ class ElasticMember:
         Rolled: _on_rolled,
         StepApplied: _on_step_applied,
         LeaveRequested: _on_leave,
+        ChangeRequested: _on_change_requested,
         TimerFired: _on_timer,
     }
     _MESSAGE_HANDLERS: ClassVar[dict[type[Any], Callable[..., list[MemberAction]]]] = {

@@ -1,0 +1,175 @@
+"""Hosts of an elastic job, and the places on them: which are used, which rest, which may be started. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
+
+from reigen.launch.elastic.options import Cooldown
+from reigen.launch.hosts import HostInfo
+
+
+class SeatState(Enum):
+    """What a place is used for."""
+
+    FREE = auto()
+    RUNNING = auto()
+    LEAVING = auto()
+
+
+@dataclass(slots=True)
+class Failures:
+    """Failures of a place, or of a host, and the rest that follows.
+
+    Attributes:
+        times: of those that count.
+        rests_until: when it may be used again; inf: never.
+    """
+
+    times: list[float] = field(default_factory=list)
+    rests_until: float = -inf
+
+    def add(self, now: float, cooldown: Cooldown, chance: float) -> float | None:
+        """Count a failure; returns the seconds of rest, None: for ever."""
+        if cooldown.max_failures is not None:
+            self.times = [each for each in self.times if now - each < cooldown.window_seconds]
+        self.times.append(now)
+        rest = cooldown.rest_seconds(len(self.times), chance)
+        self.rests_until = inf if rest is None else now + rest
+        return rest
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """Place of one process.
+
+    Attributes:
+        host, local_rank: where.
+        slot: its number in the job, from its first process on; -1: it had none.
+        incarnation: of its latest process.
+        state: what it is used for.
+        failures: of its processes.
+        leaves_by: when a process that was asked to leave is killed.
+    """
+
+    host: str
+    local_rank: int
+    slot: int = -1
+    incarnation: int = -1
+    state: SeatState = SeatState.FREE
+    failures: Failures = field(default_factory=Failures)
+    leaves_by: float = inf
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """Slot and incarnation."""
+        return self.slot, self.incarnation
+
+
+class HostPhase(Enum):
+    """Whether processes can be started on a host."""
+
+    CALLED = auto()
+    READY = auto()
+    GONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class SeatedHost:
+    """Host, with its places.
+
+    Attributes:
+        name: as it was found.
+        seats: all that it ever had.
+        num_slots: how many of them may be used now; 0: it has vanished.
+        phase: whether it can be used.
+        failures: of the host itself, or, where a failure of a process counts as one of its host, of those.
+    """
+
+    name: str
+    seats: list[Seat] = field(default_factory=list)
+    num_slots: int = 0
+    phase: HostPhase = HostPhase.GONE
+    failures: Failures = field(default_factory=Failures)
+
+    def usable_seats(self, now: float) -> Iterator[Seat]:
+        """Yield the places that can have a process now, or have one that stays."""
+        if self.phase is HostPhase.READY and self.failures.rests_until <= now:
+            for seat in self.seats[: self.num_slots]:
+                if seat.state is SeatState.RUNNING or (
+                    seat.state is SeatState.FREE and seat.failures.rests_until <= now
+                ):
+                    yield seat
+
+
+class SeatTable:
+    """Places of all hosts, in the order in which the hosts were seen first."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, SeatedHost] = {}
+        self._by_slot: list[Seat] = []
+
+    def __getitem__(self, slot: int) -> Seat:
+        """Return the place with this number."""
+        return self._by_slot[slot]
+
+    def __iter__(self) -> Iterator[Seat]:
+        """Yield the places that have had a process."""
+        return iter(self._by_slot)
+
+    def update(self, found: Iterable[HostInfo]) -> tuple[list[SeatedHost], list[SeatedHost]]:
+        """Take the hosts that there are now; returns those that have gained places, and those that have lost some."""
+        slots = {host.name: host.slots for host in found}
+        gained, lost = [], []
+        for name, num in slots.items():
+            host = self.hosts.setdefault(name, SeatedHost(name))
+            if num > host.num_slots:
+                gained.append(host)
+            elif num < host.num_slots:
+                lost.append(host)
+            host.num_slots = num
+            host.seats += [Seat(name, local_rank) for local_rank in range(len(host.seats), num)]
+        for host in self.hosts.values():
+            if host.name not in slots and host.num_slots:
+                host.num_slots = 0
+                lost.append(host)
+        return gained, lost
+
+    def occupy(self, seat: Seat) -> None:
+        """Give a place its next process."""
+        if seat.slot < 0:
+            seat.slot = len(self._by_slot)
+            self._by_slot.append(seat)
+        seat.incarnation += 1
+        seat.state, seat.leaves_by = SeatState.RUNNING, inf
+
+    def in_state(self, state: SeatState) -> list[Seat]:
+        """Return the places in a state."""
+        return [seat for seat in self._by_slot if seat.state is state]
+
+    def usable(self, now: float) -> list[Seat]:
+        """Return the places of which each has a process that stays, or may have one now.
+
+        Free places that have never failed come before those that have.
+        """
+        seats = [seat for host in self.hosts.values() for seat in host.usable_seats(now)]
+        return sorted(seats, key=lambda seat: (seat.state is SeatState.FREE, bool(seat.failures.times)))
+
+    def num_possible(self) -> int:
+        """Return how many processes there can be at most, now or later, on the hosts that there are now."""
+        return sum(
+            seat.state is SeatState.RUNNING or seat.failures.rests_until < inf
+            for host in self.hosts.values()
+            if host.failures.rests_until < inf
+            for seat in host.seats[: host.num_slots]
+        )
+
+    def next_due(self, now: float) -> float:
+        """Return when the next rest or the next time to leave ends; inf: there is none."""
+        hosts = [host for host in self.hosts.values() if host.num_slots]
+        ends = [host.failures.rests_until for host in hosts]
+        ends += [seat.failures.rests_until for host in hosts for seat in host.seats[: host.num_slots]]
+        leaving = [seat.leaves_by for seat in self.in_state(SeatState.LEAVING)]
+        return min([*(end for end in ends if end > now), *leaving], default=inf)
