@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
@@ -109,6 +110,8 @@ class Context:
         #: registered memory that was not given back: by process set and offset, where it lies
         self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._release: Callable[[], None] = lambda: None
+        #: called when this rank leaves the job: methods of objects that may be gone by then
+        self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
         #: the ranks of every host
         self.hosts = ((0,),) if job_rendezvous is None else job_rendezvous.layout.hosts
         can_mpi, why_not = can_use_mpi(os.environ)
@@ -463,7 +466,19 @@ class Context:
             self.timeline.close()
         finally:
             self._engine.close()
+            followers, self._followers = self._followers, []
+            for reference in followers:
+                if (follower := reference()) is not None:
+                    follower()
             self._release()
+
+    def when_closed(self, method: Callable[[], None]) -> None:
+        """Have a bound method called, once, when this rank has left the job: nothing of it is under way any more.
+
+        Its object is not kept alive. It must not raise.
+        """
+        self._followers = [each for each in self._followers if each() is not None]
+        self._followers.append(weakref.WeakMethod(method))
 
     def _submit(self, operation: Operation, task: TensorTableEntry, blocking: bool) -> Handle:
         if type(task.source) is DeviceArray:

@@ -77,6 +77,10 @@ class SparseGradients:
             name = f"{reduce_group.name}.sparse.{index}"
             self._pending[index] = grouped_allgather_async(both, name, reduce_group.process_set)
 
+    def abandon(self) -> None:
+        """Forget what was submitted: nobody will wait for it."""
+        self._pending.clear()
+
     def wait(self, reduce_group: ReduceGroup, parameters: list[torch.Tensor], names: list[str]) -> None:
         """Every rank's indices and values, in rank order, become the gradient. Repeated indices are not merged.
 
