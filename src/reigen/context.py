@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import itertools
 import os
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from msgspec import structs
@@ -588,7 +590,7 @@ def _join_elastic(
     global _elastic, _has_left  # noqa: PLW0603
     if _has_left:
         raise ConfigError("this process has left its elastic job by shutdown(), and cannot come back")
-    _elastic = join_elastic_job(place, job, config, environ, ranks, functools.partial(_create, config))
+    _elastic = join_elastic_job(place, job, config, environ, ranks, functools.partial(_create_for_view, config))
     _has_left = True
     try:
         return _elastic.enter()
@@ -607,6 +609,13 @@ def _create(config: Config, job_rendezvous: JobRendezvous) -> Context:
     if not context.has_network:
         job_rendezvous.rendezvous.close()
     return context
+
+
+def _create_for_view(config: Config, job_rendezvous: JobRendezvous, epoch: int) -> Context:
+    if config.timeline not in {None, "DYNAMIC"} and epoch > 1:  # each view has its own
+        path = Path(str(config.timeline))
+        config = dataclasses.replace(config, timeline=str(path.with_name(f"{path.stem}.view{epoch}{path.suffix}")))
+    return _create(config, job_rendezvous)
 
 
 def elastic_job() -> ElasticJob[Context] | None:

@@ -81,9 +81,7 @@ class JobAccess:
     def meet(self, layout: HostLayout, name: str) -> JobRendezvous:
         """Return the rendezvous of these ranks under a name that only they use."""
         rendezvous = PrefixRendezvous(self.connect(), name)
-        return JobRendezvous(
-            layout, rendezvous, address=self.address, secret=self.secret, namespace=name, tls=self.tls
-        )
+        return JobRendezvous(layout, rendezvous, address=self.address, secret=self.secret, namespace=name, tls=self.tls)
 
 
 _Context = TypeVar("_Context", bound=ViewContext)
@@ -95,7 +93,7 @@ class ElasticJob(Generic[_Context]):
     Args:
         place: of this process.
         access: to the launcher's service.
-        make_context: makes the context of a view, at the rendezvous of its members; collective.
+        make_context: makes the context of a view, at the rendezvous of its members, with its epoch; collective.
 
     Attributes:
         epoch: of the view whose context the program has; 0: none yet.
@@ -104,10 +102,12 @@ class ElasticJob(Generic[_Context]):
     """
 
     def __init__(
-        self, place: ElasticPlace, access: JobAccess, make_context: Callable[[JobRendezvous], _Context]
+        self, place: ElasticPlace, access: JobAccess, make_context: Callable[[JobRendezvous, int], _Context]
     ) -> None:
         self._place, self._access, self._make_context = place, access, make_context
         self._changed = threading.Condition()
+        #: held where a context that is in use is made to fail: it must not be closed meanwhile
+        self._revoking = threading.Lock()
         #: by epoch, contexts that are there; the program's is among them
         self._contexts: dict[int, _Context] = {}
         #: the view that is built, or was built last; and the one whose steps may be run
@@ -178,7 +178,7 @@ class ElasticJob(Generic[_Context]):
 
     def leave_view(self) -> None:
         """Give up the context that the program has, and see to it that the others, too, go to the next view."""
-        with self._changed:
+        with self._revoking, self._changed:
             context = self._contexts.pop(self.epoch, None)
         self._driver.request_change("a collective failed", self.epoch)
         if context is not None:
@@ -210,15 +210,17 @@ class ElasticJob(Generic[_Context]):
 
     def revoke(self, epoch: int) -> StepProgress:
         """Stop the collectives of a view."""
-        with self._changed:
-            self._running = None
-            is_programs = epoch == self.epoch
-            context = self._contexts.get(epoch) if is_programs else self._contexts.pop(epoch, None)
-            self._wanted = None
-        if context is not None:
-            context.give_up(PeerLostError(self._driver.reason))
-            if not is_programs:
-                context.close()
+        with self._revoking:
+            with self._changed:
+                self._running = self._wanted = None
+                context = self._contexts.get(epoch)
+                is_programs = epoch == self.epoch
+                if not is_programs:
+                    self._contexts.pop(epoch, None)
+            if context is not None:
+                context.give_up(PeerLostError(self._driver.reason))
+        if context is not None and not is_programs:
+            context.close()
         step = self._step if self._has_state else 0
         return StepProgress(step, Cursor(0, step), Cursor(0, step), HeldSums(epoch))
 
@@ -231,7 +233,7 @@ class ElasticJob(Generic[_Context]):
 
     def _build(self, view: View, done: Callable[[], None]) -> None:
         try:
-            context = self._make_context(self._rendezvous_of(view))
+            context = self._make_context(self._rendezvous_of(view), view.epoch)
         except Exception as error:  # of any kind: whoever waits for the view gets it
             self._fail_build(view, error)
             return
@@ -292,7 +294,7 @@ def join_elastic_job(
     config: Config,
     environ: Mapping[str, str],
     ranks: Sequence[int] | None,
-    make_context: Callable[[JobRendezvous], _Context],
+    make_context: Callable[[JobRendezvous, int], _Context],
 ) -> ElasticJob[_Context]:
     """Take this process's part in an elastic job; `ElasticJob.enter` comes next.
 

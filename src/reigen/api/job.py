@@ -66,7 +66,7 @@ def init(
 
 
 def change_view() -> None:
-    """In an elastic job: go on in its next view. Waits for it; ranks, size and process sets are those of that view then.
+    """In an elastic job: wait for its next view; ranks, size and process sets are those of that view then.
 
     Raises:
         NotInitializedError: this process is in no elastic job.

@@ -274,14 +274,18 @@ def register_again(job: context.Context, process_sets: Sequence[ProcessSet], ren
         process_sets: the sets.
         renumbered: ranks in this view, by ranks in the last one that this process had; empty for a newcomer.
     """
-    own = [(False, sorted(renumbered[rank] for rank in each.ranks or [] if rank in renumbered)) for each in process_sets]
+    own = [
+        (False, sorted(renumbered[rank] for rank in each.ranks or [] if rank in renumbered)) for each in process_sets
+    ]
     all_lists: list[list[tuple[bool, list[int]]]] = allgather_object(job, own, _STATIC_NAME)
     _check_equal([len(lists) for lists in all_lists], "the ranks gave different numbers of process_sets to init()")
     numbers = {tuple(range(job.size)): 0}
     for members in dict.fromkeys(tuple(ranks) for _, ranks in all_lists[0]):
         if members and members not in numbers:
             numbers[members] = job.add_process_set(members)
-    for process_set, (_, ranks) in zip(process_sets, all_lists[0], strict=True):  # all, or none: a member may die before
+    for process_set, (_, ranks) in zip(
+        process_sets, all_lists[0], strict=True
+    ):  # all, or none: a member may die before
         if ranks:
             process_set.registered(job, numbers[tuple(ranks)], ranks)
         else:

@@ -68,4 +68,6 @@ class ElasticPlace:
         rendezvous, secret = reader.text(RENDEZVOUS_VARIABLE), parse_secret(reader.text(SECRET_VARIABLE))
         reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
         slot = self.member.slot
-        return JobInfo(slot, max(slot + 1, self.max_size), rendezvous, secret, "reigen run", f"{CANDIDATE_VARIABLE} is set")
+        return JobInfo(
+            slot, max(slot + 1, self.max_size), rendezvous, secret, "reigen run", f"{CANDIDATE_VARIABLE} is set"
+        )
