@@ -229,10 +229,9 @@ class ElasticJobState(JobState):
         leaving = [slot for host in lost for slot in host.slots[host.num_slots :] if slot.state is SlotState.RUNNING]
         if not leaving:
             return []
-        names = ", ".join(sorted({slot.host for slot in leaving}))
-        slots = format_ranks(sorted(slot.number for slot in leaving))
-        why = f"host{'s' if ',' in names else ''} {names} {'have' if ',' in names else 'has'} fewer places"
-        return [SayToUser(f"{why}: slots {slots} are asked to leave"), self._ask_to_leave(leaving)]
+        changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in lost]
+        text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
+        return [SayToUser(text), self._ask_to_leave(leaving)]
 
     def _ask_to_leave(self, slots: Iterable[Slot]) -> TerminateProcesses:
         numbers = []
@@ -264,7 +263,7 @@ class ElasticJobState(JobState):
             self._vacate(slot)
             if not was_leaving:
                 self._count_death(slot, JobFailure(slot.number, HOST_LOST_EXIT_CODE, 0, reason))
-        slots = f", with slots {format_ranks(sorted(slot.number for slot in ended))}" if ended else ""
+        slots = f", with slot{'s' * (len(ended) > 1)} {format_ranks(slot.number for slot in ended)}" if ended else ""
         instructions.append(SayToUser(f"host {host.name} was lost{slots}: {reason}; {self._describe_rest(rest)}"))
         return instructions
 
@@ -276,7 +275,7 @@ class ElasticJobState(JobState):
         was_leaving = slot.state is SlotState.LEAVING
         self._vacate(slot)
         failure = JobFailure(slot.number, exit_code, 0, cause=cause)
-        if exit_code == 0 and self.epoch is None and slot.id in self.members:
+        if exit_code == 0 and self.epoch is None and slot.id in self.members and not was_leaving:
             self.finished.add(slot.number)
         if self.finished:
             is_failure = exit_code not in {0, FENCED_EXIT_CODE} and not was_leaving and slot.id in self.members
@@ -447,6 +446,11 @@ class ElasticJobState(JobState):
 def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
     """Return the members' slots, by rank."""
     return tuple(slot for slot, _ in members)
+
+
+def _format_slots(slots: Iterable[Slot]) -> str:
+    numbers = [slot.number for slot in slots]
+    return f"slots {format_ranks(numbers)} are" if len(numbers) > 1 else f"slot {numbers[0]} is"
 
 
 def _describe_end(exit_code: int, cause: str) -> str:
