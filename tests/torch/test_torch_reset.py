@@ -137,8 +137,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", OPTIONS)
+#: all places with the plain one, and each option in some
+CASES = [
+    *(("plain", where) for where in WHERE),
+    ("groups", "no backward"),
+    ("sparse_as_dense", "in backward"),
+    ("in backward", "after backward"),
+    ("shared", "in backward"),
+    ("shared", "after synchronize"),
+]
+
+
+@pytest.mark.parametrize(("name", "where"), CASES)
 def test_an_optimizer_goes_on_in_a_job_of_another_size(rank_pool, name, where):
     after = where == "after synchronize"  # with sums in p.grad, which the next step must not find there
     rank_pool(3).run(goes_on, OPTIONS[name], where, not after, where != "in backward", init=True)

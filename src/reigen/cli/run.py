@@ -148,7 +148,7 @@ def _options(
 
 
 def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> ElasticRequest:
-    """Return what the user has said about an elastic job."""
+    """Collect the options of an elastic job."""
     request = ElasticRequest(
         num_ranks=chosen.num_ranks,
         min_ranks=chosen.min_ranks,

@@ -298,7 +298,7 @@ class Agent:
                 self._voter = make_voter_memory()
                 self._stack.callback(os.close, self._voter)
             specs = plan_starts(request.elastic_starts, request.num_places, options, services, environ, self._voter)
-            notes = []
+            notes: list[str] = []
         else:
             specs, notes = plan_host(request.assignment, options, services, environ)
         for spec in specs:

@@ -207,7 +207,7 @@ class DiscoveryRuns:
         self._on_problem(problem)
 
     def _reap(self) -> None:
-        """Kill what is left of a run, and forget it."""
+        """Kill the rest of a run, and forget it."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -2,7 +2,7 @@
 
 While the job runs (RUNNING of ``launch.job_state``, whose other phases are the same here):
 
-a. Hosts are found (HostsFound) and called (CallHost); each is ready (HostPrepared) or cannot take part (HostRefused).
+a. Hosts are found (HostsFound) and called (CallHost); each is ready (HostPrepared) or cannot take part (HostUnusable).
    When there are places for `min_ranks`, the first processes are started (StartSlots), and are the first view.
 b. A process dies: the others go on. Its place, or its whole host, rests; then a candidate is started there. A place
    that has never failed is used before one that has rested. The members announce their views (ViewAnnounced).
@@ -30,7 +30,7 @@ import msgspec
 
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
-from reigen.launch.elastic.seats import HostPhase, Seat, SeatedHost, SeatState, SeatTable
+from reigen.launch.elastic.slots import HostPhase, HostSlots, Slot, SlotState, SlotTable
 from reigen.launch.exit_report import describe_exit
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import (
@@ -78,7 +78,7 @@ class HostPrepared(JobMessage, frozen=True):
     host: str
 
 
-class HostRefused(JobMessage, frozen=True):
+class HostUnusable(JobMessage, frozen=True):
     """Host cannot take part, for this ``reason``."""
 
     host: str
@@ -103,7 +103,7 @@ class TimePassed(JobMessage, frozen=True):
 
 
 class CallHost(JobMessage, frozen=True):
-    """Prepare a host for processes; answered by HostPrepared or HostRefused."""
+    """Prepare a host for processes; answered by HostPrepared or HostUnusable."""
 
     host: str
 
@@ -130,7 +130,7 @@ class SayToUser(JobMessage, frozen=True):
     text: str
 
 
-ElasticEvent = HostsFound | HostPrepared | HostRefused | ViewAnnounced | MemberFinished | TimePassed
+ElasticEvent = HostsFound | HostPrepared | HostUnusable | ViewAnnounced | MemberFinished | TimePassed
 ElasticInstruction = CallHost | StartSlots | SayToUser
 
 
@@ -155,7 +155,7 @@ class ElasticJobState(JobState):
         super().__init__(0)
         self._num_ranks = sys.maxsize  # all numbers are those of ranks
         self._options, self._chance, self._now = options, chance, now
-        self.seats = SeatTable()
+        self.slots = SlotTable()
         self.has_begun = False
         #: Epoch of the latest view; None: none was announced.
         self.epoch: int | None = None
@@ -188,15 +188,15 @@ class ElasticJobState(JobState):
             case HostsFound(hosts):
                 instructions += self._found(hosts)
             case HostPrepared(name):
-                self.seats.hosts[name].phase = HostPhase.READY
-            case HostRefused(name, reason):
-                instructions += self._refused(self.seats.hosts[name], reason)
+                self.slots.hosts[name].phase = HostPhase.READY
+            case HostUnusable(name, reason):
+                instructions += self._refused(self.slots.hosts[name], reason)
             case ViewAnnounced(epoch, members):
                 self._announced(epoch, members)
-            case ProcessExited(slot, exit_code, cause):
-                instructions += self._process_ended(self.seats[slot], exit_code, cause)
+            case ProcessExited(number, exit_code, cause):
+                instructions += self._process_ended(self.slots[number], exit_code, cause)
             case HostLost(_, reason, host):
-                instructions += self._host_lost(self.seats.hosts[host], reason)
+                instructions += self._host_lost(self.slots.hosts[host], reason)
             case MemberFinished() | TimePassed():
                 pass
             case _:
@@ -207,7 +207,7 @@ class ElasticJobState(JobState):
         """Return when TimePassed is due; inf: not at all."""
         if self.phase is not JobPhase.RUNNING:
             return inf
-        ends = [self.seats.next_due(self._now)]
+        ends = [self.slots.next_due(self._now)]
         ends += [] if self._short_since is None else [self._short_since + self._timeout_seconds]
         ends += [] if self._orphaned_since is None else [self._orphaned_since + ORPHANED_SECONDS]
         return min(ends)
@@ -216,32 +216,31 @@ class ElasticJobState(JobState):
         """Assert the invariants between two events."""
         assert self.phase is not JobPhase.SWEEPING or not self.running
         assert self.phase is JobPhase.DONE or self.running == {
-            seat.slot for seat in self.seats if seat.state is not SeatState.FREE
+            slot.number for slot in self.slots if slot.state is not SlotState.FREE
         }
-        assert len(self.seats.in_state(SeatState.RUNNING)) <= self._options.max_ranks
+        assert len(self.slots.in_state(SlotState.RUNNING)) <= self._options.max_ranks
 
     @property
     def _timeout_seconds(self) -> float:
         return self._options.timeout_seconds if self.has_begun else self._options.start_timeout_seconds
 
     def _found(self, hosts: Sequence[tuple[str, int]]) -> list[JobInstruction | ElasticInstruction]:
-        _, lost = self.seats.update(HostInfo(*each) for each in hosts)
-        leaving = [seat for host in lost for seat in host.seats[host.num_slots :] if seat.state is SeatState.RUNNING]
+        _, lost = self.slots.update(HostInfo(*each) for each in hosts)
+        leaving = [slot for host in lost for slot in host.slots[host.num_slots :] if slot.state is SlotState.RUNNING]
         if not leaving:
             return []
-        names = ", ".join(sorted({seat.host for seat in leaving}))
-        slots = format_ranks(sorted(seat.slot for seat in leaving))
-        why = f"host{'s' if ',' in names else ''} {names} {'have' if ',' in names else 'has'} fewer places"
-        return [SayToUser(f"{why}: slots {slots} are asked to leave"), self._ask_to_leave(leaving)]
+        changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in lost]
+        text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
+        return [SayToUser(text), self._ask_to_leave(leaving)]
 
-    def _ask_to_leave(self, seats: Iterable[Seat]) -> TerminateProcesses:
-        slots = []
-        for seat in seats:
-            seat.state, seat.leaves_by = SeatState.LEAVING, self._now + LEAVE_SECONDS
-            slots.append(seat.slot)
-        return TerminateProcesses(tuple(sorted(slots)))
+    def _ask_to_leave(self, slots: Iterable[Slot]) -> TerminateProcesses:
+        numbers = []
+        for slot in slots:
+            slot.state, slot.leaves_by = SlotState.LEAVING, self._now + LEAVE_SECONDS
+            numbers.append(slot.number)
+        return TerminateProcesses(tuple(sorted(numbers)))
 
-    def _refused(self, host: SeatedHost, reason: str) -> list[JobInstruction | ElasticInstruction]:
+    def _refused(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         host.phase = HostPhase.GONE
         host.failures.rests_until = max(host.failures.rests_until, self._now + _REFUSED_SECONDS)
         return [SayToUser(f"host {host.name} cannot take part: {reason}; it is called again later")]
@@ -254,58 +253,58 @@ class ElasticJobState(JobState):
         self.epoch, self.members = epoch, members
         self._deaths.clear()
 
-    def _host_lost(self, host: SeatedHost, reason: str) -> list[JobInstruction | ElasticInstruction]:
+    def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         host.phase = HostPhase.GONE
         instructions: list[JobInstruction | ElasticInstruction] = []
         rest = host.failures.add(self._now, self._options.cooldown, self._chance())
-        ended = [seat for seat in host.seats if seat.state is not SeatState.FREE]
-        for seat in ended:
-            was_leaving = seat.state is SeatState.LEAVING
-            self._vacate(seat)
+        ended = [slot for slot in host.slots if slot.state is not SlotState.FREE]
+        for slot in ended:
+            was_leaving = slot.state is SlotState.LEAVING
+            self._vacate(slot)
             if not was_leaving:
-                self._count_death(seat, JobFailure(seat.slot, HOST_LOST_EXIT_CODE, 0, reason))
-        slots = f", with slots {format_ranks(sorted(seat.slot for seat in ended))}" if ended else ""
+                self._count_death(slot, JobFailure(slot.number, HOST_LOST_EXIT_CODE, 0, reason))
+        slots = f", with slot{'s' * (len(ended) > 1)} {format_ranks(slot.number for slot in ended)}" if ended else ""
         instructions.append(SayToUser(f"host {host.name} was lost{slots}: {reason}; {self._describe_rest(rest)}"))
         return instructions
 
-    def _vacate(self, seat: Seat) -> None:
-        self.running.discard(seat.slot)
-        seat.state, seat.leaves_by = SeatState.FREE, inf
+    def _vacate(self, slot: Slot) -> None:
+        self.running.discard(slot.number)
+        slot.state, slot.leaves_by = SlotState.FREE, inf
 
-    def _process_ended(self, seat: Seat, exit_code: int, cause: str) -> list[JobInstruction | ElasticInstruction]:
-        was_leaving = seat.state is SeatState.LEAVING
-        self._vacate(seat)
-        failure = JobFailure(seat.slot, exit_code, 0, cause=cause)
-        if exit_code == 0 and self.epoch is None and seat.id in self.members:
-            self.finished.add(seat.slot)
+    def _process_ended(self, slot: Slot, exit_code: int, cause: str) -> list[JobInstruction | ElasticInstruction]:
+        was_leaving = slot.state is SlotState.LEAVING
+        self._vacate(slot)
+        failure = JobFailure(slot.number, exit_code, 0, cause=cause)
+        if exit_code == 0 and self.epoch is None and slot.id in self.members and not was_leaving:
+            self.finished.add(slot.number)
         if self.finished:
-            is_failure = exit_code not in {0, FENCED_EXIT_CODE} and not was_leaving and seat.id in self.members
+            is_failure = exit_code not in {0, FENCED_EXIT_CODE} and not was_leaving and slot.id in self.members
             self.failure = self.failure or (failure if is_failure else None)
             return []
         if was_leaving:
-            return [SayToUser(f"{self._name(seat)} has left")]
-        self._count_death(seat, failure)
-        neighbours = self._neighbours_to_stop(seat, exit_code)
+            return [SayToUser(f"{self._name(slot)} has left")]
+        self._count_death(slot, failure)
+        neighbours = self._neighbours_to_stop(slot, exit_code)
         if neighbours is None:
-            rest = seat.failures.add(self._now, self._options.cooldown, self._chance())
-            return [SayToUser(f"{self._name(seat)}: {_describe_end(exit_code, cause)}; {self._describe_rest(rest)}")]
-        host = self.seats.hosts[seat.host]
+            rest = slot.failures.add(self._now, self._options.cooldown, self._chance())
+            return [SayToUser(f"{self._name(slot)}: {_describe_end(exit_code, cause)}; {self._describe_rest(rest)}")]
+        host = self.slots.hosts[slot.host]
         rest = host.failures.add(self._now, self._options.cooldown, self._chance())
-        text = f"{self._name(seat)}: {_describe_end(exit_code, cause)}; host {host.name} is not used any more"
+        text = f"{self._name(slot)}: {_describe_end(exit_code, cause)}; host {host.name} is not used any more"
         text += "" if rest is None else f" for {rest:.0f} s"
         stop = [self._ask_to_leave(neighbours)] if neighbours else []
         return [SayToUser(f"{text}; {self._describe_number()}"), *stop]
 
-    def _neighbours_to_stop(self, seat: Seat, exit_code: int) -> list[Seat] | None:
+    def _neighbours_to_stop(self, slot: Slot, exit_code: int) -> list[Slot] | None:
         """Return the places whose processes end with this one; None: their host is used further."""
         if self._options.blacklist != "host" or exit_code == FENCED_EXIT_CODE:
             return None
-        return [each for each in self.seats.hosts[seat.host].seats if each.state is SeatState.RUNNING]
+        return [each for each in self.slots.hosts[slot.host].slots if each.state is SlotState.RUNNING]
 
-    def _count_death(self, seat: Seat, failure: JobFailure) -> None:
+    def _count_death(self, slot: Slot, failure: JobFailure) -> None:
         if failure.exit_code != FENCED_EXIT_CODE:
-            self._deaths.append(_Death(failure, seat.id))
-        if seat.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
+            self._deaths.append(_Death(failure, slot.id))
+        if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
             self._counted_epoch = self.epoch
             self._num_resets += 1
 
@@ -313,12 +312,12 @@ class ElasticJobState(JobState):
 
     def _decide(self) -> list[JobInstruction | ElasticInstruction]:
         """Decide what follows from the state as it is now."""
-        running = self.seats.in_state(SeatState.RUNNING)
+        running = self.slots.in_state(SlotState.RUNNING)
         if self.finished:
             return self._decide_ending(running)
         is_short = len(running) < self._options.min_ranks
         self._short_since = None if not is_short else self._now if self._short_since is None else self._short_since
-        has_members = any(seat.id in self.members for seat in running)
+        has_members = any(slot.id in self.members for slot in running)
         is_orphaned = self.has_begun and not has_members
         self._orphaned_since = (
             None if not is_orphaned else self._now if self._orphaned_since is None else self._orphaned_since
@@ -332,21 +331,21 @@ class ElasticJobState(JobState):
 
     def _kill_late(self) -> list[JobInstruction | ElasticInstruction]:
         """Kill those that were asked to leave long ago."""
-        late = [seat for seat in self.seats.in_state(SeatState.LEAVING) if seat.leaves_by <= self._now]
-        for seat in late:
-            seat.leaves_by = self._now + LEAVE_SECONDS
-        return [SignalProcesses(tuple(seat.slot for seat in late), SIGKILL)] if late else []
+        late = [slot for slot in self.slots.in_state(SlotState.LEAVING) if slot.leaves_by <= self._now]
+        for slot in late:
+            slot.leaves_by = self._now + LEAVE_SECONDS
+        return [SignalProcesses(tuple(slot.number for slot in late), SIGKILL)] if late else []
 
-    def _decide_ending(self, running: Sequence[Seat]) -> list[JobInstruction | ElasticInstruction]:
+    def _decide_ending(self, running: Sequence[Slot]) -> list[JobInstruction | ElasticInstruction]:
         """Decide when a member has finished."""
         self._short_since = self._orphaned_since = None
         if not self.running:
             return list(self._ended(set(), None))
-        others = [seat for seat in running if seat.id not in self.members and seat.slot not in self.finished]
+        others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
         instructions: list[JobInstruction | ElasticInstruction] = [self._ask_to_leave(others)] if others else []
         return instructions + self._kill_late()
 
-    def _find_problem(self, running: Sequence[Seat]) -> str:
+    def _find_problem(self, running: Sequence[Slot]) -> str:
         """Return why the job cannot go on; empty: it can. ``-`` stands for the first failure."""
         options = self._options
         limit = options.reset_limit
@@ -358,7 +357,7 @@ class ElasticJobState(JobState):
             return "-"
         if self._short_since is not None and self._now >= self._short_since + self._timeout_seconds:
             return MIN_RANKS_TEXT.format(options.min_ranks)
-        if options.discovery is None and self.seats.hosts and self.seats.num_possible() < options.min_ranks:
+        if options.discovery is None and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
             return MIN_RANKS_TEXT.format(options.min_ranks)
         return ""
 
@@ -368,59 +367,59 @@ class ElasticJobState(JobState):
             self.failure = msgspec.structs.replace(self._deaths[0].failure, num_stopped=num_stopped)
         else:
             self.problem = problem if problem != "-" else "no process is left that holds the state of the training"
-        said: list[JobInstruction | ElasticInstruction] = [SayToUser(self.problem)] if self.problem else []
-        return said + list(self._stop())
+        words: list[JobInstruction | ElasticInstruction] = [SayToUser(self.problem)] if self.problem else []
+        return words + list(self._stop())
 
     def _call_hosts(self) -> list[JobInstruction | ElasticInstruction]:
         calls: list[JobInstruction | ElasticInstruction] = []
-        for host in self.seats.hosts.values():
+        for host in self.slots.hosts.values():
             if host.num_slots and host.phase is HostPhase.GONE and host.failures.rests_until <= self._now:
                 host.phase = HostPhase.CALLED
                 calls.append(CallHost(host.name))
         return calls
 
     def _can_begin(self) -> bool:
-        if any(host.phase is HostPhase.CALLED and host.num_slots for host in self.seats.hosts.values()):
+        if any(host.phase is HostPhase.CALLED and host.num_slots for host in self.slots.hosts.values()):
             return False
-        return len(self.seats.usable(self._now)) >= self._options.min_ranks
+        return len(self.slots.usable(self._now)) >= self._options.min_ranks
 
     def _start(self) -> list[JobInstruction | ElasticInstruction]:
         """Start the first processes, or candidates, in free places."""
-        usable = self.seats.usable(self._now)[: self._options.max_ranks]
-        chosen = [seat for seat in usable if seat.state is SeatState.FREE]
+        num = self._options.max_ranks - len(self.slots.in_state(SlotState.RUNNING))
+        chosen = [slot for slot in self.slots.usable(self._now) if slot.state is SlotState.FREE][: max(0, num)]
         if not chosen:
             return []
         size = 0 if self.has_begun else len(chosen)
         starts = []
-        for seat in chosen:
-            self.seats.occupy(seat)
-            self.running.add(seat.slot)
-            starts.append(SlotStart(seat.slot, seat.incarnation, seat.host, seat.local_rank, size))
-        said: list[JobInstruction | ElasticInstruction] = []
+        for slot in chosen:
+            self.slots.occupy(slot)
+            self.running.add(slot.number)
+            starts.append(SlotStart(slot.number, slot.incarnation, slot.host, slot.local_rank, size))
+        words: list[JobInstruction | ElasticInstruction] = []
         if self.has_begun:
-            said = [SayToUser("; ".join(map(_describe_start, starts)))]
+            words = [SayToUser("; ".join(map(_describe_start, starts)))]
         else:
-            self.members = tuple(seat.id for seat in chosen)
+            self.members = tuple(slot.id for slot in chosen)
         self.has_begun = True
-        if len(self.seats.in_state(SeatState.RUNNING)) >= self._options.min_ranks:
+        if len(self.slots.in_state(SlotState.RUNNING)) >= self._options.min_ranks:
             self._short_since = None
         self._orphaned_since = None if size else self._orphaned_since
-        return [*said, StartSlots(tuple(starts))]
+        return [*words, StartSlots(tuple(starts))]
 
     # ---------------------------------------------------------------- the end
 
     def _stop(self) -> list[JobInstruction]:
         """Stop what runs; where nothing does, sweep."""
         if self.running:
-            for seat in self.seats:
-                seat.leaves_by = inf
+            for slot in self.slots:
+                slot.leaves_by = inf
             return super()._stop()
         self.phase, self._killed = JobPhase.SWEEPING, False
         return [SweepProcesses(), StartGraceTimer()]
 
     def _ended(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
-        for slot in numbers:
-            self._vacate(self.seats[slot])
+        for number in numbers:
+            self._vacate(self.slots[number])
         return super()._ended(numbers, failure)
 
     def _finish(self) -> list[JobInstruction]:
@@ -431,12 +430,12 @@ class ElasticJobState(JobState):
 
     # ---------------------------------------------------------------- words
 
-    def _name(self, seat: Seat) -> str:
-        where = f" (host {seat.host})" if len(self.seats.hosts) > 1 else ""
-        return f"slot {seat.slot}{where}"
+    def _name(self, slot: Slot) -> str:
+        where = f" (host {slot.host})" if len(self.slots.hosts) > 1 else ""
+        return f"slot {slot.number}{where}"
 
     def _describe_number(self) -> str:
-        num = len(self.seats.in_state(SeatState.RUNNING))
+        num = len(self.slots.in_state(SlotState.RUNNING))
         return f"{num} process{'es go' if num != 1 else ' goes'} on"
 
     def _describe_rest(self, rest_seconds: float | None) -> str:
@@ -447,6 +446,11 @@ class ElasticJobState(JobState):
 def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
     """Return the members' slots, by rank."""
     return tuple(slot for slot, _ in members)
+
+
+def _format_slots(slots: Iterable[Slot]) -> str:
+    numbers = [slot.number for slot in slots]
+    return f"slots {format_ranks(numbers)} are" if len(numbers) > 1 else f"slot {numbers[0]} is"
 
 
 def _describe_end(exit_code: int, cause: str) -> str:

@@ -19,7 +19,7 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Cooldown:
-    """How long a place, or a host, rests after a failure.
+    """Rule for rests of places, or of hosts, after failures.
 
     Attributes:
         least_seconds, most_seconds: of one rest, which doubles with each failure.
@@ -80,7 +80,7 @@ class ElasticOptions:
 
 @dataclass(frozen=True, slots=True)
 class ElasticRequest:
-    """What the user asked for; None where nothing was said. Names of options for messages are ``names``."""
+    """Options of an elastic job as the user gave them, None where not; ``names`` are those of options, for messages."""
 
     num_ranks: int | None = None
     min_ranks: int | None = None

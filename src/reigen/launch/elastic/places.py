@@ -1,4 +1,4 @@
-"""Processes of an elastic job on one machine: their environment, and the memory of its voter."""
+"""Processes of an elastic job on one host: their environment, and the memory of its voter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ELASTIC_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PlacedStart:
-    """Process to start on a machine.
+    """Process to start on this host.
 
     Attributes:
         place: its number among the places of the machine, which share its processors and GPUs.
@@ -117,7 +117,7 @@ def plan_starts(
     environ: Mapping[str, str],
     voter: int,
 ) -> list[ProcessSpec]:
-    """Plan processes of this machine; what they share of it does not depend on how many run at a time.
+    """Plan processes of this host; their shares of it do not depend on how many run at a time.
 
     Args:
         starts: the processes.
@@ -149,7 +149,7 @@ def _fill(spec: ProcessSpec, start: PlacedStart, voter: int) -> ProcessSpec:
 
 
 def make_voter_memory() -> int:
-    """Make the memory of a machine's voter, which its processes inherit; returns its descriptor."""
+    """Make the memory of a host's voter, which its processes inherit; returns its descriptor."""
     descriptor = os.memfd_create("reigen-voter", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, VOTER_BYTES)
     return descriptor

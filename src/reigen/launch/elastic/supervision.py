@@ -28,8 +28,8 @@ from reigen.launch.elastic.job import (
     ElasticInstruction,
     ElasticJobState,
     HostPrepared,
-    HostRefused,
     HostsFound,
+    HostUnusable,
     MemberFinished,
     SayToUser,
     SlotStart,
@@ -141,7 +141,7 @@ class ElasticSupervision:
             )
 
     def close(self) -> None:
-        """End what was started here. May be called twice."""
+        """Stop discovery, and give up the voter's memory. May be called twice."""
         if self._discovery is not None:
             self._discovery.close()
         if self._voter >= 0:
@@ -199,7 +199,7 @@ class ElasticSupervision:
     # ---------------------------------------------------------------- one turn
 
     def turn(self) -> float | None:
-        """Do what is due; returns the seconds until the next call."""
+        """Do the work that is due; returns the seconds until the next call."""
         waits = [] if self._discovery is None else [self._discovery.turn()]
         if self._services is None:
             return min((wait for wait in waits if wait is not None), default=None)
@@ -215,7 +215,7 @@ class ElasticSupervision:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def announce(self, key: str, value: bytes) -> None:
-        """Take what somebody has put at the rendezvous; called in the service's thread."""
+        """Take a value that was put at the rendezvous; called in the service's thread."""
         if key in {ELASTIC_VIEW_KEY, ELASTIC_FINISHED_KEY}:
             self._announced.append((key, value))
             self._owner.loop.wake()
@@ -286,7 +286,7 @@ class ElasticSupervision:
             return
         agent = self._owner.agents.get(host)
         if agent is None:
-            self._owner.handle(HostRefused(host, "this launcher starts nothing on hosts that are not this one"))
+            self._owner.handle(HostUnusable(host, "this launcher starts nothing on hosts that are not this one"))
         elif agent.refused is not None:
             self._give_up(host, "")
         elif agent.phase is AgentPhase.CONNECTED:
@@ -315,10 +315,10 @@ class ElasticSupervision:
         problem = agent.problem(self._plan.agents, _CALL_SECONDS)
         agent.close()
         advice = f" ({problem.advice})" if problem.advice else ""
-        self._owner.handle(HostRefused(host, (problem.what or reason) + advice))
+        self._owner.handle(HostUnusable(host, (problem.what or reason) + advice))
 
     def _prepare(self, agent: AgentClient) -> None:
-        """Have a host checked for what the job needs, and give it the payload."""
+        """Have a host checked for everything that the job needs, and give it the payload."""
         assert self._services is not None, "the service has its address"
         self._deadlines[agent.host] = time.monotonic() + _PREPARE_SECONDS
         options, directory = self._options, self._plan.directory
@@ -395,24 +395,24 @@ class ElasticSupervision:
         )
 
     def _num_places(self, machine: str) -> int:
-        """Return how many processes there may be on a machine at a time; empty: on this one."""
-        hosts = self.job.seats.hosts.values()
+        """Return the greatest number of processes of a host at a time; empty: of this one."""
+        hosts = self.job.slots.hosts.values()
         num = sum(
             host.num_slots for host in hosts if (not machine and self._is_here(host.name)) or host.name == machine
         )
         return max(1, min(num, self._elastic.max_ranks))
 
     def _place_offsets(self) -> dict[str, int]:
-        """Return the number of each host's first place on its machine: several names may be this machine's."""
+        """Return the number of each host's first place: several names may be this host's."""
         offsets, num_here = {}, 0
-        for host in self.job.seats.hosts.values():
+        for host in self.job.slots.hosts.values():
             offsets[host.name] = num_here if self._is_here(host.name) else 0
-            num_here += len(host.seats) if self._is_here(host.name) else 0
+            num_here += len(host.slots) if self._is_here(host.name) else 0
         return offsets
 
 
 def parse_announcement(key: str, value: bytes) -> ElasticEvent:
-    """Parse what a member has put at the rendezvous.
+    """Parse an announcement of a member, from the rendezvous.
 
     Raises:
         WireError: it is no view.

@@ -61,10 +61,14 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         self._gather()
 
     def abandon(self) -> None:
-        """Forget a step that nobody will finish, with its gradients; weights are this rank's own until the next one."""
+        """Forget a step that nobody will finish, with its gradients; weights and state are this rank's own until then."""
         super().abandon()
         self._forget_gradients()
         self._inner = None
+        states = self.__dict__["state"]
+        for parameter in (parameter for shared in self._shared for parameter in shared.parameters):
+            if held := states.get(parameter):
+                states[parameter] = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in held.items()}
         _release_shared(self._shared)
         self.weights_are_whole = True
 

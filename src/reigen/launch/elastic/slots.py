@@ -11,8 +11,8 @@ from reigen.launch.elastic.options import Cooldown
 from reigen.launch.hosts import HostInfo
 
 
-class SeatState(Enum):
-    """What a place is used for."""
+class SlotState(Enum):
+    """Use of a place."""
 
     FREE = auto()
     RUNNING = auto()
@@ -42,12 +42,12 @@ class Failures:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class Slot:
     """Place of one process.
 
     Attributes:
         host, local_rank: where.
-        slot: its number in the job, from its first process on; -1: it had none.
+        number: in the job, from its first process on; -1: it had none.
         incarnation: of its latest process.
         state: what it is used for.
         failures: of its processes.
@@ -56,20 +56,20 @@ class Seat:
 
     host: str
     local_rank: int
-    slot: int = -1
+    number: int = -1
     incarnation: int = -1
-    state: SeatState = SeatState.FREE
+    state: SlotState = SlotState.FREE
     failures: Failures = field(default_factory=Failures)
     leaves_by: float = inf
 
     @property
     def id(self) -> tuple[int, int]:
         """Slot and incarnation."""
-        return self.slot, self.incarnation
+        return self.number, self.incarnation
 
 
 class HostPhase(Enum):
-    """Whether processes can be started on a host."""
+    """Readiness of a host for processes."""
 
     CALLED = auto()
     READY = auto()
@@ -77,99 +77,99 @@ class HostPhase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class SeatedHost:
+class HostSlots:
     """Host, with its places.
 
     Attributes:
         name: as it was found.
-        seats: all that it ever had.
+        slots: all that it ever had.
         num_slots: how many of them may be used now; 0: it has vanished.
         phase: whether it can be used.
         failures: of the host itself, or, where a failure of a process counts as one of its host, of those.
     """
 
     name: str
-    seats: list[Seat] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
     num_slots: int = 0
     phase: HostPhase = HostPhase.GONE
     failures: Failures = field(default_factory=Failures)
 
-    def usable_seats(self, now: float) -> Iterator[Seat]:
+    def usable_slots(self, now: float) -> Iterator[Slot]:
         """Yield the places that can have a process now, or have one that stays."""
         if self.phase is HostPhase.READY and self.failures.rests_until <= now:
-            for seat in self.seats[: self.num_slots]:
-                if seat.state is SeatState.RUNNING or (
-                    seat.state is SeatState.FREE and seat.failures.rests_until <= now
+            for slot in self.slots[: self.num_slots]:
+                if slot.state is SlotState.RUNNING or (
+                    slot.state is SlotState.FREE and slot.failures.rests_until <= now
                 ):
-                    yield seat
+                    yield slot
 
 
-class SeatTable:
+class SlotTable:
     """Places of all hosts, in the order in which the hosts were seen first."""
 
     def __init__(self) -> None:
-        self.hosts: dict[str, SeatedHost] = {}
-        self._by_slot: list[Seat] = []
+        self.hosts: dict[str, HostSlots] = {}
+        self._slots: list[Slot] = []
 
-    def __getitem__(self, slot: int) -> Seat:
+    def __getitem__(self, number: int) -> Slot:
         """Return the place with this number."""
-        return self._by_slot[slot]
+        return self._slots[number]
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[Slot]:
         """Yield the places that have had a process."""
-        return iter(self._by_slot)
+        return iter(self._slots)
 
-    def update(self, found: Iterable[HostInfo]) -> tuple[list[SeatedHost], list[SeatedHost]]:
+    def update(self, found: Iterable[HostInfo]) -> tuple[list[HostSlots], list[HostSlots]]:
         """Take the hosts that there are now; returns those that have gained places, and those that have lost some."""
         slots = {host.name: host.slots for host in found}
         gained, lost = [], []
         for name, num in slots.items():
-            host = self.hosts.setdefault(name, SeatedHost(name))
+            host = self.hosts.setdefault(name, HostSlots(name))
             if num > host.num_slots:
                 gained.append(host)
             elif num < host.num_slots:
                 lost.append(host)
             host.num_slots = num
-            host.seats += [Seat(name, local_rank) for local_rank in range(len(host.seats), num)]
+            host.slots += [Slot(name, local_rank) for local_rank in range(len(host.slots), num)]
         for host in self.hosts.values():
             if host.name not in slots and host.num_slots:
                 host.num_slots = 0
                 lost.append(host)
         return gained, lost
 
-    def occupy(self, seat: Seat) -> None:
+    def occupy(self, slot: Slot) -> None:
         """Give a place its next process."""
-        if seat.slot < 0:
-            seat.slot = len(self._by_slot)
-            self._by_slot.append(seat)
-        seat.incarnation += 1
-        seat.state, seat.leaves_by = SeatState.RUNNING, inf
+        if slot.number < 0:
+            slot.number = len(self._slots)
+            self._slots.append(slot)
+        slot.incarnation += 1
+        slot.state, slot.leaves_by = SlotState.RUNNING, inf
 
-    def in_state(self, state: SeatState) -> list[Seat]:
+    def in_state(self, state: SlotState) -> list[Slot]:
         """Return the places in a state."""
-        return [seat for seat in self._by_slot if seat.state is state]
+        return [slot for slot in self._slots if slot.state is state]
 
-    def usable(self, now: float) -> list[Seat]:
+    def usable(self, now: float) -> list[Slot]:
         """Return the places of which each has a process that stays, or may have one now.
 
         Free places that have never failed come before those that have.
         """
-        seats = [seat for host in self.hosts.values() for seat in host.usable_seats(now)]
-        return sorted(seats, key=lambda seat: (seat.state is SeatState.FREE, bool(seat.failures.times)))
+        slots = [slot for host in self.hosts.values() for slot in host.usable_slots(now)]
+        return sorted(slots, key=lambda slot: (slot.state is SlotState.FREE, bool(slot.failures.times)))
 
     def num_possible(self) -> int:
         """Return how many processes there can be at most, now or later, on the hosts that there are now."""
         return sum(
-            seat.state is SeatState.RUNNING or seat.failures.rests_until < inf
+            slot.state is SlotState.RUNNING or slot.failures.rests_until < inf
             for host in self.hosts.values()
             if host.failures.rests_until < inf
-            for seat in host.seats[: host.num_slots]
+            for slot in host.slots[: host.num_slots]
         )
 
     def next_due(self, now: float) -> float:
         """Return when the next rest or the next time to leave ends; inf: there is none."""
         hosts = [host for host in self.hosts.values() if host.num_slots]
         ends = [host.failures.rests_until for host in hosts]
-        ends += [seat.failures.rests_until for host in hosts for seat in host.seats[: host.num_slots]]
-        leaving = [seat.leaves_by for seat in self.in_state(SeatState.LEAVING)]
+        ends += [slot.failures.rests_until for host in hosts for slot in host.slots[: host.num_slots]]
+        leaving = [slot.leaves_by for slot in self.in_state(SlotState.LEAVING)]
         return min([*(end for end in ends if end > now), *leaving], default=inf)
