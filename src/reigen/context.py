@@ -25,8 +25,8 @@ from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
 from reigen.backends.selection import choose_backends
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
 from reigen.cluster.environ import PREFIXED_VARIABLE, JobInfo, detect_job
-from reigen.cluster.topology import Topology
 from reigen.cluster.membership.place import ElasticPlace
+from reigen.cluster.topology import Topology
 from reigen.config import Config, load_config
 from reigen.elastic_job import ElasticJob, join_elastic_job
 from reigen.engine import operation_builders
@@ -644,8 +644,8 @@ def change_view() -> tuple[dict[int, int], Context]:
 
 
 def shutdown() -> None:
-    """Leave the job. Does nothing outside one; `init` joins again, but not an elastic job, whose program is done then."""
-    global _current, _elastic  # noqa: PLW0603
+    """Leave the job. Does nothing outside one; `init` joins again, but no elastic job: its program is done then."""
+    global _current, _elastic
     with _lock:
         context, _current = _current, None
         job, _elastic = _elastic, None
@@ -667,7 +667,7 @@ def _shutdown_at_exit() -> None:
 
 def _after_fork() -> None:
     """In the child: it is no rank. Threads, locks and the place in the job stay with the parent."""
-    global _lock, _current, _elastic, _forked_from  # noqa: PLW0603
+    global _lock, _current, _elastic, _forked_from
     _lock, _elastic = threading.Lock(), None
     if _current is not None:
         _current, _forked_from = None, _current

@@ -206,7 +206,7 @@ class ElasticJob(Generic[_Context]):
             context.close()
         self._driver.close()
 
-    # -- the driver's thread; see `ViewPlane` -----------------------------------------------------------------------------
+    # -- the driver's thread; see `ViewPlane` --------------------------------------------------------------------------
 
     def revoke(self, epoch: int) -> StepProgress:
         """Stop the collectives of a view."""
@@ -234,7 +234,7 @@ class ElasticJob(Generic[_Context]):
     def _build(self, view: View, done: Callable[[], None]) -> None:
         try:
             context = self._make_context(self._rendezvous_of(view), view.epoch)
-        except Exception as error:  # of any kind: whoever waits for the view gets it
+        except Exception as error:  # noqa: BLE001  whoever waits for the view gets it
             self._fail_build(view, error)
             return
         with self._changed:
@@ -312,7 +312,8 @@ def join_elastic_job(
     """
     if ranks is not None:
         raise ArgumentError("an elastic job has all of its processes, not only some ranks; add process sets instead")
-    assert job.rendezvous is not None and job.secret is not None
+    assert job.rendezvous is not None
+    assert job.secret is not None
     tls = job_tls(config)
     access = JobAccess(job.rendezvous, job.secret, place.member.slot, config.start_timeout_seconds, tls)
     address, _ = choose_address(config.network_interfaces, split_address(job.rendezvous)[0])

@@ -283,9 +283,7 @@ def register_again(job: context.Context, process_sets: Sequence[ProcessSet], ren
     for members in dict.fromkeys(tuple(ranks) for _, ranks in all_lists[0]):
         if members and members not in numbers:
             numbers[members] = job.add_process_set(members)
-    for process_set, (_, ranks) in zip(
-        process_sets, all_lists[0], strict=True
-    ):  # all, or none: a member may die before
+    for process_set, (_, ranks) in zip(process_sets, all_lists[0], strict=True):  # after what may fail
         if ranks:
             process_set.registered(job, numbers[tuple(ranks)], ranks)
         else:

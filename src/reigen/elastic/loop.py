@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from reigen.elastic import membership
 from reigen.elastic.state import State
@@ -47,13 +47,18 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     return run_fn(func, membership.reset)
 
 
-def run_fn(
-    func: Callable[Concatenate[S, P], R], reset: Callable[[], None]
-) -> Callable[Concatenate[S, P], R]:
+def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> Callable[Concatenate[S, P], R]:
     """Like `run`, with another function that waits for the next members."""
 
     @functools.wraps(func)
     def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(state, *args, **kwargs)
+        except BaseException:
+            membership.fail()
+            raise
+
+    def call(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         loop = _Loop(state)
         while True:
             try:
