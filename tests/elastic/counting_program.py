@@ -24,8 +24,9 @@ def main() -> None:
             time.sleep(seconds)
             state.total += value[0].item()
             state.step += 1
+            line = f"STEP {state.step} {hvd.rank()} {hvd.size()} {state.total} {time.monotonic()}"
+            print(line, flush=True)
             state.commit()
-            print(f"STEP {state.step} {hvd.rank()} {hvd.size()} {state.total} {time.monotonic()}", flush=True)
 
     train(state)
     print(f"DONE {hvd.rank()} {hvd.size()} {state.total}", flush=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -78,20 +79,22 @@ class ElasticProcesses:
             member.kill()
             with suppress(subprocess.TimeoutExpired):
                 member.wait(10)
+            assert member.process.stdout is not None
+            member.process.stdout.close()
         self._service.close()
         os.close(self._voter_fd)
 
-    def start_first(self, size: int) -> list[Member]:
-        """Starts the members of the first view."""
+    def start_first(self, size: int, environs: Mapping[int, Mapping[str, str]] | None = None) -> list[Member]:
+        """Starts the members of the first view; ``environs``: more variables of some ranks. Returns all processes."""
         for rank in range(size):
             numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
             place = {f"REIGEN_{name}": str(number) for name, number in numbers.items()}
-            self._start(rank, **place, REIGEN_CROSS_RANK="0", REIGEN_CROSS_SIZE="1")
+            self._start(rank, **place, **(environs or {}).get(rank, {}), REIGEN_CROSS_RANK="0", REIGEN_CROSS_SIZE="1")
         return self.members
 
-    def start_candidate(self, slot: int) -> Member:
+    def start_candidate(self, slot: int, **environ: str) -> Member:
         """Starts a process that wants to become a member."""
-        return self._start(slot, REIGEN_ELASTIC_CANDIDATE="1")
+        return self._start(slot, **environ, REIGEN_ELASTIC_CANDIDATE="1")
 
     def _start(self, slot: int, **environ: str) -> Member:
         incarnation = self._incarnations.get(slot, -1) + 1
