@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +215,7 @@ def start_member(options: dict[str, Any]) -> None:
         os.dup2(null, 0)
         os.dup2(null, 1)
         run_member(options)
-    except BaseException:
+    except Exception:  # noqa: BLE001  of a process that ends
         traceback.print_exc()
     finally:
         os._exit(3)
@@ -294,7 +294,6 @@ class Lab:
         self.processes: dict[tuple[int, int], LabProcess] = {}
         self._started: list[list[Any]] = []
         self._write_end = log
-        self._closing: list[int] = []
         for slot, host in enumerate(hosts):
             self.start(slot, host)
 
@@ -355,7 +354,7 @@ class Lab:
     def run_view(
         self, members: list[LabProcess], after: int = 0, seconds: float = PATIENCE_SECONDS
     ) -> tuple[int, float]:
-        """Wait until these members, and no others, run one view behind an epoch; returns it, and when the last began."""
+        """Wait until these members, and no others, run a view behind an epoch; returns it, and when the last began."""
         wanted = sorted(each.id for each in members)
 
         def newest() -> set[int]:
@@ -381,10 +380,8 @@ class Lab:
     def close(self) -> None:
         """End everything."""
         for process in self.alive():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         try:
             self.until(lambda: not self.alive(), "all have ended")
         finally:

@@ -16,7 +16,7 @@ _SEED = int(os.environ.get("REIGEN_ELASTIC_SEED", "1"))
 _ROUNDS = int(os.environ.get("REIGEN_ELASTIC_ROUNDS", "20"))
 
 
-def kill(lab: Lab, victims: list[LabProcess], members: list[LabProcess]) -> float:
+def kill(victims: list[LabProcess], members: list[LabProcess]) -> float:
     """Kill members; returns when the last one was."""
     at = max(victim.signal(signal.SIGKILL) for victim in victims)
     for victim in victims:
@@ -33,9 +33,8 @@ def test_members_go_on_after_deaths() -> None:
         epoch, _ = lab.run_view(members)
         assert epoch == 1
         lab.make_steps(members)
-        for victims in ([members[3]], [members[0]], members[:2]):
-            victims = [each for each in victims if each in members][: len(members) - 1]
-            kill(lab, victims, members)
+        for victims in ([members[3]], [members[0]], [members[1]]):
+            kill(victims, members)
             epoch, _ = lab.run_view(members, epoch)
             lab.make_steps(members)
         assert len(members) == 1
@@ -53,16 +52,14 @@ def test_deaths_at_random_moments() -> None:
         epoch, _ = lab.run_view(members)
         for number in range(_ROUNDS):
             time.sleep(rng.random() * 0.03)  # any moment of a step
-            first = rng.sample(members, rng.choice((1, 1, 1, 2, len(members) - 1)))
-            first = keep_a_quorum(first, members)
-            at = kill(lab, first, members)
+            first = keep_a_quorum(rng.sample(members, rng.choice((1, 1, 1, 2, len(members) - 1))), members)
+            at = kill(first, members)
             later = keep_a_quorum(rng.sample(members, min(1, len(members) - 1)), members) if rng.random() < 0.5 else []
             if later:
                 time.sleep(rng.random() * 0.03)  # any moment of the change
-                at = kill(lab, later, members)
+                at = kill(later, members)
             epoch, began = lab.run_view(members, epoch - 1 if not first + later else epoch)
             seconds.append(began - at)
-            if began - at > 0.15: print("ROUND", at, began - at, [e.id for e in first], [e.id for e in later]); print("\n".join(l for l in lab.story().split("\n")[-60:]))
             lab.make_steps(members, 2)
             members += refill(lab, first + later, number)
             epoch, _ = lab.run_view(members, epoch)
@@ -163,7 +160,7 @@ def test_candidates_join_at_one_step() -> None:
         assert len(targets) == 1
         assert targets != {0}
 
-        kill(lab, [members[0]], members)
+        kill([members[0]], members)
         members.append(lab.candidate(0, incarnation=1))
         epoch, _ = lab.run_view(members, epoch)
         lab.make_steps(members)
@@ -195,7 +192,7 @@ def test_no_more_than_the_largest_size() -> None:
         lab.make_steps([*members, third])
         assert not fourth.told("build")
 
-        kill(lab, [members[1]], members)
+        kill([members[1]], members)
         lab.run_view([*members, third, fourth], epoch)
 
 
@@ -203,7 +200,7 @@ def test_too_few_wait_for_more() -> None:
     with elastic_lab(["a"] * 2, sizes=(2, 2)) as lab:
         members = lab.alive()
         lab.run_view(members)
-        kill(lab, [members[0]], members)
+        kill([members[0]], members)
         lab.until(lambda: len(members[0].told("roll")) == 2, "a view of one")
         assert len(members[0].runs()) == 1
         members.append(lab.candidate(0))
@@ -215,7 +212,7 @@ def test_too_few_for_too_long() -> None:
     with elastic_lab(["a"] * 2, sizes=(2, 2), timeouts={"wait": 0.3}) as lab:
         members = lab.alive()
         lab.run_view(members)
-        kill(lab, [members[0]], members)
+        kill([members[0]], members)
         assert lab.exit_code(members[0]) == 1
         assert "HOROVOD_ELASTIC_TIMEOUT" in members[0].told("end")[0][1]
 

@@ -58,7 +58,7 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts
-from reigen.cluster.membership.views.messages import AskMember, RevokeView, ViewDecided, ViewMessage
+from reigen.cluster.membership.views.messages import AskMember, ChangeAt, RevokeView, ViewDecided, ViewMessage
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
 from reigen.errors import ReigenError, format_ranks
 from reigen.net.event_loop import EventLoop, Timer
@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 DRIVER_TIMEOUTS = ViewTimeouts(stuck=10.0, kill=0.2)
 #: How long `ViewDriver.finish` waits until the others know, and `ViewDriver.close` for the thread.
 _FINISH_SECONDS, _CLOSE_SECONDS = 1.0, 5.0
-#: Views in a row that this process could not build; one more ends it.
+#: Views in a row that this process could not begin to run; one more ends it.
 MAX_FAILED_VIEWS = 8
 #: Members of another host that are asked for its voter's answer at once; any of them has it.
 NUM_WAYS_TO_VOTER = 2
@@ -176,7 +176,7 @@ class ViewDriver:
 
     @property
     def state(self) -> ElasticState | CandidateState:
-        """Where this process is."""
+        """State of this process."""
         return self._machine.state
 
     def step_applied(self, step: int, epoch: int | None = None) -> bool:
@@ -196,7 +196,6 @@ class ViewDriver:
                 return True
             if machine.state not in _STEPPING or epoch not in {None, machine.view.epoch}:
                 return True
-            self._num_failed_views = 0
             actions = machine.handle(StepApplied(step))
             self._actions.extend(actions)
             if machine.state not in _STEPPING:
@@ -208,7 +207,7 @@ class ViewDriver:
     def request_change(self, reason: str, epoch: int | None = None) -> None:
         """Have the members change to another view, perhaps of the same ones: something failed here.
 
-        A process that asks for it `MAX_FAILED_VIEWS` times without a step in between is ended.
+        A process that asks for it more than `MAX_FAILED_VIEWS` times before any view runs is ended.
 
         Args:
             reason: for the user, without a period.
@@ -219,7 +218,7 @@ class ViewDriver:
             self._post(partial(self._on_request, ChangeRequested(view.epoch if epoch is None else epoch, reason)))
 
     def report(self, evidence: Evidence) -> None:
-        """Say what is known of another member: that a collective waits for it in vain, say (`Verdict.STUCK`)."""
+        """Give evidence about another member: that a collective waits for it in vain, say (`Verdict.STUCK`)."""
         self._post(partial(self.on_evidence, evidence))
 
     def leave(self, grace_seconds: float = 10.0) -> None:
@@ -238,11 +237,11 @@ class ViewDriver:
         """
         until = time.monotonic() + _FINISH_SECONDS
         if not self._is_finished:
-            told = threading.Event()
-            self._directory.tell_finished(self.me, told.set)
+            is_public = threading.Event()
+            self._directory.tell_finished(self.me, is_public.set)
             self._post(self._begin_finish)
             self._all_know.wait(_FINISH_SECONDS)
-            told.wait(max(0.0, until - time.monotonic()))
+            is_public.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """Stop the thread and close everything. May be called twice, and by any thread."""
@@ -317,7 +316,7 @@ class ViewDriver:
         self._look_at_view()
         if self._machine.state is before or self._machine.state in _CALM:
             return
-        if before in _CALM:
+        if before in _CALM or (before is ElasticState.PAUSED and isinstance(event, Evidence)):
             self._explain_change(event)
         self._take_in_finished(event)
 
@@ -361,6 +360,7 @@ class ViewDriver:
                     self._directory.announce(view)
                 self._plane.roll(view, partial(self._post, partial(self._dispatch, Rolled(view.epoch))))
             case RunView(view):
+                self._num_failed_views = 0
                 self._plane.run(view)
             case JoinView(view):
                 self._join(view)
@@ -418,6 +418,8 @@ class ViewDriver:
             match frame:
                 case ToMember(message):
                     self._dispatch(Received(sender, message))
+                    if self._is_finished and isinstance(message, ChangeAt):  # it makes no more steps
+                        self._dispatch(ChangeRequested(message.epoch, "its program is done"))
                 case VoterAnswer(voter, message):
                     self._dispatch(Received(voter, message))
                 case ToVoter(voter, message):
@@ -471,10 +473,11 @@ class ViewDriver:
         view = self._view
         if view is None or request.epoch != view.epoch or self._machine.state is ElasticState.CHANGING:
             return
-        self._num_failed_views += 1
-        if self._num_failed_views > MAX_FAILED_VIEWS:
-            self._end(1, f"{MAX_FAILED_VIEWS} views in a row failed here, at last because: {request.reason}")
-            return
+        if self._machine.state not in _CALM:
+            self._num_failed_views += 1
+            if self._num_failed_views > MAX_FAILED_VIEWS:
+                self._end(1, f"{MAX_FAILED_VIEWS + 1} views in a row failed here, at last because: {request.reason}")
+                return
         self._dispatch(request)
 
     def _begin_leaving(self, grace_seconds: float) -> None:

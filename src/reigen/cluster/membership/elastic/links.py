@@ -1,4 +1,4 @@
-"""Links between the processes of an elastic job, and what they tell of each other's lives.
+"""Links between the processes of an elastic job, and evidence of their ends.
 
 a. Every process listens. A member has a link to each other member of a small job, and otherwise to those that it tells
    of a change first (`revoke_neighbours`) and to those of its host; more are made when there is something to say. The
@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 #: Up to this size, each member of a job has a link to each other one.
 MAX_MESH_SIZE = 64
 #: Processes with links that are in no view: candidates, and former members.
-MAX_STRANGERS = 256
+MAX_OTHERS = 256
 #: Frames that wait until a link is made; they are all asked again.
 _MAX_WAITING = 64
 #: How long the earlier one of two waits for the other to connect.
-_PATIENCE_SECONDS = 0.2
+_FIRST_TURN_SECONDS = 0.2
 #: Between tries to connect to a process that ends connections, and to one that cannot be reached.
 _AGAIN_SECONDS, _SILENT_SECONDS = 0.02, 1.0
 #: How long the end of a local process may take behind that of its links.
@@ -57,7 +57,7 @@ _MAX_FAILURES = 20
 
 
 class LinkOwner(Protocol):
-    """Who is told what happens on links, by the thread of the loop."""
+    """Owner of links. It is called by the thread of the loop."""
 
     def on_frame(self, sender: MemberId, frame: LinkFrame) -> None:
         """Take a frame; not the hello."""
@@ -209,7 +209,7 @@ class MemberLinks:
                 if me > member:
                     self._connect(peer)
                 else:
-                    self._later(peer, _PATIENCE_SECONDS)
+                    self._later(peer, _FIRST_TURN_SECONDS)
 
     def _later(self, peer: _Peer, seconds: float) -> None:
         """Connect in a while, unless there is a link then."""
@@ -292,9 +292,9 @@ class MemberLinks:
             return
         peer = self._peers.get(member)
         if peer is None:
-            num_strangers = sum(not each.is_member for each in self._peers.values())
-            if num_strangers >= MAX_STRANGERS:
-                self._listener.refuse(f"comes from one of more than {MAX_STRANGERS} processes that are no members")
+            num_others = sum(not each.is_member for each in self._peers.values())
+            if num_others >= MAX_OTHERS:
+                self._listener.refuse(f"comes from one of more than {MAX_OTHERS} processes that are no members")
                 connection.close()
                 return
             self._dead.pop(member, None)
@@ -363,7 +363,7 @@ class MemberLinks:
     # -- the end of others --------------------------------------------------------------------------------------------
 
     def _on_exit(self, peer: _Peer) -> None:
-        """A local process has ended: take what it has said, and tell."""
+        """Take a local process's last frames, and note its end."""
         for link in list(peer.links):
             while link in peer.links and wait_ready(link, 0.0, select.POLLIN):
                 self._serve(peer, link, self._read)

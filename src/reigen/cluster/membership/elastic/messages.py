@@ -49,7 +49,7 @@ class LinkHello(_Frame, frozen=True, tag=1):
     Attributes:
         address: ``host:port`` where it listens.
         pid: its process id.
-        started: when it was started, in ticks since the machine was (`/proc/PID/stat`): with ``pid`` it is one process.
+        started: when it was started, in ticks since the kernel was (`/proc/PID/stat`): with ``pid`` it is one process.
         namespace: who has the same sees it by its ``pid``.
         is_finished: its program is done.
     """

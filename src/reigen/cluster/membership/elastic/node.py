@@ -22,7 +22,7 @@ _PURPOSE = "views "
 
 
 class ElasticNode:
-    """A process of an elastic job, and what it brings. It belongs to one `ViewDriver`, which closes it.
+    """A process of an elastic job, with its socket and voter. It belongs to one `ViewDriver`, which closes it.
 
     Args:
         me: its place in the job, and how often that was filled before (REIGEN_SLOT, REIGEN_INCARNATION).
@@ -76,7 +76,7 @@ class ElasticNode:
         return ViewHost(*self.voter.id, self.address, (member,), self._failure_domain)
 
     def hello(self, *, is_finished: bool) -> LinkHello:
-        """Return what is said first on a link."""
+        """Return the first message on a link."""
         pid, started = self._process.pid, self._process.started
         return LinkHello(self.listens_at, pid, started, self.namespace, is_finished)
 

@@ -1,4 +1,4 @@
-"""What an elastic job's views need of the process: the role that the context plays."""
+"""Collectives of an elastic process as its driver sees them: the role that contexts play."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ViewPlane(Protocol):
         """
 
     def build(self, view: View, done: Callable[[], None]) -> None:
-        """Begin to build what a view needs, on a thread of its own; then call ``done``, by any thread.
+        """Begin to build a view's collectives, on a thread of its own; then call ``done``, by any thread.
 
         Given up by `revoke` or another `build`; ``done`` means nothing then. What fails asks for another change
         (`ViewDriver.request_change`).

@@ -1,4 +1,4 @@
-"""Identity of a process on its machine, by which nobody takes it for a later one that has got its process id."""
+"""Identity of a process on its host: a later one may get its process id."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _START_TIME = 19
 
 @dataclass(frozen=True, slots=True)
 class LocalProcess:
-    """A process of this machine.
+    """A process of this host.
 
     Attributes:
         pid: its process id.
-        started: when it was started, in ticks since the machine was.
+        started: when it was started, in ticks since the kernel was.
     """
 
     pid: int

@@ -65,7 +65,7 @@ class VoterMemory:
         self._process = LocalProcess.current()
         try:
             with self._lock():
-                self._make_room()
+                self._allocate()
                 self.id = self._begin_voting().id
         except BaseException:
             self.close()
@@ -73,7 +73,7 @@ class VoterMemory:
         close_in_children(self)
 
     def handle(self, message: VoterRequest) -> VoterReply | None:
-        """Take a message for the voter; returns the answer, if there is one. What it promises is written then.
+        """Take a message for the voter; returns the answer, if there is one. The promise in it is written then.
 
         Raises:
             DeadlineError: another process has kept the memory to itself for a second; it was killed.
@@ -97,7 +97,7 @@ class VoterMemory:
 
     close_descriptors = close
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         if os.fstat(self._fd).st_size < VOTER_MEMORY_BYTES:
             try:
                 os.posix_fallocate(self._fd, 0, VOTER_MEMORY_BYTES)
@@ -106,7 +106,7 @@ class VoterMemory:
                 raise SharedMemoryError.refused(VOTER_MEMORY_BYTES, what, str(explain_limit(error))) from error
 
     def _begin_voting(self) -> Acceptor:
-        """Return what is stored; the first process of a host begins a new life of its voter, later than all others."""
+        """Return the stored state; the first process of a host begins a new incarnation of its voter."""
         stored = decode_slots(self._read())
         if stored.acceptor is None:
             acceptor = Acceptor(VoterId(self._host, time.time_ns() // 1000))

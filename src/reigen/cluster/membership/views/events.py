@@ -102,7 +102,7 @@ class LeaveRequested:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequested:
-    """This member cannot go on in the view ``epoch``, and knows of nobody's death: an engine gave up, a build failed.
+    """Request for a change by a member that cannot go on in the view ``epoch``: an engine gave up, a build failed.
 
     The next view may have the same members.
     """
