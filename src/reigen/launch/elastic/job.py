@@ -30,7 +30,7 @@ import msgspec
 
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
-from reigen.launch.elastic.slots import HostPhase, HostSlots, Slot, SlotState, SlotTable
+from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
 from reigen.launch.exit_report import describe_exit
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import (
@@ -233,7 +233,7 @@ class ElasticJobState(JobState):
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
         return [SayToUser(text), self._ask_to_leave(leaving)]
 
-    def _ask_to_leave(self, slots: Iterable[Slot]) -> TerminateProcesses:
+    def _ask_to_leave(self, slots: Iterable[JobSlot]) -> TerminateProcesses:
         numbers = []
         for slot in slots:
             slot.state, slot.leaves_by = SlotState.LEAVING, self._now + LEAVE_SECONDS
@@ -267,11 +267,11 @@ class ElasticJobState(JobState):
         instructions.append(SayToUser(f"host {host.name} was lost{slots}: {reason}; {self._describe_rest(rest)}"))
         return instructions
 
-    def _vacate(self, slot: Slot) -> None:
+    def _vacate(self, slot: JobSlot) -> None:
         self.running.discard(slot.number)
         slot.state, slot.leaves_by = SlotState.FREE, inf
 
-    def _process_ended(self, slot: Slot, exit_code: int, cause: str) -> list[JobInstruction | ElasticInstruction]:
+    def _process_ended(self, slot: JobSlot, exit_code: int, cause: str) -> list[JobInstruction | ElasticInstruction]:
         was_leaving = slot.state is SlotState.LEAVING
         self._vacate(slot)
         failure = JobFailure(slot.number, exit_code, 0, cause=cause)
@@ -295,13 +295,13 @@ class ElasticJobState(JobState):
         stop = [self._ask_to_leave(neighbours)] if neighbours else []
         return [SayToUser(f"{text}; {self._describe_number()}"), *stop]
 
-    def _neighbours_to_stop(self, slot: Slot, exit_code: int) -> list[Slot] | None:
+    def _neighbours_to_stop(self, slot: JobSlot, exit_code: int) -> list[JobSlot] | None:
         """Return the places whose processes end with this one; None: their host is used further."""
         if self._options.blacklist != "host" or exit_code == FENCED_EXIT_CODE:
             return None
         return [each for each in self.slots.hosts[slot.host].slots if each.state is SlotState.RUNNING]
 
-    def _count_death(self, slot: Slot, failure: JobFailure) -> None:
+    def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
         if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
@@ -336,7 +336,7 @@ class ElasticJobState(JobState):
             slot.leaves_by = self._now + LEAVE_SECONDS
         return [SignalProcesses(tuple(slot.number for slot in late), SIGKILL)] if late else []
 
-    def _decide_ending(self, running: Sequence[Slot]) -> list[JobInstruction | ElasticInstruction]:
+    def _decide_ending(self, running: Sequence[JobSlot]) -> list[JobInstruction | ElasticInstruction]:
         """Decide when a member has finished."""
         self._short_since = self._orphaned_since = None
         if not self.running:
@@ -345,7 +345,7 @@ class ElasticJobState(JobState):
         instructions: list[JobInstruction | ElasticInstruction] = [self._ask_to_leave(others)] if others else []
         return instructions + self._kill_late()
 
-    def _find_problem(self, running: Sequence[Slot]) -> str:
+    def _find_problem(self, running: Sequence[JobSlot]) -> str:
         """Return why the job cannot go on; empty: it can. ``-`` stands for the first failure."""
         options = self._options
         limit = options.reset_limit
@@ -430,7 +430,7 @@ class ElasticJobState(JobState):
 
     # ---------------------------------------------------------------- words
 
-    def _name(self, slot: Slot) -> str:
+    def _name(self, slot: JobSlot) -> str:
         where = f" (host {slot.host})" if len(self.slots.hosts) > 1 else ""
         return f"slot {slot.number}{where}"
 
@@ -448,7 +448,7 @@ def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(slot for slot, _ in members)
 
 
-def _format_slots(slots: Iterable[Slot]) -> str:
+def _format_slots(slots: Iterable[JobSlot]) -> str:
     numbers = [slot.number for slot in slots]
     return f"slots {format_ranks(numbers)} are" if len(numbers) > 1 else f"slot {numbers[0]} is"
 

@@ -304,10 +304,7 @@ class Supervisor:
 
     def say(self, text: str) -> None:
         """Tell the user."""
-        if self._listener.finished is None:
-            self._display.say(f"reigen run: {text}\n".encode())
-        else:
-            self._listener.complain(text)
+        self._display.say(f"reigen run: {text}\n".encode())
 
     @property
     def excluded(self) -> set[int]:
@@ -376,6 +373,8 @@ class Supervisor:
         timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
         self._display.write_all(timeout_seconds, lambda: self._is_forced)
         if isinstance(self._job, ElasticJobState):
+            if self._job.problem and self._listener.finished is not None:
+                self._listener.complain(self._job.problem)
             self._listener.members(members_in_order(self._job.members))
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
