@@ -277,7 +277,7 @@ def test_a_host_that_cannot_take_part_disturbs_nobody() -> None:
     job = Job(options(discovery=DISCOVERED), ("h1", 2))
     job.unusable.add("h2")
     job.find(("h1", 2), ("h2", 2))
-    assert job.texts == ["host h2 cannot take part: no; it is called again later"]
+    assert job.texts == ["host h2 cannot take part: no; it is called again in 10 s"]
     assert job.running == {0, 1}
     job.unusable.clear()
     job.at(10)

@@ -56,8 +56,8 @@ FENCED_EXIT_CODE = 75
 LEAVE_SECONDS = 30.0
 #: How long candidates may run when the last member that the launcher knows of has gone: another view may be on its way.
 ORPHANED_SECONDS = 30.0
-#: How long a host that could not take part is not called again.
-_REFUSED_SECONDS = 10.0
+#: How long a host that could not take part is not called again: at first, doubled each time, and at most.
+_REFUSED_SECONDS, _MOST_REFUSED_SECONDS = 10.0, 600.0
 #: Texts of Horovod's.
 MIN_RANKS_TEXT = (
     "Timed out waiting for minimum number of slots to become available. Please check that you have enough resources "
@@ -188,7 +188,7 @@ class ElasticJobState(JobState):
             case HostsFound(hosts):
                 instructions += self._found(hosts)
             case HostPrepared(name):
-                self.slots.hosts[name].phase = HostPhase.READY
+                self.slots.hosts[name].phase, self.slots.hosts[name].num_refusals = HostPhase.READY, 0
             case HostUnusable(name, reason):
                 instructions += self._refused(self.slots.hosts[name], reason)
             case ViewAnnounced(epoch, members):
@@ -229,7 +229,9 @@ class ElasticJobState(JobState):
         leaving = [slot for host in lost for slot in host.slots[host.num_slots :] if slot.state is SlotState.RUNNING]
         if not leaving:
             return []
-        changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in lost]
+        names = {slot.host for slot in leaving}
+        left = [host for host in lost if host.name in names]
+        changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in left]
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
         return [SayToUser(text), self._ask_to_leave(leaving)]
 
@@ -242,8 +244,10 @@ class ElasticJobState(JobState):
 
     def _refused(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         host.phase = HostPhase.GONE
-        host.failures.rests_until = max(host.failures.rests_until, self._now + _REFUSED_SECONDS)
-        return [SayToUser(f"host {host.name} cannot take part: {reason}; it is called again later")]
+        host.num_refusals += 1
+        rest = min(_REFUSED_SECONDS * (1 << min(host.num_refusals - 1, 20)), _MOST_REFUSED_SECONDS)
+        host.failures.rests_until = max(host.failures.rests_until, self._now + rest)
+        return [SayToUser(f"host {host.name} cannot take part: {reason}; it is called again in {rest:g} s")]
 
     def _announced(self, epoch: int, members: tuple[tuple[int, int], ...]) -> None:
         if self.epoch is not None and epoch <= self.epoch:

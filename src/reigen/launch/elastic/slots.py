@@ -85,6 +85,7 @@ class HostSlots:
         slots: all that it ever had.
         num_slots: how many of them may be used now; 0: it has vanished.
         phase: whether it can be used.
+        num_refusals: how often it could not take part, one after the other.
         failures: of the host itself, or, where a failure of a process counts as one of its host, of those.
     """
 
@@ -92,6 +93,7 @@ class HostSlots:
     slots: list[JobSlot] = field(default_factory=list)
     num_slots: int = 0
     phase: HostPhase = HostPhase.GONE
+    num_refusals: int = 0
     failures: Failures = field(default_factory=Failures)
 
     def usable_slots(self, now: float) -> Iterator[JobSlot]:
