@@ -1,7 +1,8 @@
-"""A stand-in for a member of an elastic job: it knows the launcher's side of one, and of views only how to tell of them.
+"""A stand-in for a member of an elastic job: it knows the launcher's side of one, and only how to tell of views.
 
-Its commands come from a directory: a file ``SLOT.INCARNATION`` appears when it runs, and it does what is in ``do.SLOT``
-or ``do.SLOT.INCARNATION``: ``finish``, ``exit CODE``, ``die``, ``view EPOCH SLOT.INCARNATION ...``, and the file ``view.EPOCH`` appears.
+A directory is its argument. A file ``SLOT.INCARNATION`` appears there when it runs; it does what is in ``do``,
+``do.SLOT`` or ``do.SLOT.INCARNATION``, a line each: ``finish``, ``exit CODE``, ``die``, or
+``view EPOCH SLOT.INCARNATION ...``, and the file ``view.EPOCH`` appears.
 """
 
 import os

@@ -45,7 +45,7 @@ class Job:
     def view(self, teller: str, epoch: int, *members: str) -> None:
         """Have a slot tell the launcher of a view; returns when it has."""
         self.tell(teller, " ".join(("view", str(epoch), *members)))
-        until(lambda: (self._directory / f"view.{epoch}").exists())
+        until((self._directory / f"view.{epoch}").exists)
 
     def kill(self, name: str, signum: int = 9) -> None:
         """Kill a process as soon as it runs."""
@@ -225,6 +225,6 @@ def test_later_failures_of_a_discovery_script_are_a_warning(tmp_path):
 def test_ctrl_c_ends_a_job_that_waits_for_hosts(tmp_path):
     discover = script(tmp_path / "discover", f"touch {tmp_path}/asked; echo localhost:1")
     with launched("--min-np", "2", "--host-discovery-script", discover, "true") as launcher:
-        until(lambda: (tmp_path / "asked").exists())
+        until((tmp_path / "asked").exists)
         launcher.process.send_signal(2)
         assert launcher.finish()[0] == 130

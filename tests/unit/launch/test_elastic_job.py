@@ -125,6 +125,24 @@ def test_a_job_that_never_gets_its_places_ends() -> None:
     assert job.texts == [f"{text}resources to run at least 2 processes."]
 
 
+def test_hosts_that_do_not_suffice_are_an_error_at_once() -> None:
+    job = Job(options())
+    job.unusable.add("h2")
+    job.find(("h1", 1), ("h2", 2))
+    assert job.texts == [
+        "host h2 cannot take part: no; it is called again in 10 s",
+        "the hosts that can take part have 1 slots, and 2 processes are needed at least; nothing was started",
+    ]
+    assert job.end().exit_code == 1
+
+
+def test_a_job_begins_without_a_host_that_cannot_take_part() -> None:
+    job = Job(options())
+    job.unusable.add("h1")
+    job.find(("h1", 4), ("h2", 2))
+    assert job.started == [(0, 0, "h2", 0), (1, 0, "h2", 1)]
+
+
 def test_a_death_ends_nobody_else_and_its_place_is_used_again() -> None:
     job = Job(options(), ("h1", 4))
     assert [type(each) for each in job.exit(1, -SIGKILL)] == [SayToUser]

@@ -58,12 +58,14 @@ LEAVE_SECONDS = 30.0
 ORPHANED_SECONDS = 30.0
 #: How long a host that could not take part is not called again: at first, doubled each time, and at most.
 _REFUSED_SECONDS, _MOST_REFUSED_SECONDS = 10.0, 600.0
-#: Texts of Horovod's.
+#: Horovod's words.
 MIN_RANKS_TEXT = (
     "Timed out waiting for minimum number of slots to become available. Please check that you have enough resources "
     "to run at least {} processes."
 )
 RESET_LIMIT_TEXT = "Job has been shutdown because number of resets during elastic job exceeded limit: {}"
+#: Said where the user's hosts do not suffice from the beginning.
+TOO_FEW_TEXT = "the hosts that can take part have {} slots, and {} processes are needed at least; nothing was started"
 
 
 class HostsFound(JobMessage, frozen=True):
@@ -363,6 +365,10 @@ class ElasticJobState(JobState):
             return MIN_RANKS_TEXT.format(options.min_ranks)
         if options.discovery is None and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
             return MIN_RANKS_TEXT.format(options.min_ranks)
+        if options.discovery is None and not self.has_begun and self.slots.hosts and not self._is_calling():
+            num_slots = sum(host.num_slots for host in self.slots.hosts.values() if host.phase is HostPhase.READY)
+            if num_slots < options.min_ranks:
+                return TOO_FEW_TEXT.format(num_slots, options.min_ranks)
         return ""
 
     def _fail(self, problem: str) -> list[JobInstruction | ElasticInstruction]:
@@ -382,8 +388,16 @@ class ElasticJobState(JobState):
                 calls.append(CallHost(host.name))
         return calls
 
+    def _is_calling(self) -> bool:
+        """Return whether a host has still to answer, or to be called."""
+        return any(
+            host.num_slots
+            and (host.phase is HostPhase.CALLED or (host.phase is HostPhase.GONE and not host.num_refusals))
+            for host in self.slots.hosts.values()
+        )
+
     def _can_begin(self) -> bool:
-        if any(host.phase is HostPhase.CALLED and host.num_slots for host in self.slots.hosts.values()):
+        if self._is_calling():
             return False
         return len(self.slots.usable(self._now)) >= self._options.min_ranks
 

@@ -96,6 +96,11 @@ class HostSlots:
     num_refusals: int = 0
     failures: Failures = field(default_factory=Failures)
 
+    @property
+    def is_untried(self) -> bool:
+        """Return whether it was not called, or was well before it was lost."""
+        return self.phase is HostPhase.GONE and not self.num_refusals
+
     def usable_slots(self, now: float) -> Iterator[JobSlot]:
         """Yield the places that can have a process now, or have one that stays."""
         if self.phase is HostPhase.READY and self.failures.rests_until <= now:
