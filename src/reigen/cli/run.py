@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         start = SelfStart(os.environ, chosen.num_ranks) if launcher == NODES_LAUNCHER else None
         if start is not None:
             chosen.num_ranks = start.num_ranks
-        if _num_ranks(chosen, choice) is None and chosen.min_ranks is None:
+        is_elastic = chosen.min_ranks is not None or chosen.host_discovery_script is not None
+        if _num_ranks(chosen, choice) is None and not is_elastic:
             raise ConfigError("the following arguments are required: -np/--num-proc")
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
         options = _options(chosen, environ, tuple(exports), translation.launcher_options, choice)

@@ -238,7 +238,8 @@ def translate_options(chosen: Mapping[str, object], document: object, environ: M
     without_effect: list[str] = []
     launcher_options: dict[str, str] = {}
     supported = MPIRUN_OPTIONS if choose_launcher(chosen, document) == "mpi" else ()
-    is_elastic = any(chosen.get(name) is not None for name in ("min_ranks", "max_ranks", "host_discovery_script"))
+    is_elastic = any(chosen.get(name) is not None for name in ("min_ranks", "host_discovery_script"))
+    is_elastic |= chosen.get("max_ranks") not in {None, chosen.get("num_ranks")}
     for option in HOROVODRUN_OPTIONS:
         option_value, file_value = chosen.get(option.name), settings.pop(option.path, None)
         value = file_value if option_value is None else option_value

@@ -121,10 +121,26 @@ def test_a_job_that_never_gets_its_places_ends() -> None:
     assert job.state.phase is JobPhase.RUNNING
     job.at(30)
     assert job.end() == FinishJob(1, None, None)
+    text = "Timed out waiting for minimum number of slots to become available. Please check that you have enough "
+    assert job.texts == [f"{text}resources to run at least 2 processes."]
+
+
+def test_hosts_that_do_not_suffice_are_an_error_at_once() -> None:
+    job = Job(options())
+    job.unusable.add("h2")
+    job.find(("h1", 1), ("h2", 2))
     assert job.texts == [
-        "Timed out waiting for minimum number of slots to become available. Please check that you have enough "
-        "resources to run at least 2 processes."
+        "host h2 cannot take part: no; it is called again in 10 s",
+        "the hosts that can take part have 1 slots, and 2 processes are needed at least; nothing was started",
     ]
+    assert job.end().exit_code == 1
+
+
+def test_a_job_begins_without_a_host_that_cannot_take_part() -> None:
+    job = Job(options())
+    job.unusable.add("h1")
+    job.find(("h1", 4), ("h2", 2))
+    assert job.started == [(0, 0, "h2", 0), (1, 0, "h2", 1)]
 
 
 def test_a_death_ends_nobody_else_and_its_place_is_used_again() -> None:
@@ -279,7 +295,7 @@ def test_a_host_that_cannot_take_part_disturbs_nobody() -> None:
     job = Job(options(discovery=DISCOVERED), ("h1", 2))
     job.unusable.add("h2")
     job.find(("h1", 2), ("h2", 2))
-    assert job.texts == ["host h2 cannot take part: no; it is called again later"]
+    assert job.texts == ["host h2 cannot take part: no; it is called again in 10 s"]
     assert job.running == {0, 1}
     job.unusable.clear()
     job.at(10)
@@ -361,7 +377,9 @@ def test_exit_code_0_is_a_death_unless_the_program_is_done() -> None:
     job = Job(options(1), ("h1", 2))
     job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
     job.exit(1, 0)
-    assert job.texts == ["slot 1: it has ended before the job (exit code 0); 1 process goes on, its place rests for 10 s"]
+    assert job.texts == [
+        "slot 1: it has ended before the job (exit code 0); 1 process goes on, its place rests for 10 s"
+    ]
     job.at(10)
     assert job.started[-1] == (1, 1, "h1", 1)
 
@@ -395,9 +413,7 @@ def test_a_member_that_fails_when_others_have_finished_gives_the_exit_code() -> 
 def test_an_excluded_process_is_no_failure_of_the_job() -> None:
     job = Job(options(1, blacklist="host", cooldown=TEN_SECONDS), ("h1", 1), ("h2", 1))
     job.exit(1, 75)
-    assert job.texts == [
-        "slot 1 (host h2): its fellows have excluded it; 1 process goes on, its place rests for 10 s"
-    ]
+    assert job.texts == ["slot 1 (host h2): its fellows have excluded it; 1 process goes on, its place rests for 10 s"]
     job.at(10)
     job.handle(MemberFinished(0))
     job.exit(1, 75)

@@ -30,7 +30,7 @@ import msgspec
 
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
-from reigen.launch.elastic.slots import HostPhase, HostSlots, Slot, SlotState, SlotTable
+from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
 from reigen.launch.exit_report import describe_exit
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import (
@@ -56,14 +56,16 @@ FENCED_EXIT_CODE = 75
 LEAVE_SECONDS = 30.0
 #: How long candidates may run when the last member that the launcher knows of has gone: another view may be on its way.
 ORPHANED_SECONDS = 30.0
-#: How long a host that could not take part is not called again.
-_REFUSED_SECONDS = 10.0
-#: Texts of Horovod's.
+#: How long a host that could not take part is not called again: at first, doubled each time, and at most.
+_REFUSED_SECONDS, _MOST_REFUSED_SECONDS = 10.0, 600.0
+#: Horovod's words.
 MIN_RANKS_TEXT = (
     "Timed out waiting for minimum number of slots to become available. Please check that you have enough resources "
     "to run at least {} processes."
 )
 RESET_LIMIT_TEXT = "Job has been shutdown because number of resets during elastic job exceeded limit: {}"
+#: Said where the user's hosts do not suffice from the beginning.
+TOO_FEW_TEXT = "the hosts that can take part have {} slots, and {} processes are needed at least; nothing was started"
 
 
 class HostsFound(JobMessage, frozen=True):
@@ -188,7 +190,7 @@ class ElasticJobState(JobState):
             case HostsFound(hosts):
                 instructions += self._found(hosts)
             case HostPrepared(name):
-                self.slots.hosts[name].phase = HostPhase.READY
+                self.slots.hosts[name].phase, self.slots.hosts[name].num_refusals = HostPhase.READY, 0
             case HostUnusable(name, reason):
                 instructions += self._refused(self.slots.hosts[name], reason)
             case ViewAnnounced(epoch, members):
@@ -229,11 +231,13 @@ class ElasticJobState(JobState):
         leaving = [slot for host in lost for slot in host.slots[host.num_slots :] if slot.state is SlotState.RUNNING]
         if not leaving:
             return []
-        changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in lost]
+        names = {slot.host for slot in leaving}
+        left = [host for host in lost if host.name in names]
+        changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in left]
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
         return [SayToUser(text), self._ask_to_leave(leaving)]
 
-    def _ask_to_leave(self, slots: Iterable[Slot]) -> TerminateProcesses:
+    def _ask_to_leave(self, slots: Iterable[JobSlot]) -> TerminateProcesses:
         numbers = []
         for slot in slots:
             slot.state, slot.leaves_by = SlotState.LEAVING, self._now + LEAVE_SECONDS
@@ -242,8 +246,10 @@ class ElasticJobState(JobState):
 
     def _refused(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         host.phase = HostPhase.GONE
-        host.failures.rests_until = max(host.failures.rests_until, self._now + _REFUSED_SECONDS)
-        return [SayToUser(f"host {host.name} cannot take part: {reason}; it is called again later")]
+        host.num_refusals += 1
+        rest = min(_REFUSED_SECONDS * (1 << min(host.num_refusals - 1, 20)), _MOST_REFUSED_SECONDS)
+        host.failures.rests_until = max(host.failures.rests_until, self._now + rest)
+        return [SayToUser(f"host {host.name} cannot take part: {reason}; it is called again in {rest:g} s")]
 
     def _announced(self, epoch: int, members: tuple[tuple[int, int], ...]) -> None:
         if self.epoch is not None and epoch <= self.epoch:
@@ -267,11 +273,11 @@ class ElasticJobState(JobState):
         instructions.append(SayToUser(f"host {host.name} was lost{slots}: {reason}; {self._describe_rest(rest)}"))
         return instructions
 
-    def _vacate(self, slot: Slot) -> None:
+    def _vacate(self, slot: JobSlot) -> None:
         self.running.discard(slot.number)
         slot.state, slot.leaves_by = SlotState.FREE, inf
 
-    def _process_ended(self, slot: Slot, exit_code: int, cause: str) -> list[JobInstruction | ElasticInstruction]:
+    def _process_ended(self, slot: JobSlot, exit_code: int, cause: str) -> list[JobInstruction | ElasticInstruction]:
         was_leaving = slot.state is SlotState.LEAVING
         self._vacate(slot)
         failure = JobFailure(slot.number, exit_code, 0, cause=cause)
@@ -295,13 +301,13 @@ class ElasticJobState(JobState):
         stop = [self._ask_to_leave(neighbours)] if neighbours else []
         return [SayToUser(f"{text}; {self._describe_number()}"), *stop]
 
-    def _neighbours_to_stop(self, slot: Slot, exit_code: int) -> list[Slot] | None:
+    def _neighbours_to_stop(self, slot: JobSlot, exit_code: int) -> list[JobSlot] | None:
         """Return the places whose processes end with this one; None: their host is used further."""
         if self._options.blacklist != "host" or exit_code == FENCED_EXIT_CODE:
             return None
         return [each for each in self.slots.hosts[slot.host].slots if each.state is SlotState.RUNNING]
 
-    def _count_death(self, slot: Slot, failure: JobFailure) -> None:
+    def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
         if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
@@ -336,7 +342,7 @@ class ElasticJobState(JobState):
             slot.leaves_by = self._now + LEAVE_SECONDS
         return [SignalProcesses(tuple(slot.number for slot in late), SIGKILL)] if late else []
 
-    def _decide_ending(self, running: Sequence[Slot]) -> list[JobInstruction | ElasticInstruction]:
+    def _decide_ending(self, running: Sequence[JobSlot]) -> list[JobInstruction | ElasticInstruction]:
         """Decide when a member has finished."""
         self._short_since = self._orphaned_since = None
         if not self.running:
@@ -345,7 +351,7 @@ class ElasticJobState(JobState):
         instructions: list[JobInstruction | ElasticInstruction] = [self._ask_to_leave(others)] if others else []
         return instructions + self._kill_late()
 
-    def _find_problem(self, running: Sequence[Slot]) -> str:
+    def _find_problem(self, running: Sequence[JobSlot]) -> str:
         """Return why the job cannot go on; empty: it can. ``-`` stands for the first failure."""
         options = self._options
         limit = options.reset_limit
@@ -359,6 +365,10 @@ class ElasticJobState(JobState):
             return MIN_RANKS_TEXT.format(options.min_ranks)
         if options.discovery is None and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
             return MIN_RANKS_TEXT.format(options.min_ranks)
+        if options.discovery is None and not self.has_begun and self.slots.hosts and not self._is_calling():
+            num_slots = sum(host.num_slots for host in self.slots.hosts.values() if host.phase is HostPhase.READY)
+            if num_slots < options.min_ranks:
+                return TOO_FEW_TEXT.format(num_slots, options.min_ranks)
         return ""
 
     def _fail(self, problem: str) -> list[JobInstruction | ElasticInstruction]:
@@ -378,8 +388,16 @@ class ElasticJobState(JobState):
                 calls.append(CallHost(host.name))
         return calls
 
+    def _is_calling(self) -> bool:
+        """Return whether a host has still to answer, or to be called."""
+        return any(
+            host.num_slots
+            and (host.phase is HostPhase.CALLED or (host.phase is HostPhase.GONE and not host.num_refusals))
+            for host in self.slots.hosts.values()
+        )
+
     def _can_begin(self) -> bool:
-        if any(host.phase is HostPhase.CALLED and host.num_slots for host in self.slots.hosts.values()):
+        if self._is_calling():
             return False
         return len(self.slots.usable(self._now)) >= self._options.min_ranks
 
@@ -430,7 +448,7 @@ class ElasticJobState(JobState):
 
     # ---------------------------------------------------------------- words
 
-    def _name(self, slot: Slot) -> str:
+    def _name(self, slot: JobSlot) -> str:
         where = f" (host {slot.host})" if len(self.slots.hosts) > 1 else ""
         return f"slot {slot.number}{where}"
 
@@ -448,7 +466,7 @@ def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(slot for slot, _ in members)
 
 
-def _format_slots(slots: Iterable[Slot]) -> str:
+def _format_slots(slots: Iterable[JobSlot]) -> str:
     numbers = [slot.number for slot in slots]
     return f"slots {format_ranks(numbers)} are" if len(numbers) > 1 else f"slot {numbers[0]} is"
 

@@ -98,7 +98,8 @@ class ElasticRequest:
     @property
     def is_elastic(self) -> bool:
         """Return whether an elastic job was asked for: by a bound, or by a program that lists the hosts."""
-        return self.min_ranks is not None or self.max_ranks is not None or self.discovery is not None
+        has_bounds = self.min_ranks is not None or self.max_ranks not in {None, self.num_ranks}
+        return has_bounds or self.discovery is not None
 
 
 def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
@@ -125,7 +126,7 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
         raise ConfigError(f"slots per host must be at least 1, not {request.slots_per_host}")
     if request.reset_limit is not None and request.reset_limit < 0:
         raise ConfigError(f"the reset limit must be at least 0, not {request.reset_limit}")
-    blacklist = request.blacklist or BLACKLISTS[request.as_horovod]
+    blacklist = request.blacklist or BLACKLISTS[int(request.as_horovod)]
     if blacklist not in BLACKLISTS:
         raise ConfigError(f"--blacklist {blacklist}: there is {' and '.join(BLACKLISTS)}")
     timeout = _seconds("elastic timeout", request.timeout_seconds, 600.0)

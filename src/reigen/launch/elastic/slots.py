@@ -42,7 +42,7 @@ class Failures:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class JobSlot:
     """Place of one process.
 
     Attributes:
@@ -85,16 +85,23 @@ class HostSlots:
         slots: all that it ever had.
         num_slots: how many of them may be used now; 0: it has vanished.
         phase: whether it can be used.
+        num_refusals: how often it could not take part, one after the other.
         failures: of the host itself, or, where a failure of a process counts as one of its host, of those.
     """
 
     name: str
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[JobSlot] = field(default_factory=list)
     num_slots: int = 0
     phase: HostPhase = HostPhase.GONE
+    num_refusals: int = 0
     failures: Failures = field(default_factory=Failures)
 
-    def usable_slots(self, now: float) -> Iterator[Slot]:
+    @property
+    def is_untried(self) -> bool:
+        """Return whether it was not called, or was well before it was lost."""
+        return self.phase is HostPhase.GONE and not self.num_refusals
+
+    def usable_slots(self, now: float) -> Iterator[JobSlot]:
         """Yield the places that can have a process now, or have one that stays."""
         if self.phase is HostPhase.READY and self.failures.rests_until <= now:
             for slot in self.slots[: self.num_slots]:
@@ -109,13 +116,13 @@ class SlotTable:
 
     def __init__(self) -> None:
         self.hosts: dict[str, HostSlots] = {}
-        self._slots: list[Slot] = []
+        self._slots: list[JobSlot] = []
 
-    def __getitem__(self, number: int) -> Slot:
+    def __getitem__(self, number: int) -> JobSlot:
         """Return the place with this number."""
         return self._slots[number]
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[JobSlot]:
         """Yield the places that have had a process."""
         return iter(self._slots)
 
@@ -130,14 +137,14 @@ class SlotTable:
             elif num < host.num_slots:
                 lost.append(host)
             host.num_slots = num
-            host.slots += [Slot(name, local_rank) for local_rank in range(len(host.slots), num)]
+            host.slots += [JobSlot(name, local_rank) for local_rank in range(len(host.slots), num)]
         for host in self.hosts.values():
             if host.name not in slots and host.num_slots:
                 host.num_slots = 0
                 lost.append(host)
         return gained, lost
 
-    def occupy(self, slot: Slot) -> None:
+    def occupy(self, slot: JobSlot) -> None:
         """Give a place its next process."""
         if slot.number < 0:
             slot.number = len(self._slots)
@@ -145,11 +152,11 @@ class SlotTable:
         slot.incarnation += 1
         slot.state, slot.leaves_by = SlotState.RUNNING, inf
 
-    def in_state(self, state: SlotState) -> list[Slot]:
+    def in_state(self, state: SlotState) -> list[JobSlot]:
         """Return the places in a state."""
         return [slot for slot in self._slots if slot.state is state]
 
-    def usable(self, now: float) -> list[Slot]:
+    def usable(self, now: float) -> list[JobSlot]:
         """Return the places of which each has a process that stays, or may have one now.
 
         Free places that have never failed come before those that have.

@@ -22,7 +22,7 @@ from reigen.errors import LaunchError, format_ranks
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.lines import DialedLine, PipedLine
-from reigen.launch.agent.remote_start import RemoteStart
+from reigen.launch.agent.remote_start import RemoteStart, is_dial_back
 from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, LauncherFactory, find_launcher
 from reigen.launch.elastic.job import (
     CallHost,
@@ -269,6 +269,8 @@ class Supervisor:
         if self._options.elastic is not None:
             if plan.processes is not None:
                 raise LaunchError("the engine of this launcher starts the ranks itself: its jobs cannot be elastic")
+            if is_dial_back(plan.agents):
+                raise LaunchError("the agents of this launcher dial back: its jobs cannot be elastic yet")
             return plan
         if placed != list(range(wanted)):
             raise LaunchError(f"the launcher's plan has rank(s) {format_ranks(placed)}; the job has 0 to {wanted - 1}")
@@ -304,10 +306,7 @@ class Supervisor:
 
     def say(self, text: str) -> None:
         """Tell the user."""
-        if self._listener.finished is None:
-            self._display.say(f"reigen run: {text}\n".encode())
-        else:
-            self._listener.complain(text)
+        self._display.say(f"reigen run: {text}\n".encode())
 
     @property
     def excluded(self) -> set[int]:
@@ -376,6 +375,8 @@ class Supervisor:
         timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
         self._display.write_all(timeout_seconds, lambda: self._is_forced)
         if isinstance(self._job, ElasticJobState):
+            if self._job.problem and self._listener.finished is not None:
+                self._listener.complain(self._job.problem)
             self._listener.members(members_in_order(self._job.members))
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
