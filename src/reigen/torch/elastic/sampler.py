@@ -85,7 +85,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311 - not a secret
+            random.Random(self.seed + self.epoch).shuffle(order)
         self.processed_num = min(self.processed_num, len(order))
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
