@@ -1,4 +1,4 @@
-"""hvd.elastic with PyTorch: members come and go, errors go back to the last commit; against one process as the truth."""
+"""hvd.elastic with PyTorch: members come and go, errors go back to the last commit; the truth is one process."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class KerasStateLogic(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved; what an optimizer has made since then becomes zero."""
+        """Go back to the saved values; variables that an optimizer has made since then become zero."""
         variables, values = self._variables(), self._saved_values
         for variable, value in zip(variables, values, strict=False):
             variable.assign(value)
@@ -126,8 +126,8 @@ class CommitStateLogic:
 class UpdateBatchStateLogic:
     """Keeps ``state.batch``, the number of the batch within its epoch; before `CommitStateLogic` in the list.
 
-    Where ``fit`` goes on in the middle of an epoch, its batches count from where that was left, and ``params["steps"]``,
-    which Keras's progress bar shows, is what is left of them. How many batches it takes is what ``fit`` was given.
+    Where ``fit`` goes on in the middle of an epoch, its batches count from where that was left, and ``params["steps"]``
+    is what is left of them, for a progress bar. How many batches it takes is what ``fit`` was given.
 
     Args:
         state: with an attribute ``batch``.

@@ -60,7 +60,7 @@ def repeat_in_views(
     errors: Callable[[], AbstractContextManager[None]] = nullcontext,
     is_elastic: Callable[[], bool] = membership.is_elastic,
 ) -> Callable[Concatenate[S, P], R]:
-    """What `run` returns, for a framework.
+    """Decorate a training function as `run` does, for a framework.
 
     Args:
         func: the training function.
@@ -94,7 +94,7 @@ def repeat_in_views(
 
 
 class _Loop:
-    """What is known from one call of the function to the next."""
+    """Memory from one call of the function to the next."""
 
     def __init__(self, state: State) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""This process's membership in an elastic job: what the functions that users call need of it, and nothing more.
+"""Membership of this process in an elastic job, as far as the functions that users call need it.
 
 The functions here do nothing in a job that is not elastic. `use` says who answers in one that is.
 """
@@ -12,13 +12,16 @@ class Membership(Protocol):
     """A member of an elastic job. The thread that trains calls these."""
 
     def step_applied(self) -> None:
-        """See the function of this name, as for the others."""
+        """Do the work of the function of this name."""
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Do the work of the function of this name."""
 
-    def needs_sync(self) -> bool: ...
+    def needs_sync(self) -> bool:
+        """Do the work of the function of this name."""
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """Do the work of the function of this name."""
 
 
 _membership: Membership | None = None
@@ -36,7 +39,7 @@ def is_elastic() -> bool:
 
 
 def step_applied() -> None:
-    """This process's state has been saved: one more step, which all members take.
+    """Count a step, which all members take: the state of this process has been saved.
 
     Raises:
         HostsUpdatedInterrupt: the members change now, at this step of all of them.
@@ -46,7 +49,7 @@ def step_applied() -> None:
 
 
 def check() -> None:
-    """As `step_applied`, without a step: raises HostsUpdatedInterrupt if the members change now."""
+    """Raise HostsUpdatedInterrupt if the members change now, without a step."""
     if _membership is not None:
         _membership.check()
 

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """See `reigen.elastic.run`. What the backend's programs raise when a collective fails counts, too."""
+    """Decorate a training function, as `reigen.elastic.run` does; failures in the backend's programs count, too."""
     backend = load_backend()
     return repeat_in_views(func, reset=lambda: backend.change_job(membership.reset), errors=backend.collective_errors)
 

@@ -29,7 +29,7 @@ __getattr__ = make_lazy_getattr(__name__, {"TensorFlowKerasState": "reigen.tenso
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """See `reigen.elastic.run`. What graphs raise when a collective fails counts, too; all other errors leave."""
+    """Decorate a training function, as `reigen.elastic.run` does; failures of collectives in graphs count, too."""
     return repeat_in_views(func, errors=collective_errors)
 
 
@@ -62,7 +62,7 @@ class TensorFlowState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved."""
+        """Go back to the saved values."""
         self._assign(self._saved_values)
         super().restore()
 

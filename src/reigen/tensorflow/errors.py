@@ -105,7 +105,7 @@ def collective_error_of(error: BaseException) -> CollectiveError | None:
 
 @contextlib.contextmanager
 def collective_errors() -> Iterator[None]:
-    """Raise failures of collectives in graphs as CollectiveError; other errors of TensorFlow as what they are."""
+    """Raise failures of collectives in graphs as CollectiveError, and other errors of TensorFlow unchanged."""
     try:
         yield
     except tf.errors.OpError as error:
