@@ -124,7 +124,7 @@ class CommitStateLogic:
 
 
 class UpdateBatchStateLogic:
-    """Keeps ``state.batch``, the number of the batch within its epoch; before `CommitStateLogic` in the list.
+    """Keeps ``state.batch``: how many batches of the epoch are done; before `CommitStateLogic` in the list.
 
     Where ``fit`` goes on in the middle of an epoch, its batches count from where that was left, and ``params["steps"]``
     is what is left of them, for a progress bar. How many batches it takes is what ``fit`` was given.
@@ -154,8 +154,8 @@ class UpdateBatchStateLogic:
             params["steps"] = self._num_steps - self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Remember the batch."""
-        self.state.batch = self._begun + batch
+        """Count the batch."""
+        self.state.batch = self._begun + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Begin anew."""

@@ -108,7 +108,7 @@ def test_attributes_are_deep_copies_and_sync_saves() -> None:
 
 
 def test_an_attribute_that_cannot_be_copied_is_named() -> None:
-    with pytest.raises(ArgumentError, match="state's lock cannot be copied.*keep"):
+    with pytest.raises(ArgumentError, match=r"state's lock cannot be copied.*keep"):
         ObjectState(lambda value: value, lambda: 0, lock=threading.Lock())
 
 
