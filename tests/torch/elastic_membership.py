@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import reigen.torch as hvd
+from reigen.api import job
 from reigen.elastic import membership
 from reigen.errors import HostsUpdatedInterrupt
 
@@ -54,10 +54,10 @@ class WrittenViews:
         """Nobody is told."""
 
     def reset(self) -> None:
-        hvd.shutdown()
+        job.shutdown()
         first = self.number + 1
         self.number = next((n for n in range(first, len(self.views)) if self.place in self.views[n]), -1)
         if self.number < 0:
             raise Left
         self.steps = 0
-        hvd.init([*self.views[self.number]])
+        job.init([*self.views[self.number]])

@@ -1,9 +1,8 @@
-"""hvd.elastic with PyTorch: members come and go, errors go back to the last commit; against one process as the truth."""
+"""hvd.elastic with PyTorch: members come and go, errors go back to the last commit; the truth is one process."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from torch import nn  # noqa: E402
 import reigen.torch as hvd  # noqa: E402
 from reigen import context  # noqa: E402
 from reigen.elastic import membership  # noqa: E402
-from reigen.errors import ArgumentError, CollectiveError, HorovodInternalError, HostsUpdatedInterrupt  # noqa: E402
-from reigen.torch.elastic import ElasticSampler, ObjectState, TorchState, run  # noqa: E402
-from reigen.torch.elastic.state import get_handler_registry, set_handler_registry  # noqa: E402
+from reigen.errors import CollectiveError  # noqa: E402
+from reigen.torch.elastic import TorchState, run  # noqa: E402
 from tests.torch.elastic_membership import Left, WrittenViews  # noqa: E402
 from tests.torch.training import TOLERANCE, batches, make_net, mean_loss, mine  # noqa: E402
 

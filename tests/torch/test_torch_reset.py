@@ -14,8 +14,7 @@ from torch import nn  # noqa: E402
 
 import reigen.torch as hvd  # noqa: E402
 from reigen import context  # noqa: E402
-from reigen.elastic import membership  # noqa: E402
-from reigen.errors import CollectiveError, StepOrderError  # noqa: E402
+from reigen.errors import CollectiveError  # noqa: E402
 from tests.torch.training import TOLERANCE, Net, batches, make_net, mean_loss, mine  # noqa: E402
 
 #: Who is together in a job with rank 0, 1 and 2: in one job after the other. In the first all are.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Concatenate, ParamSpec, TypeVar
 
 from reigen.elastic import membership
@@ -44,11 +45,29 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                         state.commit()
                 state.batch = 0
     """
-    return run_fn(func, membership.reset)
+    return repeat_in_views(func)
 
 
 def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> Callable[Concatenate[S, P], R]:
-    """Like `run`, with another function that waits for the next members."""
+    """Like `run`, in any job, with a function of the caller's that returns when the next members are together."""
+    return repeat_in_views(func, reset=reset, is_elastic=lambda: True)
+
+
+def repeat_in_views(
+    func: Callable[Concatenate[S, P], R],
+    *,
+    reset: Callable[[], None] = membership.reset,
+    errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+    is_elastic: Callable[[], bool] = membership.is_elastic,
+) -> Callable[Concatenate[S, P], R]:
+    """Decorate a training function as `run` does, for a framework.
+
+    Args:
+        func: the training function.
+        reset: returns when the next members are together.
+        errors: makes a context in which the framework's errors of failed collectives become CollectiveErrors.
+        is_elastic: whether the function is called again at all.
+    """
 
     @functools.wraps(func)
     def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,15 +81,16 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
         loop = _Loop(state)
         while True:
             try:
-                loop.synchronize()
-                return func(state, *args, **kwargs)
+                with errors():
+                    loop.synchronize()
+                    return func(state, *args, **kwargs)
             except CollectiveError as error:
-                if not loop.goes_on_after(error):
+                if not is_elastic() or not loop.goes_on_after(error):
                     raise
                 state.restore()
                 skips_sync = False
             except HostsUpdatedInterrupt as interrupt:
-                if not membership.is_elastic() and reset is membership.reset:
+                if not is_elastic():
                     raise
                 skips_sync = interrupt.skip_sync
             reset()
@@ -81,7 +101,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
 
 
 class _Loop:
-    """What is known from one call of the function to the next."""
+    """Memory from one call of the function to the next."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -90,13 +110,13 @@ class _Loop:
         self._num_commits: int | None = None
 
     def synchronize(self) -> None:
+        """Collective, unless all members are known to hold the same."""
         if not self.skips_sync:
             self._state.sync()
             membership.step_applied()
 
     def goes_on_after(self, error: CollectiveError) -> bool:
-        if not membership.is_elastic():
-            return False
+        """Return whether it makes sense to begin again after this error; a note says why not."""
         if isinstance(error, _OF_THE_PROGRAM) and not isinstance(error, JoinedError):
             if self._num_commits == self._state.num_commits:
                 error.add_note(

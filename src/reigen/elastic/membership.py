@@ -79,7 +79,7 @@ def is_elastic() -> bool:
 
 
 def step_applied() -> None:
-    """This process's state has been saved: one more step, which all members take.
+    """Count a step, which all members take: the state of this process has been saved.
 
     Raises:
         HostsUpdatedInterrupt: the members change now, at this step of all of them.
@@ -89,7 +89,7 @@ def step_applied() -> None:
 
 
 def check() -> None:
-    """As `step_applied`, without a step: raises HostsUpdatedInterrupt if the members change now."""
+    """Raise HostsUpdatedInterrupt if the members change now, without a step."""
     if (member := _member()) is not None:
         member.check()
 
@@ -110,6 +110,6 @@ def reset() -> None:
 
 
 def fail() -> None:
-    """The program ends by an exception: the end of this process is a loss to the others."""
+    """Take note that the program ends by an exception: the end of this process is a loss to the others."""
     if (member := _member()) is not None:
         member.fail()

@@ -15,7 +15,7 @@ BroadcastObject = Callable[[Any], Any]
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What has happened to the hosts of a job, for `State.on_hosts_updated`."""
+    """Change of the hosts of a job, for `State.on_hosts_updated`."""
 
     no_update = 0
     removed = 1
@@ -24,7 +24,7 @@ class HostUpdateResult(enum.IntFlag):
 
 
 class State(ABC):
-    """Base of states: what a training function needs in order to go on where it was.
+    """Base of states, from which a training function goes on where it was.
 
     Args:
         bcast_object: returns rank 0's object on every rank, given each rank's own.
@@ -47,7 +47,7 @@ class State(ABC):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Do what there is to do when the members have changed: `reset`, then the callbacks."""
+        """Follow a change of members: `reset`, then the callbacks."""
         self._update = None
         self.reset()
         for callback in self._reset_callbacks:
@@ -99,7 +99,7 @@ class State(ABC):
     def sync(self) -> None:
         """Collective: every rank's state becomes rank 0's, and is saved."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - most states have nothing to do
         """Follow a change of members, before the callbacks; the state itself stays."""
 
     def _interrupt(self) -> None:
@@ -135,7 +135,7 @@ class ObjectState(State):
         self._saved_state = {name: _copy(name, getattr(self, name)) for name in self._names}
 
     def restore(self) -> None:
-        """Set the attributes to copies of what was saved."""
+        """Set the attributes to copies of the saved values."""
         for name, value in self._saved_state.items():
             setattr(self, name, _copy(name, value))
 

@@ -78,7 +78,7 @@ class SparseGradients:
             self._pending[index] = grouped_allgather_async(both, name, reduce_group.process_set)
 
     def abandon(self) -> None:
-        """Forget what was submitted: nobody will wait for it."""
+        """Drop the handles of submitted gradients: no caller will wait for them."""
         self._pending.clear()
 
     def wait(self, reduce_group: ReduceGroup, parameters: list[torch.Tensor], names: list[str]) -> None:

@@ -47,6 +47,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = self.processed_num = 0
+        #: of this rank's indices, those that are processed since they were dealt
+        self._num_recorded = 0
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -81,16 +83,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal what is not processed to the ranks that there are now."""
+        """Deal the indices that are not processed to the present ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311 - not a secret
+            random.Random(self.seed + self.epoch).shuffle(order)
         self.processed_num = min(self.processed_num, len(order))
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        #: of this rank's indices, those that are processed
         self._num_recorded = 0
 
     def __iter__(self) -> Iterator[int]:

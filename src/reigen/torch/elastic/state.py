@@ -22,7 +22,7 @@ from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 
 class StateHandler(ABC):
-    """What one kind of attribute of a `TorchState` needs.
+    """Handler of one kind of attribute of a `TorchState`.
 
     Args:
         value: the attribute.
@@ -49,11 +49,11 @@ class StateHandler(ABC):
         self.value = value
         self.save()
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - most have nothing to do
         """Follow a change of members."""
 
-    def abandon(self) -> None:
-        """Forget what was under way, before `restore`."""
+    def abandon(self) -> None:  # noqa: B027 - likewise
+        """Drop an unfinished step, before `restore`."""
 
     def describe(self) -> list[str]:
         """Return what must be the same on all ranks, in lines."""
@@ -66,17 +66,21 @@ class _StateDictHandler(StateHandler):
     _saved: Any = None
 
     def save(self) -> None:
+        """Keep a copy."""
         self._saved = copy_state(self.value.state_dict(), self._saved)
 
     def restore(self) -> None:
+        """Go back to the copy."""
         self.value.load_state_dict(copy_state(self._saved, None))  # what is loaded may be kept, and changed
 
     def sync(self) -> None:
+        """Collective: become what rank 0's is."""
         received = broadcast_object(self.value.state_dict(), name="elastic.state_dict")
         if contexts.current().rank:
             self.value.load_state_dict(received)
 
     def set_value(self, value: Any) -> None:
+        """Handle another object from now on."""
         self._saved = None
         super().set_value(value)
 
@@ -85,12 +89,15 @@ class ModelStateHandler(_StateDictHandler):
     """Handler of a module."""
 
     def restore(self) -> None:
+        """Go back to the copy."""
         self.value.load_state_dict(self._saved)  # which copies
 
     def sync(self) -> None:
+        """Collective: become what rank 0's is."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
     def describe(self) -> list[str]:
+        """Return what must be the same on all ranks."""
         items = self.value.state_dict().items()
         return [f"{n}: {v.dtype} {tuple(v.shape)}" if isinstance(v, torch.Tensor) else n for n, v in items]
 
@@ -99,6 +106,7 @@ class OptimizerStateHandler(_StateDictHandler):
     """Handler of an optimizer. A ``DistributedOptimizer`` begins in each view as if made there, with its state."""
 
     def sync(self) -> None:
+        """Collective: become what rank 0's is."""
         if isinstance(self.value, WrappedOptimizer):
             self.value.renew()
         if isinstance(self.value, torch.optim.LBFGS):
@@ -108,14 +116,17 @@ class OptimizerStateHandler(_StateDictHandler):
         self.value.zero_grad(set_to_none=True)
 
     def reset(self) -> None:
+        """Follow a change of members."""
         self.abandon()
         self.value.zero_grad(set_to_none=True)
 
     def abandon(self) -> None:
+        """Drop an unfinished step."""
         if isinstance(self.value, WrappedOptimizer):
             self.value.abandon()
 
     def describe(self) -> list[str]:
+        """Return what must be the same on all ranks."""
         groups = enumerate(self.value.param_groups)
         return [type(self.value).__name__, *(f"group {n}: {[tuple(p.shape) for p in g['params']]}" for n, g in groups)]
 
@@ -124,9 +135,11 @@ class SamplerStateHandler(_StateDictHandler):
     """Handler of an `ElasticSampler`."""
 
     def reset(self) -> None:
+        """Follow a change of members."""
         self.value.reset()
 
     def sync(self) -> None:
+        """Collective: become what rank 0's is."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.sampler"))
 
 
@@ -171,11 +184,11 @@ class TorchState(ObjectState):
     ) -> None:
         self._handlers: dict[str, StateHandler] = {}
         given = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers = {name: handler(given[name]) for name in given if (handler := _handler_of(given[name]))}
-        for name, handler in handlers.items():
-            object.__setattr__(self, name, handler.value)
-        self._handlers = handlers
-        objects_only = {name: value for name, value in given.items() if name not in handlers}
+        for name, value in given.items():
+            if (kind := _handler_of(value)) is not None:
+                object.__setattr__(self, name, value)
+                self._handlers[name] = kind(value)
+        objects_only = {name: value for name, value in given.items() if name not in self._handlers}
         super().__init__(bcast_object=_broadcast, get_rank=rank, **objects_only)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -190,7 +203,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved. A step that is under way is dropped, on this rank, with its gradients."""
+        """Go back to the saved values. An unfinished step is dropped, on this rank, with its gradients."""
         for handler in self._handlers.values():
             handler.abandon()
         for handler in self._handlers.values():

@@ -165,7 +165,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     _reducer: OptimizerReducer
 
     def abandon(self) -> None:
-        """Forget a step that nobody will finish, with its gradients: no communication; on all ranks.
+        """Drop an unfinished step, with its gradients: no communication; on all ranks.
 
         After an error that ends the job it is done by ``shutdown()``; before that, for who goes back to saved weights.
         """

@@ -240,7 +240,7 @@ class Reducer:
         ]
 
     def abandon(self) -> None:
-        """Forget what this pass has submitted: nobody will wait for it. The owner resets the tracker."""
+        """Drop the handles of this pass: no caller will wait for them. The owner resets the tracker."""
         self._handles.clear()
         self._sparse.abandon()
         self._seen = [None] * len(self.parameters)

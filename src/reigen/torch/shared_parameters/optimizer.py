@@ -61,7 +61,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         self._gather()
 
     def abandon(self) -> None:
-        """Forget a step that nobody will finish, with its gradients; weights and state are this rank's own until then."""
+        """Drop an unfinished step with its gradients; weights and state become this rank's own."""
         super().abandon()
         self._forget_gradients()
         self._inner = None
