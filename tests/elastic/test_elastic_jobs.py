@@ -48,7 +48,9 @@ def kill(job: ElasticProcesses, *victims: Member, stopped: Sequence[Member] = ()
         return all(any(step[2] == size and float(step[4]) > at for step in steps_of(member)) for member in rest)
 
     until(goes_on)
-    return max(min(float(step[4]) for step in steps_of(m) if step[2] == size and float(step[4]) > at) for m in rest) - at
+    return (
+        max(min(float(step[4]) for step in steps_of(m) if step[2] == size and float(step[4]) > at) for m in rest) - at
+    )
 
 
 def check_counts(members: list[Member]) -> None:
@@ -117,7 +119,7 @@ def test_a_training_is_exact_whoever_dies(tmp_path: Path):
         assert {len(found) for found in digests.values()} == {1}, "replicas differ"
         ledgers = {next(line for line in member.lines if line.startswith("LEDGER")) for member in rest}
         (ledger,) = ledgers
-    dealt = [set(index for batch in step for index in batch) for step in json.loads(ledger.removeprefix("LEDGER "))]
+    dealt = [{index for batch in step for index in batch} for step in json.loads(ledger.removeprefix("LEDGER "))]
     counts = Counter(index for step in dealt for index in step)
     # each epoch has each sample; only the last step of an epoch may deal a few again, so that ranks get equally many
     assert set(counts) == set(range(samples))

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -26,7 +27,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def main() -> None:
     num_epochs, num_samples, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     print("IMPORTED", flush=True)
-    while (path := os.environ.get("WAITS_FOR")) and not os.path.exists(path):
+    while (path := os.environ.get("WAITS_FOR")) and not Path(path).exists():
         time.sleep(0.01)
     hvd.init()
     torch.manual_seed(hvd.rank())  # ranks begin with different weights, and get those of rank 0
