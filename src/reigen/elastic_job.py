@@ -1,4 +1,4 @@
-"""This process's part in an elastic job: a context for each view, built when the view is decided.
+"""Part of this process in an elastic job: a context for each view, built when the view is decided.
 
 Nothing of a view's memory and connections is used in the next one. So what a process that was left out still sends or
 writes reaches nobody: that is how frames and writes of an old epoch have no effect in a new one.
@@ -47,7 +47,7 @@ _LOOK_SECONDS = 0.2
 
 
 class ViewContext(Protocol):
-    """What a job needs of the context of a view."""
+    """Context of a view, as far as the job needs it."""
 
     def give_up(self, error: BaseException) -> None:
         """Fail all collectives, on all ranks."""
@@ -173,7 +173,7 @@ class ElasticJob(Generic[_Context]):
         return running if running and running.epoch > self.epoch and running.epoch in self._contexts else None
 
     def keep_view(self) -> None:
-        """Take note that the program goes on in the view that it has: later ranks are told by those in it."""
+        """Take note that the program goes on in the view that it has: later ranks are derived from those in it."""
         self._kept = self._entered
 
     def leave_view(self) -> None:
@@ -199,7 +199,7 @@ class ElasticJob(Generic[_Context]):
         self._driver.finish()
 
     def close(self) -> None:
-        """End this process's part; what it has is closed."""
+        """End the part of this process; its contexts are closed."""
         with self._changed:
             contexts, self._contexts = list(self._contexts.values()), {}
         for context in contexts:

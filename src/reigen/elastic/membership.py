@@ -1,4 +1,4 @@
-"""This process's membership in an elastic job: what the functions that users call need of it, and nothing more.
+"""Membership of this process in an elastic job, as far as the functions that users call need it.
 
 The functions here do nothing in a job that is not elastic.
 """
@@ -17,19 +17,19 @@ class Membership(Protocol):
     """A member of an elastic job. The thread that trains calls these."""
 
     def step_applied(self) -> None:
-        """See the function of this name."""
+        """Do the work of the function of this name."""
 
     def check(self) -> None:
-        """See the function of this name."""
+        """Do the work of the function of this name."""
 
     def needs_sync(self) -> bool:
-        """See the function of this name."""
+        """Do the work of the function of this name."""
 
     def reset(self) -> None:
-        """See the function of this name."""
+        """Do the work of the function of this name."""
 
     def fail(self) -> None:
-        """See the function of this name."""
+        """Do the work of the function of this name."""
 
 
 class _JobMembership:
