@@ -8,8 +8,8 @@
 
 How a process uses it:
 
-a. It makes an `ElasticNode`. The first members call `directory.meet_first_view`, then `ViewDriver.start_first`; a
-   process that comes later, `ViewDriver.start_candidate`.
+a. It makes an `ElasticNode` and a `ViewDriver`. The first members call `directory.meet_first_view`, then
+   `ViewDriver.begin`; a process that comes later, `ViewDriver.wait_for_view`.
 b. The driver calls `build`, `roll` and `run` of the plane for each view, and `revoke` when one ends.
 c. After each step the process calls `step_applied`; True means that the view ends here. Where a collective fails, it
    calls `request_change`: nothing happens if the view has passed meanwhile.

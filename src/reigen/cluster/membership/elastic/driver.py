@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from reigen.cluster.membership.elastic.directory import ViewDirectory
 from reigen.cluster.membership.elastic.links import MemberLinks, first_reachable
@@ -86,9 +86,8 @@ _CALM = {ElasticState.RUNNING, ElasticState.LEAVING, ElasticState.WAITING}
 class ViewDriver:
     """One process of an elastic job, from its first view, or from the lobby, until its end.
 
-    Made by the constructor and then started by `begin` or `wait_for_view`, or both at once by `start_first` or
-    `start_candidate`; ended by `close`. It closes its node. Methods may be called by any thread, and never with a lock
-    held that the plane's methods take.
+    It is started by `begin` or `wait_for_view`, and ended by `close`; it closes its node. Methods may be called by any
+    thread, and never with a lock held that the plane's methods take.
 
     Args:
         node: this process.
@@ -138,29 +137,6 @@ class ViewDriver:
         self._num_failed_views = 0
         self._has_ended = self._is_closed = False
         close_in_children(self)
-
-    @classmethod
-    def start_first(
-        cls,
-        node: ElasticNode,
-        view: View,
-        plane: ViewPlane,
-        rendezvous: Rendezvous,
-        timeouts: ViewTimeouts = DRIVER_TIMEOUTS,
-    ) -> Self:
-        """Make a driver and `begin`; not for a plane that calls the driver."""
-        driver = cls(node, plane, rendezvous, timeouts)
-        driver.begin(view)
-        return driver
-
-    @classmethod
-    def start_candidate(
-        cls, node: ElasticNode, plane: ViewPlane, rendezvous: Rendezvous, timeouts: ViewTimeouts = DRIVER_TIMEOUTS
-    ) -> Self:
-        """Make a driver and `wait_for_view`; not for a plane that calls the driver."""
-        driver = cls(node, plane, rendezvous, timeouts)
-        driver.wait_for_view()
-        return driver
 
     def begin(self, view: View) -> None:
         """Start as a member of the job's first view, which `meet_first_view` has made.
