@@ -46,7 +46,10 @@ NAMES = {
     "horovod.common.util": """
         _cache gpu_available extension_available num_rank_is_power_2 split_list is_iterable nccl_built
     """,
-    "horovod.torch.elastic": "HorovodInternalError",
+    "horovod.torch.elastic": "run State ObjectState TorchState ElasticSampler HorovodInternalError",
+    "horovod.torch.elastic.state": "TorchState get_handler_registry set_handler_registry",
+    "horovod.torch.elastic.sampler": "ElasticSampler",
+    "horovod.common.elastic": "run_fn State ObjectState HorovodInternalError HostsUpdatedInterrupt",
 }
 
 QUESTIONS = """
@@ -87,9 +90,6 @@ for statement in (
     "import horovod.keras",
     "import horovod.mxnet",
     "import horovod.ray",
-    "from horovod.torch.elastic import TorchState",
-    "from horovod.torch.elastic.sampler import ElasticSampler",
-    "elastic.run",
     "elastic.nothing",
 ):
     try:
@@ -128,9 +128,6 @@ def test_all_names_are_there_and_what_is_missing_says_so():
             "(No module named 'mxnet')"
         ),
         "ModuleNotFoundError reigen.ray needs Ray: pip install 'reigen[ray]' (No module named 'ray')",
-        "ImportError horovod.torch.elastic.TorchState: there are no elastic jobs in Reigen yet",
-        "ImportError horovod.torch.elastic.sampler: there are no elastic jobs in Reigen yet",
-        "ImportError horovod.torch.elastic.run: there are no elastic jobs in Reigen yet",
         "AttributeError module 'horovod.torch.elastic' has no attribute 'nothing'",
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,23 +44,6 @@ class HorovodBasics:
     ccl_built = staticmethod(build_info.ccl_built)
     cuda_built = staticmethod(build_info.cuda_built)
     rocm_built = staticmethod(build_info.rocm_built)
-
-
-def make_missing_getattr(module: str, what: str, names: Sequence[str]) -> Callable[[str], object]:
-    """A module's ``__getattr__`` for names of Horovod that do not exist here yet.
-
-    Args:
-        module: its name.
-        what: what does not exist yet, in the plural.
-        names: those that Horovod has. Asking for one is an ImportError, for another an AttributeError.
-    """
-
-    def getattribute(name: str) -> object:
-        if name in names:
-            raise ImportError(f"{module}.{name}: there are no {what} in Reigen yet", name=module)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return getattribute
 
 
 def make_lazy_getattr(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.jax.collectives import reduce_gradients
-from reigen.jax.native import collective_errors, shutdown
+from reigen.jax.native import change_job, collective_errors, shutdown
 
 
 class JaxKerasBackend:
@@ -36,6 +37,14 @@ class JaxKerasBackend:
     def shutdown(self) -> None:
         """Leave the job, when all dispatched computations are complete."""
         shutdown()
+
+    def change_job(self, change: Callable[[], None]) -> None:
+        """Leave the job, and enter another."""
+        change_job(change)
+
+    def collective_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which errors of failed collectives are CollectiveErrors."""
+        return collective_errors()
 
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function itself: tracing follows tensors, not Python."""

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,13 @@ def shutdown() -> None:
 
     JAX forgets its compiled programs: shapes in them, and branches by rank, were those of this job.
     """
+    change_job(context.shutdown)
+
+
+def change_job(change: Callable[[], None]) -> None:
+    """Leave the job by ``change``, which may enter another, as `shutdown` does."""
     drain()
-    context.shutdown()
+    change()
     jax.clear_caches()
 
 

@@ -9,7 +9,7 @@ from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
 from reigen.errors import HorovodInternalError
-from reigen.keras import callbacks
+from reigen.keras import callbacks, elastic
 from reigen.keras.compression import Compression
 from reigen.keras.data import ShardedDataset, shard
 from reigen.keras.distributed_optimizer import DistributedOptimizer, PartialDistributedOptimizer
@@ -39,6 +39,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "join",
     "load_model",
     "reducescatter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -51,6 +52,12 @@ class KerasBackend(Protocol):
 
     def shutdown(self) -> None:
         """Leave the job."""
+
+    def change_job(self, change: Callable[[], None]) -> None:
+        """Call ``change``, which leaves the job and enters another; compiled programs of the old one are not used."""
+
+    def collective_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which the framework's errors of failed collectives become CollectiveErrors."""
 
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs as it is in programs of a compiler that reads Python; or the function itself."""

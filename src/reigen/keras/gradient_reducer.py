@@ -178,10 +178,11 @@ class GradientReducer:
         return [options.compressor.decompress(each, ctx) for each, (_, ctx) in zip(reduced, pairs, strict=True)]
 
     def _plan(self, gradients: Sequence[Any]) -> ReducePlan:
+        current = self._current_name()  # in another job than before, the plans go
         key = self._plan_key()
         if key in self._plans:
             return self._plans[key]
-        name = f"{self._current_name()}.{len(self._plans)}"
+        name = f"{current}.{len(self._plans)}"
         kinds = [self._kind(*pair) for pair in zip(gradients, self._variables, strict=True)]
         number = process_set_number(self.options.process_set)
         agreed = agree_on_gradients(contexts.current(), self._describe(), kinds, f"{name}.agreement", number)

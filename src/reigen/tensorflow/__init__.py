@@ -13,6 +13,7 @@ from reigen.api.horovod_basics import check_num_rank_power_of_2, gpu_available
 from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
 from reigen.api.job import shutdown
 from reigen.errors import HorovodInternalError
+from reigen.tensorflow import elastic
 from reigen.tensorflow import functions as _functions
 from reigen.tensorflow import ops as _ops
 from reigen.tensorflow.compression import Compression
@@ -29,6 +30,7 @@ __all__ = [
     "HorovodInternalError",
     "PartialDistributedGradientTape",
     "check_num_rank_power_of_2",
+    "elastic",
     "gpu_available",
     "shutdown",
 ]

@@ -12,9 +12,10 @@ with a Python frame around the graph gets it back: `collective_error_of`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
@@ -100,6 +101,18 @@ def collective_error_of(error: BaseException) -> CollectiveError | None:
         return None
     found = next((known for text, known in reversed(_remembered.items()) if text in error.message), None)
     return None if found is None else found.anew()
+
+
+@contextlib.contextmanager
+def collective_errors() -> Iterator[None]:
+    """Raise failures of collectives in graphs as CollectiveError, and other errors of TensorFlow unchanged."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        found = collective_error_of(error)
+        if found is None or found is error:
+            raise
+        raise found from error
 
 
 @functools.cache

@@ -25,10 +25,12 @@ from reigen.api.compression import as_compressor
 from reigen.api.gradients.reduce_group import choose_reduction
 from reigen.api.operations import Average
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.elastic import membership
 from reigen.errors import ArgumentError, UnsupportedError
 from reigen.tensorflow.collectives import reduce_gradients
 from reigen.tensorflow.compression import COMPRESSION_NAMES, Compression
 from reigen.tensorflow.errors import raises_tensorflow_errors
+from reigen.tensorflow.graph import ask
 from reigen.tensorflow.ops import grouped_allgather
 from reigen.types import ReduceOp
 
@@ -104,14 +106,14 @@ class GradientReducer:
                 shapes; on every rank.
         """
         results, variables, size = list(gradients), list(variables), self.num_ranks
-        if size == 1 or not results:
+        if not results or self._is_alone():
             return results
         shared = []
         for index, variable in enumerate(variables):
             if not self.is_local(variable):
                 shared.append(index)
             elif self._scale_local_gradients and results[index] is not None:
-                results[index] = _scale(results[index], 1 / size)
+                results[index] = self._divide(results[index], size)
         if not shared:
             return results
         name = f"{name}.{path_of(variables[shared[0]])}"
@@ -164,7 +166,19 @@ class GradientReducer:
         values, indices = grouped_allgather([values, slices.indices], name=name, process_set=self.process_set)
         values = self.compression.decompress(values, ctx)
         gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
-        return _scale(gathered, 1 / size) if self.reduction.op is ReduceOp.AVERAGE else gathered
+        return self._divide(gathered, size) if self.reduction.op is ReduceOp.AVERAGE else gathered
+
+    def _is_alone(self) -> bool:
+        """Return whether there is nothing to reduce with; a graph of an elastic job may run with others later."""
+        outlives = membership.is_elastic() and not tf.executing_eagerly()
+        return self.num_ranks == 1 and not (outlives and self.process_set.included())
+
+    def _divide(self, gradient: Any, size: int) -> Any:
+        """Divide by the number of ranks; in a graph of an elastic job, by that at the time when it runs."""
+        if not membership.is_elastic() or tf.executing_eagerly():
+            return _scale(gradient, 1 / size)
+        dtype = (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient).dtype
+        return _scale(gradient, 1 / tf.cast(ask("size", process_set_number(self.process_set)), dtype))
 
 
 def _key(variable: Any) -> int:
@@ -186,7 +200,7 @@ def without_serial_numbers(path: str) -> str:
     return _SERIAL_NUMBER.sub("", path.removesuffix(":0"))[-300:] or "variable"
 
 
-def _scale(gradient: Any, factor: float) -> Any:
+def _scale(gradient: Any, factor: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +15,7 @@ from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.tensorflow.collectives import COLLECTIVES, reduce_gradients
 from reigen.tensorflow.compression import Compression
+from reigen.tensorflow.errors import collective_errors
 
 
 class TensorFlowKerasBackend:
@@ -49,6 +51,14 @@ class TensorFlowKerasBackend:
     def shutdown(self) -> None:
         """Leave the job."""
         shutdown()
+
+    def change_job(self, change: Callable[[], None]) -> None:
+        """Leave the job, and enter another."""
+        change()
+
+    def collective_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which errors of failed collectives are CollectiveErrors."""
+        return collective_errors()
 
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function itself: tracing follows tensors, not Python."""

@@ -9,8 +9,10 @@ import tensorflow as tf
 
 from reigen import context
 from reigen.api.operations import Sum
+from reigen.elastic import membership
 from reigen.errors import ArgumentError
 from reigen.tensorflow.gradients import without_serial_numbers
+from reigen.tensorflow.graph import ask
 from reigen.tensorflow.ops import allreduce
 
 
@@ -42,7 +44,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask_or_axes: Any, *, keep_dims: bool | None = None, mask: Any = None) -> Any:
         """Keras 3 calls it as ``(inputs, mask)``, the legacy one as ``(inputs, axes, keep_dims=..., mask=...)``."""
-        if context.current().size == 1:
+        if context.current().size == 1 and not (membership.is_elastic() and not tf.executing_eagerly()):
             options = {} if keep_dims is None else {"keep_dims": keep_dims, "mask": mask}
             return super()._moments(inputs, mask_or_axes, **options)
         name = f"sync_batch_norm.{without_serial_numbers(getattr(self, 'path', None) or self.name)}"
@@ -76,7 +78,10 @@ def combined_moments(x: Any, axes: Sequence[int], mask: Any, name: str) -> tuple
     mean = tf.reduce_sum(x * weights, axes, keepdims=True) / tf.maximum(count, 1)
     squares = tf.reduce_sum(weights * tf.square(x - mean), axes)
     own = tf.stack([tf.cast(tf.reshape(part, [-1]), tf.float64) for part in (count, mean, squares)])
-    place = tf.reshape(tf.one_hot(job.rank, job.size, dtype=tf.float64), [-1, 1, 1])
+    rank, size = job.rank, job.size
+    if membership.is_elastic() and not tf.executing_eagerly():  # those at the time when the graph runs
+        rank, size = ask("rank"), ask("size")
+    place = tf.reshape(tf.one_hot(rank, size, dtype=tf.float64), [-1, 1, 1])
     counts, means, deviations = tf.unstack(allreduce(place * own, op=Sum, name=name), axis=1)
     total = tf.maximum(tf.reduce_sum(counts, 0), 1)
     mean = tf.reduce_sum(counts * means, 0) / total

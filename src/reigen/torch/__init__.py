@@ -11,6 +11,7 @@ from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
 from reigen.api.job import shutdown
 from reigen.errors import HorovodInternalError
+from reigen.torch import elastic
 from reigen.torch import ops as _ops
 from reigen.torch.clipping import clip_global_norm
 from reigen.torch.compression import Compression
@@ -34,6 +35,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "clip_global_norm",
+    "elastic",
     "join",
     "poll",
     "shutdown",

@@ -12,6 +12,7 @@ from reigen.api.gradients.reduce_group import choose_reduction
 from reigen.api.operations import Average
 from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.compression import Codec
+from reigen.elastic import membership
 from reigen.errors import ArgumentError
 from reigen.torch.compression import Compression, Compressor
 from reigen.torch.optimizers.adasum_optimizer import AdasumOptimizer, DeltaReducer, check_adasum_options
@@ -114,7 +115,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         if share_parameters is True:
             raise ArgumentError("share_parameters does not go with op=Adasum, for which every rank updates all weights")
         check_adasum_options(gradient_predivide_factor, process_set)
-        if contexts.current().size > 1:
+        if contexts.current().size > 1 or membership.is_elastic():
             deltas = DeltaReducer(named, choose_compressor(compression), backward_passes_per_step, sparse_as_dense)
             return wrap_optimizer(optimizer, AdasumOptimizer, deltas)
         op = Average  # of one rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ class TorchKerasBackend:
     def shutdown(self) -> None:
         """Leave the job."""
         shutdown()
+
+    def change_job(self, change: Callable[[], None]) -> None:
+        """Leave the job, and enter another."""
+        change()
+
+    def collective_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which errors of failed collectives are CollectiveErrors."""
+        return nullcontext()
 
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that torch.compile runs as it is, with all that it calls."""

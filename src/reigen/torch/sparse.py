@@ -77,6 +77,10 @@ class SparseGradients:
             name = f"{reduce_group.name}.sparse.{index}"
             self._pending[index] = grouped_allgather_async(both, name, reduce_group.process_set)
 
+    def abandon(self) -> None:
+        """Drop the handles of submitted gradients: no caller will wait for them."""
+        self._pending.clear()
+
     def wait(self, reduce_group: ReduceGroup, parameters: list[torch.Tensor], names: list[str]) -> None:
         """Every rank's indices and values, in rank order, become the gradient. Repeated indices are not merged.
 

@@ -9,7 +9,7 @@ from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, broadcast_object, join
 from reigen.api.job import shutdown
 from reigen.errors import HorovodInternalError
-from reigen.tensorflow.keras import callbacks
+from reigen.tensorflow.keras import callbacks, elastic
 from reigen.tensorflow.keras.choice import IS_LEGACY
 
 if IS_LEGACY:
@@ -50,6 +50,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "join",
     "load_model",
     "reducescatter",

@@ -149,6 +149,8 @@ class DeltaReducer(OptimizerReducer):
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
+        self._trackers.clear()
 
     def _follow_context(self) -> None:
         """After shutdown() and init(), belong to the new job."""

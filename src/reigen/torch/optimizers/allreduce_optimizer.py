@@ -124,7 +124,9 @@ class AllreduceOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: what had not been sent is of another model.
         """
-        if self._reducer.outstanding:
+        if self._reducer.is_job_over:
+            self.abandon()
+        elif self._reducer.outstanding:
             self._finish(FinishedBy.NONE)
         super().load_state_dict(state_dict)
         self._reducer.restore_residuals(state_dict.get(RESIDUALS_KEY), self._parameters())

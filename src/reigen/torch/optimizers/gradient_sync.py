@@ -12,6 +12,7 @@ from reigen import context as contexts
 from reigen.api.gradients.replica_check import check_first_step, check_replicas
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import process_set_number
+from reigen.elastic import membership
 from reigen.engine.handle import Handle
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.adapter import bytes_to_compare, tensor_bytes
@@ -52,10 +53,14 @@ class GradientSynchronizer(OptimizerReducer):
         #: the backward() that is asked to call back when it is over
         self._graph_task = -1
         self._finished = FinishedBy.NONE
+        #: the last reduction has failed: gradients are undefined
+        self._has_failed = False
         #: passes that were finished
         self.num_passes = 0
         self.reducers: list[Reducer] = []
         super().__init__(named, passes)
+        #: the job for which it was looked whether this rank takes part
+        self._checked = self._context
 
     @property
     def trackers(self) -> Sequence[GradientTracker]:
@@ -69,18 +74,44 @@ class GradientSynchronizer(OptimizerReducer):
             return FinishedBy.NONE
         return self._finished
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether gradients have come, or sums been made of them, that no step has used."""
+        return self._has_failed or self._finished is not FinishedBy.NONE or super().is_unfinished
+
+    @property
+    def is_job_over(self) -> bool:
+        """Return whether the job to which the gradients belong can do nothing more."""
+        jobs = [reducer.reduce_group.context for reducer in self.reducers] or [self._context]
+        return not any(job.is_operational for job in jobs)
+
+    def abandon(self) -> None:
+        """Implement `OptimizerReducer.abandon`."""
+        super().abandon()
+        for reducer in self.reducers:
+            reducer.abandon()
+        self._finished, self._has_failed, self._graph_task = FinishedBy.NONE, False, -1
+
+    def renew(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Implement `OptimizerReducer.renew`; what compression has not sent is kept."""
+        process_set_number(self.process_set)  # that it is registered in this job, too
+        residuals = {one: left for reducer in self.reducers for one, left in reducer.residuals().items()}
+        super().renew(parameters)
+        for reducer in self.reducers:
+            reducer.restore(residuals)
+
     def check_dtype(self, parameter: torch.Tensor) -> None:
         """Implement `OptimizerReducer.check_dtype`."""
         dtype_of(parameter.dtype)
 
     def watch(self, parameters: list[torch.Tensor]) -> None:
-        """Make a reducer for them, if there are other ranks."""
-        if self._has_others:
-            self.reducers.append(
-                Reducer(self._context, self.named(parameters), self._options, self.backward_passes_per_step)
-            )
+        """Make a reducer for them, if there are other ranks, or may come to be."""
+        if self._has_others or (self.process_set.included() and membership.is_elastic()):
+            reducer = Reducer(self._context, self.named(parameters), self._options, self.backward_passes_per_step)
+            reducer.after_change_of_job = self._follow_job
             if self._in_backward:
-                self.reducers[-1].after_gradient = self._finish_after_backward
+                reducer.after_gradient = self._finish_after_backward
+            self.reducers.append(reducer)
 
     def finish(self, parameters: Iterable[torch.Tensor], by: FinishedBy) -> None:
         """Collective: all gradients become those that all ranks agree on.
@@ -92,13 +123,13 @@ class GradientSynchronizer(OptimizerReducer):
         Raises:
             CollectiveError: an operation failed; the pass is over.
             StepOrderError: a gradient has been changed while it was on its way, and not by ``synchronize()``'s caller.
-            ArgumentError: the optimizer was made for a job of one rank and there are more now.
         """
         self._check_context()
         self.adopt(parameters)
         if by is FinishedBy.READER:
             self._check_unchanged()
         failure: Exception | None = None
+        self._has_failed = True
         for act in (Reducer.start, Reducer.wait):
             for reducer in self.reducers:
                 try:
@@ -110,7 +141,7 @@ class GradientSynchronizer(OptimizerReducer):
                 raise failure
         finally:
             del failure  # it holds this frame
-        self._finished = by
+        self._finished, self._has_failed = by, False
         self.num_passes += 1
         # shared parameters are compared where they come to exist once
         if self.reducers and not self._options.owned and self._is_first_step():
@@ -239,12 +270,17 @@ class GradientSynchronizer(OptimizerReducer):
             )
 
     def _check_context(self) -> None:
-        current = contexts.current()
-        if current is self._context:
+        """After shutdown() and init(), belong to the new job, in which this rank may have others for the first time."""
+        self._follow_job()
+        if self._checked is self._context:
             return
-        if self._known and not self.reducers and self._has_others:
-            raise ArgumentError(
-                "this DistributedOptimizer was made in a job of one rank, so it has watched no gradient; "
-                f"make a new one for the job of {current.size} ranks"
-            )
-        self._begin_job()
+        process_set_number(self.process_set)  # that it is registered in this job, too
+        self._checked = self._context
+        if not self.process_set.included():
+            self.release()
+        elif self._known and not self.reducers:
+            self.watch([*self._known.values()])
+
+    def _follow_job(self) -> None:
+        if contexts.current() is not self._context:
+            self._begin_job()

@@ -79,12 +79,46 @@ class OptimizerReducer(ABC):
         """Return whether complete gradients wait for a step, or are on their way."""
         return any(tracker.outstanding for tracker in self.trackers)
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether gradients have come that no step has used."""
+        return any(tracker.num_arrived for tracker in self.trackers)
+
+    @property
+    def is_job_over(self) -> bool:
+        """Return whether the job to which the gradients belong can do nothing more."""
+        return not self._context.is_operational
+
+    def abandon(self) -> None:
+        """Forget the step that is under way, if any, with its gradients: parts of them may be sums, parts not.
+
+        No communication. For when the job is over, or nobody will finish the step: all ranks have to do it.
+        """
+        if self.is_unfinished:
+            for parameter in self._known.values():
+                parameter.grad = None
+        for tracker in self.trackers:
+            tracker.reset()
+
+    def renew(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Begin in the current job like an optimizer that is made now for these parameters, in this order.
+
+        Names and options stay. So the members of a job agree, whichever of them had parameters from the beginning.
+        """
+        self.abandon()
+        self.release()
+        self._known.clear()
+        self._begin_job()
+        self.adopt(parameters)
+
     def named(self, parameters: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """The parameters with their names."""
         return [(self.names.get(p, f"parameter {index}"), p) for index, p in enumerate(parameters)]
 
     def discard(self) -> None:
         """The gradients are about to be cleared; raises StepOrderError if complete ones wait, or are on their way."""
+        if self.is_job_over:
+            self.abandon()
         self.check_not_outstanding("optimizer.zero_grad()")
         for tracker in self.trackers:
             if tracker.num_arrived:
@@ -105,6 +139,7 @@ class OptimizerReducer(ABC):
     def _begin_job(self) -> None:
         """Belong to the current job, and compare its replicas from the beginning."""
         self._context = contexts.current()
+        self._context.when_closed(self.abandon)
         self._comparisons = ReplicaCheckSchedule()
         #: whether the parameters with which the ranks began have been compared
         self._is_compared = False
@@ -128,6 +163,20 @@ class WrappedOptimizer(torch.optim.Optimizer):
     #: the attributes that it had
     _plain_names: frozenset[str]
     _reducer: OptimizerReducer
+
+    def abandon(self) -> None:
+        """Drop an unfinished step, with its gradients: no communication; on all ranks.
+
+        After an error that ends the job it is done by ``shutdown()``; before that, for who goes back to saved weights.
+        """
+        self._reducer.abandon()
+
+    def renew(self) -> None:
+        """Begin in the current job like an optimizer that is made now: all members of an elastic job do it together.
+
+        Parameters, options and state stay.
+        """
+        self._reducer.renew(self._parameters())
 
     def attach(self, reducer: OptimizerReducer) -> None:
         """Use this reducer from now on, and release it with this object."""

@@ -133,6 +133,8 @@ class Reducer:
         self._returned_dims: dict[int, int] = {}
         #: called when a gradient has been dealt with
         self.after_gradient: Callable[[], None] | None = None
+        #: called when the process is found to be in another job than before
+        self.after_change_of_job: Callable[[], None] | None = None
         self._handles: dict[int, Handle] = {}
         self._sparse = SparseGradients({})
         self._hooks = [set_grad_hook(p, self._hook(i)) for i, p in enumerate(self.parameters)]
@@ -215,14 +217,19 @@ class Reducer:
 
     def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
         """By parameter, what error feedback has not sent yet of its gradient; copies. Nothing without any."""
-        found = self._memory.residuals() if isinstance(self._memory, CompressedBucketMemory) else {}
-        return {self.parameters[number]: residual for number, residual in found.items()}
+        return {self.parameters[number]: residual for number, residual in self._residuals().items()}
 
     def restore(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Go on with these, and with nothing for all other parameters; without error feedback they mean nothing."""
+        parameters = enumerate(self.parameters)
+        self._restore({number: residuals[one] for number, one in parameters if one in residuals})
+
+    def _residuals(self) -> dict[int, torch.Tensor]:
+        return self._memory.residuals() if isinstance(self._memory, CompressedBucketMemory) else {}
+
+    def _restore(self, residuals: Mapping[int, torch.Tensor]) -> None:
         if isinstance(self._memory, CompressedBucketMemory):
-            parameters = enumerate(self.parameters)
-            self._memory.restore({number: residuals[one] for number, one in parameters if one in residuals})
+            self._memory.restore(residuals)
 
     def changed(self) -> list[str]:
         """Return names of parameters whose complete gradients were changed or replaced since they were taken."""
@@ -231,6 +238,15 @@ class Reducer:
             for index in self.tracker.order
             if self.parameters[index].grad is not None and self._seen[index] != gradient_version(self.parameters[index])
         ]
+
+    def abandon(self) -> None:
+        """Drop the handles of this pass: no caller will wait for them. The owner resets the tracker."""
+        self._handles.clear()
+        self._sparse.abandon()
+        self._seen = [None] * len(self.parameters)
+        for parameter in self.parameters:
+            if type(parameter.grad) is PendingGradient:
+                parameter.grad = parameter.grad.as_subclass(torch.Tensor)
 
     def release(self) -> None:
         """Take the hooks off and give the buckets' memory back; gradients that lie there are copied out first."""
@@ -247,12 +263,17 @@ class Reducer:
         is_converted = not self._options.owned and self._kinds != _tensor_kinds(self.parameters)
         if current is self.reduce_group.context and not is_converted:
             return
+        residuals = self._residuals()
         self._forget_memory()
         self._handles.clear()
         self.tracker = GradientTracker(len(self.parameters), self.tracker.backward_passes_per_step)
+        self._sparse, self._returned_dims = SparseGradients({}), {}
         if current is not self.reduce_group.context:
             self.reduce_group = ReduceGroup(current, self._options.process_set, self._options.reduction)
+            if self.after_change_of_job is not None:
+                self.after_change_of_job()
         self._choose_memory()
+        self._restore(residuals)
 
     def _choose_memory(self) -> None:
         self._kinds = _tensor_kinds(self.parameters)

@@ -10,6 +10,7 @@ from reigen import context as contexts
 from reigen.api.compression import CastCompression, CodecCompression
 from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ShardGranularity
 from reigen.api.process_sets import ProcessSet
+from reigen.elastic import membership
 from reigen.errors import ArgumentError
 from reigen.torch.shared_parameters.elementwise import choose_division
 
@@ -48,11 +49,13 @@ def choose_parameter_sharing(
         if wanted is True:
             raise ArgumentError(f"share_parameters: {error}") from error
         reason = str(error)
-    if not process_set.included() or len(members) == 1:
+    if not process_set.included() or (len(members) == 1 and not membership.is_elastic()):
         return None
     if wanted is True:
         return division
-    if division is not None and all(len(set(members).intersection(host)) < 2 for host in current.hosts):
+    if division is not None and membership.is_elastic():  # who comes later must choose the same
+        division, reason = None, "the members of an elastic job change: share_parameters=True if that is wanted"
+    elif division is not None and all(len(set(members).intersection(host)) < 2 for host in current.hosts):
         division, reason = None, "no host has several ranks"
     if current.rank == members[0]:
         where = "once a host" if division is not None else "once a rank"

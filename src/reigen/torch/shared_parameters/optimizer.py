@@ -60,6 +60,18 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def _before_unscaling(self) -> None:
         self._gather()
 
+    def abandon(self) -> None:
+        """Drop an unfinished step with its gradients; weights and state become this rank's own."""
+        super().abandon()
+        self._forget_gradients()
+        self._inner = None
+        states = self.__dict__["state"]
+        for parameter in (parameter for shared in self._shared for parameter in shared.parameters):
+            if held := states.get(parameter):
+                states[parameter] = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in held.items()}
+        _release_shared(self._shared)
+        self.weights_are_whole = True
+
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the reduced gradient, as without shared parameters.
 
@@ -137,7 +149,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         self._is_gathered, self._is_taken, self._seen = False, False, []
 
     def _finish(self, by: FinishedBy) -> None:
-        self._is_taken = False
+        self._is_taken = self._is_gathered = False
         try:
             super()._finish(by)
             self._share()
@@ -155,19 +167,21 @@ class SharedParametersOptimizer(AllreduceOptimizer):
             self._finish_early(FinishedBy.READER)
         if not self._is_gathered:
             for reducer in self._reducer.reducers:
-                reducer.gather()
+                if reducer.reduce_group.size > 1:
+                    reducer.gather()
             self._is_gathered = True
 
     def _share(self) -> None:
         """Put the parameters into shared memory that are not there yet. Collective where there are any."""
-        known = {id(shared.reducer): shared for shared in self._shared}
+        groups = [reducer.reduce_group for reducer in self._reducer.reducers]
+        current = [shared for shared in self._shared if shared.reduce_group in groups]
+        if len(current) < len(self._shared):  # others are of a job that is over: state is taken from the user's object
+            self._shared[:] = current
+            self._inner = None
+        known = {id(shared.reduce_group) for shared in current}
         for reducer in self._reducer.reducers:
-            shared = known.get(id(reducer))
-            if reducer.reduce_group.size == 1 or (shared is not None and shared.reduce_group is reducer.reduce_group):
+            if reducer.reduce_group.size == 1 or id(reducer.reduce_group) in known:
                 continue
-            if shared is not None:  # of a job that is over: the optimizer's state is taken from there
-                self._shared.remove(shared)
-                self._inner = None
             is_torch_s = type(unwrap_optimizer(self)).__module__.startswith("torch.optim.")
             joins = is_torch_s and reducer.owned_memory.division is ShardGranularity.ELEMENTS
             self._shared.append(SharedParameters(reducer, self._layouts(reducer), joins=joins))

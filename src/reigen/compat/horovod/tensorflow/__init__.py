@@ -5,7 +5,7 @@ from reigen.compat import keras2_calls as _keras2_calls  # noqa: F401  Keras 3 t
 from reigen.tensorflow import *
 
 from . import compression as compression
-from . import elastic as elastic
+from . import elastic as elastic  # type: ignore[no-redef]
 from . import functions as functions
 from . import gradient_aggregation as gradient_aggregation
 from . import mpi_ops as mpi_ops

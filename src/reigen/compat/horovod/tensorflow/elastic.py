@@ -1,10 +1,6 @@
-"""Elastic jobs: only their errors exist so far. The use of anything else names it."""
+"""``reigen.tensorflow.elastic`` under Horovod's name."""
 
-from reigen.api.horovod_basics import make_missing_getattr
-from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt
+from reigen.tensorflow import elastic as _reigen
+from reigen.tensorflow.elastic import *
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
-
-__getattr__ = make_missing_getattr(
-    "horovod.tensorflow.elastic", "elastic jobs", ("ObjectState", "TensorFlowKerasState", "TensorFlowState", "run")
-)
+__getattr__ = _reigen.__getattr__

@@ -3,7 +3,7 @@
 from reigen.torch import *
 
 from . import compression as compression
-from . import elastic as elastic
+from . import elastic as elastic  # type: ignore[no-redef]
 from . import functions as functions
 from . import mpi_ops as mpi_ops
 from . import optimizer as optimizer

@@ -4,4 +4,4 @@ from reigen.compat import keras2_calls as _keras2_calls  # noqa: F401  Keras 3 t
 from reigen.tensorflow.keras import *
 
 from . import callbacks as callbacks  # type: ignore[no-redef]
-from . import elastic as elastic
+from . import elastic as elastic  # type: ignore[no-redef]

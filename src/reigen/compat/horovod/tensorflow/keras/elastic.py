@@ -1,11 +1,3 @@
-"""Elastic jobs: there are none yet. The use of anything names it."""
+"""``reigen.tensorflow.keras.elastic`` under Horovod's name."""
 
-from reigen.api.horovod_basics import make_missing_getattr
-
-__all__: list[str] = []
-
-__getattr__ = make_missing_getattr(
-    "horovod.tensorflow.keras.elastic",
-    "elastic jobs",
-    ("CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"),
-)
+from reigen.tensorflow.keras.elastic import *

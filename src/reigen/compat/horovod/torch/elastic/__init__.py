@@ -1,10 +1,6 @@
-"""Elastic jobs: only their errors exist so far. The use of anything else names it."""
+"""``reigen.torch.elastic`` under Horovod's name, with Horovod's inner modules."""
 
-from reigen.api.horovod_basics import make_missing_getattr
-from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt
+from reigen.torch.elastic import *
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
-
-__getattr__ = make_missing_getattr(
-    "horovod.torch.elastic", "elastic jobs", ("ElasticSampler", "ObjectState", "State", "TorchState", "run")
-)
+from . import sampler as sampler
+from . import state as state

@@ -1,3 +1,7 @@
-"""Name of a module of Horovod's: Reigen has no elastic jobs yet."""
+"""``reigen.torch.elastic.sampler`` itself under Horovod's name: tests replace functions in it."""
 
-raise ImportError("horovod.torch.elastic.sampler: there are no elastic jobs in Reigen yet")
+import sys
+
+from reigen.torch.elastic import sampler
+
+sys.modules[__name__] = sampler

@@ -1,0 +1,96 @@
+"""Elastic training with TensorFlow: ``hvd.elastic`` in scripts; with Keras, see `reigen.tensorflow.keras.elastic`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from reigen.api.horovod_basics import make_lazy_getattr
+from reigen.api.job import rank
+from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State
+from reigen.elastic.loop import repeat_in_views
+from reigen.errors import ArgumentError
+from reigen.tensorflow.errors import collective_errors
+from reigen.tensorflow.functions import broadcast_, broadcast_object
+
+__all__ = [
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TensorFlowState",
+    "run",
+]
+
+#: needs Keras, which takes longer to import than all else here
+__getattr__ = make_lazy_getattr(__name__, {"TensorFlowKerasState": "reigen.tensorflow.keras.elastic"})
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a training function, as `reigen.elastic.run` does; failures of collectives in graphs count, too."""
+    return repeat_in_views(func, errors=collective_errors)
+
+
+class TensorFlowState(ObjectState):
+    """State of variables of TensorFlow; other keyword arguments are attributes as of `ObjectState`.
+
+    Args:
+        variables: None: the global variables of the default graph.
+        session: of ``tf.compat.v1``; None: the default one, or eager execution.
+        kwargs: names and first values of attributes.
+
+    Raises:
+        ArgumentError: there are no variables: eager code has to name them.
+    """
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
+        self.session = session
+        self.variables = list(tf.compat.v1.global_variables() if variables is None else variables)
+        if variables is None and not self.variables:
+            raise ArgumentError("TensorFlowState needs variables: there are no global ones with eager execution")
+        self._saved_values: list[Any] = []
+        super().__init__(broadcast_object, rank, **kwargs)
+
+    def save(self) -> None:
+        """Keep copies of the variables and the attributes."""
+        if self._is_eager:
+            self._saved_values = [variable.numpy().copy() for variable in self.variables]
+        else:
+            self._saved_values = self._session.run(self.variables)
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the saved values."""
+        self._assign(self._saved_values)
+        super().restore()
+
+    def sync(self) -> None:
+        """Collective: variables and attributes become those of rank 0, and are saved."""
+        if self._is_eager:
+            broadcast_(self.variables, 0, "elastic.variables")
+        else:
+            self._assign(broadcast_object(self._session.run(self.variables), name="elastic.variables"))
+        super().sync()
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.session is None and tf.executing_eagerly()
+
+    @property
+    def _session(self) -> Any:
+        session = self.session or tf.compat.v1.get_default_session()
+        if session is None:
+            raise ArgumentError(
+                "TensorFlowState needs a session in a graph: give it one, or enter session.as_default()"
+            )
+        return session
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        if self._is_eager:
+            for variable, value in zip(self.variables, values, strict=True):
+                variable.assign(value)
+            return
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.load(value, self._session)
