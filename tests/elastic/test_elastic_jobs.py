@@ -199,3 +199,34 @@ def test_kills_at_random_moments():
     seconds.sort()
     print(f"{num_kills} kills: p50 {statistics.median(seconds):.3f} s, p99 {seconds[int(len(seconds) * 0.99)]:.3f} s")
     assert statistics.median(seconds) < 1.0
+
+
+def test_changes_leak_nothing():
+    """REIGEN_TEST_CHANGES=100 for a measurement: descriptors, threads, mappings and memory of one that stays."""
+    num_changes = int(os.environ.get("REIGEN_TEST_CHANGES", "8"))
+
+    def held(pid: int) -> dict[str, int]:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return {
+            "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            "threads": int(status["Threads"]),
+            "mappings": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
+            "kB": int(status["VmRSS"].split()[0]),
+        }
+
+    with ElasticProcesses(COUNTING, "100000000", "0.001", max_size=2) as job:
+        stays, victim = job.start_first(2)
+        found = []
+        for _ in range(num_changes):
+            wait_for_steps([stays, victim], 3)
+            found.append(held(stays.pid))
+            kill(job, victim)
+            victim = job.start_candidate(1)
+            job.wait_for("STEP", [victim])
+            del stays.lines[:-100]
+    first, last = found[2], found[-1]
+    print(first, last)
+    assert last["descriptors"] <= first["descriptors"]
+    assert last["threads"] <= first["threads"]
+    assert last["mappings"] <= first["mappings"] + 8
+    assert last["kB"] <= first["kB"] + 2000 + 20 * num_changes
