@@ -58,7 +58,7 @@ class ElasticPlace:
         names = (SLOT_VARIABLE, INCARNATION_VARIABLE, MIN_SIZE_VARIABLE, VOTER_FD_VARIABLE)
         slot, incarnation, min_size, voter_fd = (reader.number(name) for name in names)
         max_size = reader.optional(MAX_SIZE_VARIABLE) or _MOST_RANKS
-        timeout = reader.number(ELASTIC_TIMEOUT_VARIABLE)
+        timeout = _read_seconds(reader, ELASTIC_TIMEOUT_VARIABLE)
         reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
         is_candidate = environ.get(CANDIDATE_VARIABLE) == "1"
         return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd)
@@ -78,3 +78,13 @@ class ElasticPlace:
         return JobInfo(
             slot, max(slot + 1, self.max_size), rendezvous, secret, "reigen run", f"{CANDIDATE_VARIABLE} is set"
         )
+
+
+def _read_seconds(reader: VariableReader, name: str) -> float:
+    """Read a variable that must be there and be a number of seconds."""
+    text = reader.text(name)
+    try:
+        return float(text or 0)
+    except ValueError:
+        reader.problems.append(f"{name} is {text!r}, not a number of seconds")
+        return 0.0
