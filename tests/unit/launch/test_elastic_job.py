@@ -410,6 +410,15 @@ def test_a_member_that_fails_when_others_have_finished_gives_the_exit_code() -> 
     assert (end.exit_code, end.failure and end.failure.rank) == (5, 1)
 
 
+def test_a_number_that_no_process_has_is_not_finished() -> None:
+    job = Job(options(), ("h1", 2))
+    job.handle(MemberFinished(2))
+    job.handle(MemberFinished(-1))
+    job.exit(1)
+    job.at(10)
+    assert job.running == {0, 1}
+
+
 def test_an_excluded_process_is_no_failure_of_the_job() -> None:
     job = Job(options(1, blacklist="host", cooldown=TEN_SECONDS), ("h1", 1), ("h2", 1))
     job.exit(1, 75)

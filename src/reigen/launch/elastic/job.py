@@ -181,7 +181,7 @@ class ElasticJobState(JobState):
     def handle_at(self, event: JobEvent | ElasticEvent, now: float) -> list[JobInstruction | ElasticInstruction]:
         """Return the instructions to carry out, in this order."""
         self._now = now
-        if isinstance(event, MemberFinished) and self.phase is not JobPhase.DONE:
+        if isinstance(event, MemberFinished) and self.slots.has(event.slot):
             self.finished.add(event.slot)
         if self.phase is not JobPhase.RUNNING:
             return [] if isinstance(event, ElasticEvent) else list(self.handle(event))

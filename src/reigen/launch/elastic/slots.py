@@ -122,6 +122,10 @@ class SlotTable:
         """Return the place with this number."""
         return self._slots[number]
 
+    def has(self, number: int) -> bool:
+        """Return whether there was ever a process with this number."""
+        return 0 <= number < len(self._slots)
+
     def __iter__(self) -> Iterator[JobSlot]:
         """Yield the places that have had a process."""
         return iter(self._slots)
