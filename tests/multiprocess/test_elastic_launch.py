@@ -172,6 +172,19 @@ def test_hosts_come_and_go_while_the_job_runs(tmp_path, ssh):
     assert "slot 1 (host a.invalid) has left" in err
 
 
+def test_a_job_ends_while_a_host_is_still_called(tmp_path, ssh):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:2\n")
+    discover = script(tmp_path / "discover", f"cat {hosts}")
+    does = {"FAKE_SSH_DOES": f"touch {tmp_path}/called; exec sleep 1000"}
+    with elastic(tmp_path, "--min-np", "2", "--host-discovery-script", discover, *ssh, env=does) as job:
+        job.read("1.0")
+        hosts.write_text("localhost:2\nslow.invalid:2\n")
+        until((tmp_path / "called").exists)
+        job.tell("", "finish")
+        assert job.launcher.finish() == (0, "", "")
+
+
 def test_an_agent_that_is_killed_takes_its_host_with_it(tmp_path, ssh):
     options = ("-H", "localhost:1,a.invalid:2", "-np", "3", "--min-np", "1", *ssh, *SHORT)
     with elastic(tmp_path, *options) as job:

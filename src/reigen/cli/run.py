@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reigen.cli.run_options import make_parser, parse_command, parse_common_options, split_words
+from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.base import DEFAULT_LAUNCHER
@@ -150,15 +151,15 @@ def _options(
 
 def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> ElasticRequest:
     """Collect the options of an elastic job."""
+    timeouts = (chosen.elastic_timeout, environ.get(ELASTIC_TIMEOUT_VARIABLE), environ.get("HOROVOD_ELASTIC_TIMEOUT"))
+    timeout = next((each for each in timeouts if each), None)
     request = ElasticRequest(
         num_ranks=chosen.num_ranks,
         min_ranks=chosen.min_ranks,
         max_ranks=chosen.max_ranks,
         discovery=chosen.host_discovery_script,
         slots_per_host=parse_count("--slots-per-host", chosen.slots_per_host),
-        timeout_seconds=parse_count(
-            "--elastic-timeout", chosen.elastic_timeout or environ.get("HOROVOD_ELASTIC_TIMEOUT")
-        ),
+        timeout_seconds=parse_count("--elastic-timeout", timeout),
         start_timeout_seconds=None if chosen.start_timeout is None else float(chosen.start_timeout),
         reset_limit=parse_count("--reset-limit", chosen.reset_limit),
         cooldown_range=parse_cooldown(chosen.blacklist_cooldown_range),

@@ -450,8 +450,18 @@ def test_candidates_alone_are_no_job() -> None:
     assert job.end().exit_code == 1
 
 
+def test_a_job_without_a_first_view_ends_with_its_first_processes() -> None:
+    job = Job(options(1), ("h1", 2))
+    job.exit(1, 3)
+    job.at(10)
+    assert job.running == {0, 1}
+    job.exit(0, 4)
+    assert job.end().exit_code == 3
+
+
 def test_a_view_that_is_announced_late_saves_the_job() -> None:
     job = Job(options(1), ("h1", 2))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
     job.exit(1)
     job.at(10)
     job.exit(0)

@@ -359,7 +359,8 @@ class ElasticJobState(JobState):
             return RESET_LIMIT_TEXT.format(limit)
         if self.has_begun and not running:
             return "-"
-        if self._orphaned_since is not None and self._now >= self._orphaned_since + ORPHANED_SECONDS:
+        hold_seconds = 0.0 if self.epoch is None else ORPHANED_SECONDS  # without a first view there is no second one
+        if self._orphaned_since is not None and self._now >= self._orphaned_since + hold_seconds:
             return "-"
         if self._short_since is not None and self._now >= self._short_since + self._timeout_seconds:
             return MIN_RANKS_TEXT.format(options.min_ranks)

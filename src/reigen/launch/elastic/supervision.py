@@ -301,6 +301,12 @@ class ElasticSupervision:
         self._advance(agent.host)
         return True
 
+    def stop_calls(self) -> None:
+        """Wait for no host any more: the job ends. An agent that has not come cannot say that it has nothing left."""
+        for host in list(self._deadlines):
+            self._owner.agents[host].close()
+        self._deadlines.clear()
+
     def refused(self, agent: AgentClient) -> None:
         """Count a host as lost whose agent cannot start a process; it ends everything there."""
         agent.close()

@@ -463,11 +463,16 @@ class Supervisor:
             case job_state.StartGraceTimer():
                 self._grace_ends = time.monotonic() + self._options.grace_seconds
             case job_state.SweepProcesses():
-                self._unswept = set(self._groups)
-                for group in self._groups:
-                    group.execute(instruction)
+                self._sweep(instruction)
             case job_state.FinishJob():
                 self._finish = instruction
+
+    def _sweep(self, instruction: job_state.SweepProcesses) -> None:
+        if self._elastic is not None:
+            self._elastic.stop_calls()
+        self._unswept = set(self._groups)
+        for group in self._groups:
+            group.execute(instruction)
 
     def _of(self, group: HostProcesses, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if self.agents.get(self._hosts[rank], self._local) is group)
