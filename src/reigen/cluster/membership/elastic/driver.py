@@ -129,12 +129,14 @@ class ViewDriver:
         #: actions are being carried out: what happens meanwhile is taken in afterwards
         self._is_working = False
         #: the end of members whose programs are done, as long as no change needs to know
-        self._held: list[Evidence] = []
+        self._held: dict[MemberId, Evidence] = {}
         #: this process's program is done; who does not know yet
         self._is_finished = False
         self._unaware: set[MemberId] = set()
         self._all_know = threading.Event()
         self._num_failed_views = 0
+        #: why the voter has not answered at last
+        self._voter_problem = ""
         self._has_ended = self._is_closed = False
         close_in_children(self)
 
@@ -393,7 +395,9 @@ class ViewDriver:
         try:
             reply = self._node.voter.handle(message)
         except (ReigenError, OSError) as error:
-            _log.warning("the voter of host %s does not answer: %s", self._node.host, error)
+            if str(error) != self._voter_problem:  # it is asked again and again
+                self._voter_problem = str(error)
+                _log.warning("the voter of host %s does not answer: %s", self._node.host, error)
             return
         if reply is None:
             return
@@ -438,7 +442,7 @@ class ViewDriver:
                 self._note_aware(evidence.member)
             is_expected = evidence.member in self.finished or self._is_finished
             if is_expected and self._machine.state in _CALM:
-                self._held.append(evidence)
+                self._held[evidence.member] = evidence
                 return
             self._dispatch(evidence)
 
@@ -498,8 +502,8 @@ class ViewDriver:
 
     def _take_in_finished(self, event: MemberEvent) -> None:
         """A change begins or goes on: it must know whose programs are done, this one's too."""
-        held, self._held = self._held, []
-        self._events.extend(held)
+        self._events.extend(self._held.values())
+        self._held.clear()
         if self._is_finished and self._machine.state is ElasticState.CHANGING and not isinstance(event, LeaveRequested):
             self._events.appendleft(LeaveRequested())
 
