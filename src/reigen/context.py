@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import itertools
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from msgspec import structs
@@ -22,8 +25,10 @@ from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
 from reigen.backends.selection import choose_backends
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
 from reigen.cluster.environ import PREFIXED_VARIABLE, JobInfo, detect_job
+from reigen.cluster.membership.place import ElasticPlace
 from reigen.cluster.topology import Topology
 from reigen.config import Config, load_config
+from reigen.elastic_job import ElasticJob, join_elastic_job
 from reigen.engine import operation_builders
 from reigen.engine.control_channel import NoteListener
 from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
@@ -36,7 +41,7 @@ from reigen.engine_factory import (
     create_single_host_engine,
     create_single_rank_engine,
 )
-from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
+from reigen.errors import ArgumentError, CollectiveError, ConfigError, NotInitializedError
 from reigen.observe.timeline import Timeline
 from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.startup import count_generation, join_rendezvous, log_job
@@ -519,6 +524,10 @@ class Context:
 
 _lock = threading.Lock()
 _current: Context | None = None
+#: in an elastic job, whose views have contexts of their own
+_elastic: ElasticJob[Context] | None = None
+#: an elastic job that this process has come to, and must not come to again
+_has_left = False
 #: in a process that was forked from a rank: that rank's context, kept so that nothing of it is torn down here
 _forked_from: Context | None = None
 
@@ -543,20 +552,26 @@ def init(
         DeadlineError: other ranks did not come; names them.
         AuthenticationError: the launcher's rendezvous knows another secret.
     """
-    global _current  # noqa: PLW0603  # the one global of the package
+    global _current  # noqa: PLW0603
     with _lock:
         if _current is None:
             _check_not_forked()
             _register_fork_hook()
             occupy_standard_descriptors()
             environ = os.environ if environ is None else environ
+            elastic_place = ElasticPlace.find(environ) if job is None else None
+            if job is None and elastic_place is not None:
+                job = elastic_place.candidate_job(environ)
             job, config = job or detect_job(environ), load_config(environ, arguments)
             place = None if job.size == 1 or environ.get(PREFIXED_VARIABLE) else job.rank
             log.attach(config.log_level, hide_time=config.log_hide_time, rank=place)
-            _current = _join(job, config, environ, ranks)
+            if elastic_place is None:
+                _current = _join(job, config, environ, ranks)
+            else:
+                _current = _join_elastic(elastic_place, job, config, environ, ranks)
             if _current.rank == 0:
                 log_job(job, config, environ, _current.size, (_current.backend, _current.backend_reason))
-            atexit.register(shutdown)
+            atexit.register(_shutdown_at_exit)
         return _current
 
 
@@ -564,34 +579,99 @@ def _join(job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Seque
     job_rendezvous = join_rendezvous(job, config, environ, ranks)
     if job_rendezvous is None:
         return Context(config)
+    context = _create(config, job_rendezvous)
+    count_generation(job_rendezvous)
+    return context
+
+
+def _join_elastic(
+    place: ElasticPlace, job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None
+) -> Context:
+    global _elastic, _has_left  # noqa: PLW0603
+    if _has_left:
+        raise ConfigError("this process has left its elastic job by shutdown(), and cannot come back")
+    _elastic = join_elastic_job(place, job, config, environ, ranks, functools.partial(_create_for_view, config))
+    _has_left = True
+    try:
+        return _elastic.enter()
+    except BaseException:
+        failed, _elastic = _elastic, None
+        failed.close()
+        raise
+
+
+def _create(config: Config, job_rendezvous: JobRendezvous) -> Context:
     try:
         context = Context(config, job_rendezvous)
     except BaseException:
         job_rendezvous.rendezvous.close()
         raise
-    count_generation(job_rendezvous)
     if not context.has_network:
         job_rendezvous.rendezvous.close()
     return context
 
 
+def _create_for_view(config: Config, job_rendezvous: JobRendezvous, epoch: int) -> Context:
+    if config.timeline not in {None, "DYNAMIC"} and epoch > 1:  # each view has its own
+        path = Path(str(config.timeline))
+        config = dataclasses.replace(config, timeline=str(path.with_name(f"{path.stem}.view{epoch}{path.suffix}")))
+    return _create(config, job_rendezvous)
+
+
+def elastic_job() -> ElasticJob[Context] | None:
+    """Return this process's part in its elastic job; None in another one, and outside of any."""
+    return _elastic
+
+
+def change_view() -> tuple[dict[int, int], Context]:
+    """In an elastic job: give this context up, and wait for that of the next view. Objects of this one are void.
+
+    Returns:
+        Ranks in the new view, by ranks in the old one; and the new context.
+
+    Raises:
+        NotInitializedError: this process is in no elastic job.
+        ReigenError: there is no next view; says why.
+    """
+    global _current  # noqa: PLW0603
+    with _lock:
+        if _elastic is None:
+            raise NotInitializedError("this process is in no elastic job")
+        _current = None
+        _elastic.leave_view()
+        _current = _elastic.enter()
+        return _elastic.renumbered, _current
+
+
 def shutdown() -> None:
-    """Leave the job. Does nothing outside one; `init` joins again."""
-    global _current  # the one global of the package
+    """Leave the job. Does nothing outside one; `init` joins again, but no elastic job: its program is done then."""
+    global _current, _elastic
     with _lock:
         context, _current = _current, None
+        job, _elastic = _elastic, None
+    if job is not None and not job.has_failed:
+        job.finish()
     if context is not None:
-        atexit.unregister(shutdown)
+        atexit.unregister(_shutdown_at_exit)
         context.close()
+    if job is not None:
+        job.close()
+
+
+def _shutdown_at_exit() -> None:
+    """Leave the job at the end of the script; of an elastic one in good order only if no exception has ended it."""
+    if _elastic is not None and getattr(sys, "last_value", None) is not None:
+        _elastic.has_failed = True
+    shutdown()
 
 
 def _after_fork() -> None:
     """In the child: it is no rank. Threads, locks and the place in the job stay with the parent."""
-    global _lock, _current, _forked_from  # noqa: PLW0603
-    _lock = threading.Lock()
+    global _lock, _current, _elastic, _forked_from
+    _lock, _elastic = threading.Lock(), None
     if _current is not None:
         _current, _forked_from = None, _current
-        atexit.unregister(shutdown)
+        atexit.unregister(_shutdown_at_exit)
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def join_rendezvous(
     if ranks is not None and tuple(ranks) != tuple(range(size)):
         rank, size = renumber_rank(job.rank, job.size, ranks), len(ranks)
         namespace = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-    timeout, tls = config.start_timeout_seconds, _tls() if config.tls else None
+    timeout, tls = config.start_timeout_seconds, job_tls(config)
     options = ServiceOptions(timeout, config.network_interfaces, config.peer_timeout_seconds, tls)
     if job not in _accesses:
         _accesses[job] = located = locate_service(job, environ, options)
@@ -90,6 +90,11 @@ def join_rendezvous(
 def count_generation(job_rendezvous: JobRendezvous) -> None:
     """Count that this process and the others are in the job: their next rendezvous is apart from this one."""
     _generations[job_rendezvous.secret, job_rendezvous.namespace] += 1
+
+
+def job_tls(config: Config) -> TlsContext | None:
+    """Return what encrypts this process's connections; None: they are not encrypted."""
+    return _tls() if config.tls else None
 
 
 @functools.cache

@@ -50,6 +50,9 @@ class WrittenViews:
     def needs_sync(self) -> bool:
         return self.syncs
 
+    def fail(self) -> None:
+        """Nobody is told."""
+
     def reset(self) -> None:
         job.shutdown()
         first = self.number + 1

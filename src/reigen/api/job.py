@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reigen import context
-from reigen.api.process_sets import as_ranks, check_static, is_communicator, register_static, translate_ranks
+from reigen.api.process_sets import (
+    ProcessSet,
+    as_ranks,
+    check_static,
+    is_communicator,
+    register_again,
+    register_static,
+    translate_ranks,
+)
 from reigen.cluster.environ import JobInfo, detect_job, job_from_arguments
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, CollectiveError
+
+#: The sets that `init` was given, for the next view of an elastic job.
+_static_sets: list[ProcessSet] = []
 
 
 def init(
@@ -46,11 +57,43 @@ def init(
     arguments = {"dynamic_process_sets": True} if process_sets == "dynamic" else None
     place = _job_from_arguments(rank, size, coordinator)
     joined = context.init(arguments=arguments, ranks=_resolve_ranks(comm, place), job=place)
+    _static_sets[:] = static
     try:
-        register_static(joined, static)
+        _register(joined, {})
     except BaseException:
         context.shutdown()
         raise
+
+
+def change_view() -> None:
+    """In an elastic job: wait for its next view; ranks, size and process sets are those of that view then.
+
+    Raises:
+        NotInitializedError: this process is in no elastic job.
+        ReigenError: there is no next view; says why.
+    """
+    renumbered, joined = context.change_view()
+    _register(joined, renumbered)
+
+
+def _register(joined: context.Context, renumbered: Mapping[int, int]) -> None:
+    """Register process sets; in an elastic job in the view behind this one, if a member dies meanwhile."""
+    elastic = context.elastic_job()
+    if elastic is None:
+        register_static(joined, _static_sets)
+        return
+    while True:
+        try:
+            if elastic.epoch == 1:
+                register_static(joined, _static_sets)
+            else:
+                register_again(joined, _static_sets, renumbered)
+            elastic.keep_view()
+            return
+        except CollectiveError:
+            if joined.is_operational:
+                raise
+        renumbered, joined = context.change_view()
 
 
 def _job_from_arguments(rank: int | None, size: int | None, coordinator: str | None) -> JobInfo | None:

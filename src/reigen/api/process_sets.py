@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,29 +204,30 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 @dataclass(frozen=True)
 class RegisteredSets:
-    """Process sets of a job, and this rank there: all that outlives it."""
+    """Process sets of a view of an elastic job, and this rank's number there."""
 
     rank: int
     sets: list[ProcessSet]
 
 
 def follow_members(before: RegisteredSets | None) -> RegisteredSets:
-    """Collective: register the sets of a job before this one, with those of their ranks that are here, too.
+    """Collective: register the sets of the view before that are not yet registered in this one, with the ranks that are left.
 
-    Sets whose ranks are all gone stay unregistered, so that their use is an error. Numbers may be others.
+    That is those of `add_process_set`. Sets whose ranks are all gone stay unregistered: their use is an error.
 
     Args:
-        before: what this function returned in that job; None for a rank that was not in it.
+        before: what this function returned in that view; None for a rank that was not in it.
 
     Returns:
-        What the same function is to be given in the next job.
+        What the same function is to be given in the next view.
     """
     job = context.current()
-    own = None if before is None else (before.rank, [(each._number, each.ranks or []) for each in before.sets])
+    left = [] if before is None else [each for each in before.sets if each.process_set_id is None]
+    own = None if before is None else (before.rank, [(each._number, each.ranks or []) for each in left])
     answers = allgather_object(job, own, "elastic.process_sets")
     here = {answer[0]: rank for rank, answer in enumerate(answers) if answer is not None}
     described: list[tuple[int, list[int]]] = next((answer[1] for answer in answers if answer is not None), [])
-    mine = {} if before is None else {each._number: each for each in before.sets}
+    mine = {each._number: each for each in left}
     for number, old_ranks in described:
         ranks = tuple(sorted(here[rank] for rank in old_ranks if rank in here))
         if not ranks:
@@ -260,6 +261,10 @@ def process_set_number(process_set: ProcessSet) -> int:
 # -- at init() --------------------------------------------------------------------------------------------------------
 
 
+#: Of the collective by which ranks compare the sets that they were given.
+_STATIC_NAME = "init.process_sets"
+
+
 def check_static(process_sets: object) -> list[ProcessSet]:
     """The list of sets that ``init()`` was given; raises ArgumentError if it is something else."""
     if process_sets is None or process_sets == "dynamic":
@@ -287,7 +292,7 @@ def register_static(job: context.Context, process_sets: Sequence[ProcessSet]) ->
         )
         for each in process_sets
     ]
-    all_lists: list[list[tuple[bool, list[int]]]] = allgather_object(job, own, "init.process_sets")
+    all_lists: list[list[tuple[bool, list[int]]]] = allgather_object(job, own, _STATIC_NAME)
     # Sets made of ranks are the same everywhere; those made of communicators are what each rank is part of.
     comparable = [["a communicator" if is_comm else ranks for is_comm, ranks in lists] for lists in all_lists]
     _check_equal(comparable, "the ranks gave different process_sets to init()")
@@ -300,6 +305,33 @@ def register_static(job: context.Context, process_sets: Sequence[ProcessSet]) ->
             number = job.add_process_set(ranks)
             if list(ranks) == own[entry][1]:
                 process_set.registered(job, number, ranks)
+
+
+def register_again(job: context.Context, process_sets: Sequence[ProcessSet], renumbered: Mapping[int, int]) -> None:
+    """Register the sets that ``init()`` was given in another view of an elastic job. Collective; see `register_static`.
+
+    Members that are gone are gone from the sets; a set without members is not registered, and one that has become equal
+    to another is the same. What rank 0 says counts: it has been in the job for longest.
+
+    Args:
+        job: the view's context.
+        process_sets: the sets.
+        renumbered: ranks in this view, by ranks in the last one that this process had; empty for a newcomer.
+    """
+    own = [
+        (False, sorted(renumbered[rank] for rank in each.ranks or [] if rank in renumbered)) for each in process_sets
+    ]
+    all_lists: list[list[tuple[bool, list[int]]]] = allgather_object(job, own, _STATIC_NAME)
+    _check_equal([len(lists) for lists in all_lists], "the ranks gave different numbers of process_sets to init()")
+    numbers = {tuple(range(job.size)): 0}
+    for members in dict.fromkeys(tuple(ranks) for _, ranks in all_lists[0]):
+        if members and members not in numbers:
+            numbers[members] = job.add_process_set(members)
+    for process_set, (_, ranks) in zip(process_sets, all_lists[0], strict=True):  # after what may fail
+        if ranks:
+            process_set.registered(job, numbers[tuple(ranks)], ranks)
+        else:
+            process_set.removed()
 
 
 def _check_equal(values: Sequence[object], message: str) -> None:

@@ -11,10 +11,17 @@ from reigen.cli.run_options import make_parser, parse_command, parse_common_opti
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.base import DEFAULT_LAUNCHER
+from reigen.launch.elastic.options import (
+    ElasticRequest,
+    check_elastic_hosts,
+    parse_cooldown,
+    parse_count,
+    resolve_elastic,
+)
 from reigen.launch.engines import LauncherChoice, choose_launcher_in_engine
 from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
-from reigen.launch.hosts import check_fixed_size, parse_hosts, resolve_hosts
+from reigen.launch.hosts import HostInfo, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
 from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
@@ -42,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         start = SelfStart(os.environ, chosen.num_ranks) if launcher == NODES_LAUNCHER else None
         if start is not None:
             chosen.num_ranks = start.num_ranks
-        if _num_ranks(chosen, choice) is None:
+        is_elastic = chosen.min_ranks is not None or chosen.host_discovery_script is not None
+        if _num_ranks(chosen, choice) is None and not is_elastic:
             raise ConfigError("the following arguments are required: -np/--num-proc")
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
         options = _options(chosen, environ, tuple(exports), translation.launcher_options, choice)
@@ -117,14 +125,20 @@ def _options(
     launcher_options: Mapping[str, str],
     choice: LauncherChoice,
 ) -> LaunchOptions:
-    num_ranks = _num_ranks(chosen, choice) or 0
-    bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
-    check_fixed_size(num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
+    elastic = resolve_elastic(_elastic_request(chosen, environ))
+    num_ranks = _num_ranks(chosen, choice) or (0 if elastic is None else elastic.min_ranks)
+    hosts: tuple[HostInfo, ...] = ()
+    if not choice.uses_hosts_of_engine and chosen.host_discovery_script is None:
+        num_places = chosen.num_ranks or chosen.max_ranks or num_ranks
+        hosts = tuple(resolve_hosts(chosen.hosts, chosen.hostfile, num_places))
+    if elastic is not None:
+        check_elastic_hosts(elastic, hosts, as_horovod=chosen.as_horovod)
     return LaunchOptions(
         **parse_common_options(chosen),
         num_ranks=num_ranks,
         bind=chosen.bind,
-        hosts=() if choice.uses_hosts_of_engine else tuple(resolve_hosts(chosen.hosts, chosen.hostfile, num_ranks)),
+        hosts=hosts,
+        elastic=elastic,
         network=NetworkOptions.from_environ(environ),
         exports=exports,
         mpi_args=split_words("--mpi-args", launcher_options.get("mpi_args", "")),
@@ -132,6 +146,32 @@ def _options(
         servers=_servers(chosen),
         gpus_per_rank=chosen.gpus_per_rank,
     )
+
+
+def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> ElasticRequest:
+    """Collect the options of an elastic job."""
+    request = ElasticRequest(
+        num_ranks=chosen.num_ranks,
+        min_ranks=chosen.min_ranks,
+        max_ranks=chosen.max_ranks,
+        discovery=chosen.host_discovery_script,
+        slots_per_host=parse_count("--slots-per-host", chosen.slots_per_host),
+        timeout_seconds=parse_count(
+            "--elastic-timeout", chosen.elastic_timeout or environ.get("HOROVOD_ELASTIC_TIMEOUT")
+        ),
+        start_timeout_seconds=None if chosen.start_timeout is None else float(chosen.start_timeout),
+        reset_limit=parse_count("--reset-limit", chosen.reset_limit),
+        cooldown_range=parse_cooldown(chosen.blacklist_cooldown_range),
+        blacklist=chosen.blacklist,
+        as_horovod=chosen.as_horovod,
+    )
+    if request.is_elastic and chosen.torchrun_env:
+        raise ConfigError("--torchrun-env: torch.distributed cannot follow the members of an elastic job")
+    if request.is_elastic and (chosen.nodes_from_env or chosen.launcher == NODES_LAUNCHER):
+        raise ConfigError("--nodes-from-env: jobs that every node starts by itself cannot be elastic yet")
+    if request.blacklist is not None and not request.is_elastic:
+        raise ConfigError("--blacklist is about elastic jobs: --min-np makes one")
+    return request
 
 
 def _servers(chosen: argparse.Namespace) -> ServerOptions | None:

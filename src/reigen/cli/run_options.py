@@ -11,6 +11,7 @@ from typing import Any
 
 from reigen._version import __version__
 from reigen.errors import ConfigError
+from reigen.launch.elastic.options import BLACKLISTS
 from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, OPTION_HELP, HorovodrunOption
 from reigen.launch.local_plan import CPU_BINDINGS
 from reigen.launch.ssh.command import SshOptions, check_identity_file
@@ -40,6 +41,7 @@ examples: reigen run -np 4 python train.py --epochs 3
 _ALIASES: tuple[tuple[tuple[str, ...], str, bool | None], ...] = (
     (("--log-without-timestamp", "--log-hide-timestamp"), "log_with_timestamp", False),
     (("--network-interface",), "network_interfaces", None),
+    (("--slots",), "slots_per_host", None),
 )
 
 AddArgument = Callable[..., argparse.Action]
@@ -173,9 +175,27 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="every node of the job runs this command, and finds the others by its engine's variables: pods of "
         "Kubernetes, containers of SageMaker (the same as --launcher nodes)",
     )
-    add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
-    for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):
-        group.add_argument(*flags, dest=name, type=int, help=argparse.SUPPRESS)
+    add(
+        "--host-discovery-script",
+        metavar="FILE",
+        help="program that prints the hosts of an elastic job, name:slots each, and is asked again every second",
+    )
+    add = group.add_argument
+    add(
+        "--min-np",
+        "--min-num-proc",
+        dest="min_ranks",
+        type=int,
+        metavar="N",
+        help="an elastic job: it goes on while so many processes are left (default: -np)",
+    )
+    add("--max-np", "--max-num-proc", dest="max_ranks", type=int, metavar="N", help="and has at most so many")
+    add(
+        "--blacklist",
+        choices=BLACKLISTS,
+        help="what rests in an elastic job when a process has failed: its place, or its whole host, as with horovodrun "
+        "(default: seat; with --as-horovod host)",
+    )
 
 
 def add_ssh_options(add: AddArgument) -> None:
@@ -240,7 +260,7 @@ def _add(group: argparse._ArgumentGroup, option: HorovodrunOption, text: str) ->
             )
         return
     if not option.is_switch:
-        num_values = 2 if option.name == "blacklist_cooldown_range" else None
+        num_values: int | None = 2 if option.name == "blacklist_cooldown_range" else None
         aliases = [flag for flags, name, value in _ALIASES if name == option.name and value is None for flag in flags]
         group.add_argument(*aliases, option.flag, dest=option.name, nargs=num_values, metavar="X", help=text)
         return

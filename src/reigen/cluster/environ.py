@@ -15,12 +15,22 @@ from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
 __all__ = [
+    "CANDIDATE_VARIABLE",
     "DEPARTURE_FD_VARIABLE",
+    "ELASTIC_FINISHED_KEY",
+    "ELASTIC_TIMEOUT_VARIABLE",
+    "ELASTIC_VARIABLE",
+    "ELASTIC_VIEW_KEY",
+    "INCARNATION_VARIABLE",
+    "MAX_SIZE_VARIABLE",
+    "MIN_SIZE_VARIABLE",
     "PORT_IS_HELD_VARIABLE",
     "PREFIXED_VARIABLE",
     "RANK_VARIABLES",
     "RENDEZVOUS_VARIABLE",
     "SECRET_VARIABLE",
+    "SLOT_VARIABLE",
+    "VOTER_FD_VARIABLE",
     "WORKERS_LOST_EXIT_CODE",
     "JobInfo",
     "detect_job",
@@ -39,6 +49,23 @@ RANK_VARIABLES = (
 )
 RENDEZVOUS_VARIABLE = "REIGEN_RENDEZVOUS"
 SECRET_VARIABLE = "REIGEN_SECRET"
+#: Set to 1 in the processes of an elastic job.
+ELASTIC_VARIABLE = "REIGEN_ELASTIC"
+#: Set to 1 in those that are started when the job runs already, and have no rank until a view has them.
+CANDIDATE_VARIABLE = "REIGEN_ELASTIC_CANDIDATE"
+#: Number of a process's place in an elastic job, and how many processes have had it before.
+SLOT_VARIABLE = "REIGEN_SLOT"
+INCARNATION_VARIABLE = "REIGEN_INCARNATION"
+#: Bounds of the number of members; the greatest one is missing where there is none.
+MIN_SIZE_VARIABLE = "REIGEN_MIN_SIZE"
+MAX_SIZE_VARIABLE = "REIGEN_MAX_SIZE"
+#: Seconds for which there may be fewer.
+ELASTIC_TIMEOUT_VARIABLE = "REIGEN_ELASTIC_TIMEOUT"
+#: Number of an inherited descriptor: memory of the host's voter, the same for all processes of the job there.
+VOTER_FD_VARIABLE = "REIGEN_VOTER_FD"
+#: Keys of the rendezvous by which the members of an elastic job tell the launcher of their view, and of their ends.
+ELASTIC_VIEW_KEY = "elastic/view"
+ELASTIC_FINISHED_KEY = "elastic/finished"
 #: Set to 1 where the launcher writes its rank before each line of a process's output.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
 #: Set to 1 where the launcher holds the scheduler's port against other users (`launch.supervision.spawn.reserve_port`).

@@ -72,6 +72,13 @@ def repeat_in_views(
 
     @functools.wraps(func)
     def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(state, *args, **kwargs)
+        except BaseException:
+            membership.fail()
+            raise
+
+    def call(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         loop = _Loop(state)
         while True:
             try:

@@ -1,11 +1,16 @@
 """Membership of this process in an elastic job, as far as the functions that users call need it.
 
-The functions here do nothing in a job that is not elastic. `use` says who answers in one that is.
+The functions here do nothing in a job that is not elastic.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
+
+from reigen import context
+from reigen.api import job
+from reigen.elastic_job import ElasticJob
+from reigen.errors import HostsUpdatedInterrupt
 
 
 class Membership(Protocol):
@@ -23,19 +28,54 @@ class Membership(Protocol):
     def reset(self) -> None:
         """Do the work of the function of this name."""
 
+    def fail(self) -> None:
+        """Do the work of the function of this name."""
 
-_membership: Membership | None = None
+
+class _JobMembership:
+    """Membership in the job of this process's context."""
+
+    def __init__(self, elastic: ElasticJob[context.Context]) -> None:
+        self._elastic = elastic
+
+    def step_applied(self) -> None:
+        self._interrupt(is_changing=self._elastic.step_applied())
+
+    def check(self) -> None:
+        self._interrupt(is_changing=self._elastic.is_changing())
+
+    def needs_sync(self) -> bool:
+        return True  # after a death some may be a commit behind others
+
+    def reset(self) -> None:
+        job.change_view()
+
+    def fail(self) -> None:
+        self._elastic.has_failed = True
+
+    @staticmethod
+    def _interrupt(*, is_changing: bool) -> None:
+        if is_changing:
+            raise HostsUpdatedInterrupt
+
+
+_given: Membership | None = None
 
 
 def use(membership: Membership | None) -> None:
-    """From now on this process is in an elastic job, as this member; None: it is in none."""
-    global _membership  # noqa: PLW0603  # the one of this process, as its context
-    _membership = membership
+    """Let this process be a member in another way than by its context; None: no more."""
+    global _given  # noqa: PLW0603  # the one of this process, as its context
+    _given = membership
+
+
+def _member() -> Membership | None:
+    elastic = context.elastic_job()
+    return _JobMembership(elastic) if _given is None and elastic is not None else _given
 
 
 def is_elastic() -> bool:
     """Return whether this process is in an elastic job."""
-    return _membership is not None
+    return _member() is not None
 
 
 def step_applied() -> None:
@@ -44,19 +84,19 @@ def step_applied() -> None:
     Raises:
         HostsUpdatedInterrupt: the members change now, at this step of all of them.
     """
-    if _membership is not None:
-        _membership.step_applied()
+    if (member := _member()) is not None:
+        member.step_applied()
 
 
 def check() -> None:
     """Raise HostsUpdatedInterrupt if the members change now, without a step."""
-    if _membership is not None:
-        _membership.check()
+    if (member := _member()) is not None:
+        member.check()
 
 
 def needs_sync() -> bool:
     """Return whether some member of the view may hold another state than rank 0: who came anew, or after an error."""
-    return _membership is None or _membership.needs_sync()
+    return (member := _member()) is None or member.needs_sync()
 
 
 def reset() -> None:
@@ -65,5 +105,11 @@ def reset() -> None:
     Raises:
         ReigenError: there will be none for this process.
     """
-    if _membership is not None:
-        _membership.reset()
+    if (member := _member()) is not None:
+        member.reset()
+
+
+def fail() -> None:
+    """Take note that the program ends by an exception: the end of this process is a loss to the others."""
+    if (member := _member()) is not None:
+        member.fail()

@@ -24,6 +24,9 @@ CONTROLLERS = ("gloo", "mpi", "jsrun")
 #: Options that mean something where mpirun starts the ranks, and nothing elsewhere.
 MPIRUN_OPTIONS = ("controller", "mpi_args", "binding_args")
 
+#: Options that mean something in elastic jobs, and nothing elsewhere.
+ELASTIC_OPTIONS = ("elastic_timeout", "reset_limit", "slots_per_host", "blacklist_cooldown_range")
+
 _LEVELS = "TRACE, DEBUG, INFO, WARNING, ERROR, FATAL"
 #: Names of a knob's variable, where they are not REIGEN_X and HOROVOD_X alone.
 _OTHER_NAMES = {"START_TIMEOUT": ("HOROVOD_GLOO_TIMEOUT_SECONDS",), "LOG": ("REIGEN_LOG_LEVEL", "HOROVOD_LOG_LEVEL")}
@@ -116,6 +119,12 @@ OPTION_HELP = {
         "gloo_timeout_seconds": "the same as --start-timeout, which wins",
         "start_timeout": "seconds that init() waits for all ranks",
         "thread_affinity": "processor of the engine's thread, or a list by local rank: 0,4",
+    },
+    "elastic jobs": {
+        "elastic_timeout": "seconds for which there may be fewer than --min-np processes (default: 600)",
+        "reset_limit": "end the job when failures have changed its members more often (default: any number)",
+        "slots_per_host": "processes of a host that the discovery script prints without a number (default: 1)",
+        "blacklist_cooldown_range": "least and greatest number of seconds that what has failed rests: MIN MAX",
     },
     "network": {
         "network_interfaces": "interfaces through which hosts may talk to each other, the first that exists: eth0,eth1"
@@ -229,6 +238,8 @@ def translate_options(chosen: Mapping[str, object], document: object, environ: M
     without_effect: list[str] = []
     launcher_options: dict[str, str] = {}
     supported = MPIRUN_OPTIONS if choose_launcher(chosen, document) == "mpi" else ()
+    is_elastic = any(chosen.get(name) is not None for name in ("min_ranks", "host_discovery_script"))
+    is_elastic |= chosen.get("max_ranks") not in {None, chosen.get("num_ranks")}
     for option in HOROVODRUN_OPTIONS:
         option_value, file_value = chosen.get(option.name), settings.pop(option.path, None)
         value = file_value if option_value is None else option_value
@@ -240,6 +251,8 @@ def translate_options(chosen: Mapping[str, object], document: object, environ: M
         variable = f"REIGEN_{option.variable}"
         if option.name in supported:
             launcher_options[option.name] = text
+        elif is_elastic and option.name in ELASTIC_OPTIONS:
+            continue  # read elsewhere
         elif not option.variable:
             without_effect.append(name)
         elif not in_file or not _is_set(option.variable, environ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -266,26 +266,6 @@ def is_own_address(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def check_fixed_size(num_ranks: int, bounds: Mapping[str, int | None], discovery: str | None) -> None:
-    """Reject options that ask for an elastic job.
-
-    Args:
-        num_ranks: the number of processes.
-        bounds: least and greatest number of processes, by option; None: not given.
-        discovery: the option that asks for discovery of hosts; None: not given.
-
-    Raises:
-        ConfigError: an elastic job was asked for.
-    """
-    elastic = [f"{name}={value}" for name, value in bounds.items() if value not in {None, num_ranks}]
-    elastic += [] if discovery is None else [discovery]
-    if elastic:
-        raise ConfigError(
-            f"{', '.join(elastic)}: elastic jobs, whose number of processes changes, are not possible yet; "
-            f"leave it out to run {num_ranks} processes from beginning to end"
-        )
 
 
 def choose_own_address(interfaces: Sequence[str], towards: str, clients: Sequence[str]) -> tuple[str, str]:

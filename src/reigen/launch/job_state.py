@@ -95,6 +95,7 @@ class HostLost(JobMessage, frozen=True):
 
     ranks: tuple[int, ...]
     reason: str
+    host: str = ""
 
 
 class SignalReceived(JobMessage, frozen=True):

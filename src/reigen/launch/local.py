@@ -19,7 +19,8 @@ class FixedLauncher:
 
     def __init__(self, options: LaunchOptions, agents: AgentStarter | None) -> None:
         self.options = options
-        self._plan = JobPlan(assign_processes(options), agents)
+        # hosts and places of an elastic job come and go
+        self._plan = JobPlan(() if options.elastic is not None else assign_processes(options), agents)
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
         """Return the plan, without waiting."""

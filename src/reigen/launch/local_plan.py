@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from reigen.cluster.environ import (
+    ELASTIC_VARIABLE,
     PORT_IS_HELD_VARIABLE,
     PREFIXED_VARIABLE,
     RANK_VARIABLES,
@@ -78,7 +79,7 @@ class ProcessSpec:
     def is_restartable(self) -> bool:
         """True if another process may be started in its place: nothing of this one may then be left."""
         of_a_worker = "DMLC_ROLE" in self.environ and self.environ.get(WORKER_LOSS_VARIABLE) == "wait"
-        return self.ps_process is not None or of_a_worker
+        return self.ps_process is not None or of_a_worker or ELASTIC_VARIABLE in self.environ
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from reigen.errors import ConfigError
 from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS
+from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import FinishJob, ProcessExited
 from reigen.launch.local_plan import JobServices, ProcessOptions
@@ -111,6 +112,7 @@ class LaunchOptions:
         binding_args: its options that place and bind ranks, instead of those that ``bind`` comes to.
         servers: parameter servers that run beside the ranks; None: none.
         gpus_per_rank: how many of its host's GPUs each rank sees; None: all of them.
+        elastic: what makes the job elastic; None: its processes are the same from beginning to end.
         requeue_on_notice: when the job has ended after its engine had announced an end, have the engine run it again.
 
     Raises:
@@ -136,6 +138,7 @@ class LaunchOptions:
     binding_args: tuple[str, ...] = ()
     servers: ServerOptions | None = None
     gpus_per_rank: int | None = None
+    elastic: ElasticOptions | None = None
     requeue_on_notice: bool = False
 
     def __post_init__(self) -> None:
@@ -145,6 +148,10 @@ class LaunchOptions:
             raise ConfigError(f"the number of processes must be at least 1, not {self.num_ranks}")
         if self.gpus_per_rank is not None and self.gpus_per_rank < 1:
             raise ConfigError(f"--gpus-per-rank must be at least 1, not {self.gpus_per_rank}")
+        if self.elastic is not None and self.servers is not None:
+            raise ConfigError("-s: parameter servers cannot run beside the ranks of an elastic job yet")
+        if self.elastic is not None and self.sync_directory is not None:
+            raise ConfigError("--sync-dst-dir: hosts come later to an elastic job; use a directory that all share")
         if self.sync_directory == "":
             raise ConfigError("--sync-dst-dir names no directory: '' (~ is the home directory)")
         for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):
@@ -173,6 +180,7 @@ class JobListener:
         exited: a rank's process has ended.
         started: all processes were started, with these services.
         lost: these ranks are lost with their host, for this reason.
+        members: slots of an elastic job's last view, by rank; told before ``finished``.
         finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
         described: gets that message.
     """
@@ -181,5 +189,6 @@ class JobListener:
     exited: Callable[[ProcessExited], None] = lambda event: None
     started: Callable[[JobServices], None] = lambda services: None
     lost: Callable[[Sequence[int], str], None] = lambda ranks, reason: None
+    members: Callable[[Sequence[int]], None] = lambda slots: None
     finished: Callable[[FinishJob], None] | None = None
     described: Callable[[str], None] = lambda message: None

@@ -16,7 +16,14 @@ from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.runner.interpreter import module_command
 from reigen.runner.job_monitor import JobMonitor
 from reigen.runner.options import RunSettings, resolve_arguments
-from reigen.runner.outcome import RankProcessDied, decide_outcome, list_complaints, rank_died_error
+from reigen.runner.outcome import (
+    Outcome,
+    RankProcessDied,
+    decide_elastic_outcome,
+    decide_outcome,
+    list_complaints,
+    rank_died_error,
+)
 from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankReport, ResultChannel
 from reigen.runner.serialization import pack_object, unpack_object, unpickle_exception
 
@@ -65,15 +72,16 @@ def run(
         args: its arguments, the same in all processes.
         kwargs: its keyword arguments.
         num_proc: the number of processes.
-        min_num_proc: of an elastic job, which is not possible yet; ``num_proc`` is allowed.
-        max_num_proc: the same.
-        slots: no effect.
-        reset_limit: no effect.
-        cooldown_range: no effect.
+        min_num_proc: makes an elastic job: processes that die are replaced, and those that are left go on, while there
+            are so many. ``func`` is decorated by ``elastic.run``; one that is not may only return everywhere.
+        max_num_proc: the greatest number of processes of an elastic job; by default ``num_proc``.
+        slots: of an elastic job: of hosts that the discovery script prints without a number, by default 1.
+        reset_limit: of an elastic job: how many changes because of failures it survives.
+        cooldown_range: of an elastic job: least and greatest seconds for which a failed process's place rests.
         hosts: hosts and greatest numbers of processes: ``"h1:4,h2:4"``; by default this host. Others are reached by
             ssh, without a password, and need the same Python, Reigen, modules and working directory.
         hostfile: a file with such hosts, a line each: ``h1 slots=4``.
-        host_discovery_script: not possible yet.
+        host_discovery_script: a program that prints an elastic job's hosts, ``h1:4`` each, and is run every second.
         start_timeout: seconds that ``init()`` waits for all ranks.
         ssh_port: sshd's port there, by default as ssh is configured.
         ssh_identity_file: private key, by default the same.
@@ -92,12 +100,12 @@ def run(
         launcher: how processes are started, as ``reigen run --launcher`` has it; by default on other hosts by ssh.
 
     Returns:
-        The values that the processes returned, by rank.
+        The values that the processes returned, by rank; of an elastic job, those of the last members.
 
     Raises:
         RankFailedError: a rank raised, exited or was killed: the first one that failed by itself. Its ``__cause__`` is
             the exception of that rank, where it can be loaded here. The other ranks were stopped.
-        ConfigError: (a ValueError) arguments make no sense, or ask for what is not possible yet.
+        ConfigError: (a ValueError) arguments make no sense, or contradict each other.
         UnsupportedTypeError: ``func`` or an argument cannot be pickled.
         SharedMemoryError: the host has not enough memory for the pickle of ``func`` and its arguments.
         LaunchError: processes cannot be started, or the launcher was stopped by a signal.
@@ -157,7 +165,14 @@ def _run(
 
 def collect_results(monitor: JobMonitor, size: int, hosts: Sequence[str] = ()) -> list[Any]:
     """Return the results by rank, or raise RankFailedError, or LaunchError; ``hosts`` by rank, where they are known."""
-    match decide_outcome(monitor.messages, size):
+    ended = next((message for message in monitor.messages if isinstance(message, LauncherFinished)), None)
+    if ended is None or ended.slots is None:
+        outcome: Outcome = decide_outcome(monitor.messages, size)
+    else:
+        outcome = decide_elastic_outcome(monitor.messages, ended)
+    match outcome:
+        case tuple(slots):
+            return [_result(monitor, slot, len(slots)) for slot in slots]
         case None:
             for complaint in list_complaints(monitor.messages):
                 warnings.warn(f"run(): {complaint}", RuntimeWarning, stacklevel=4)

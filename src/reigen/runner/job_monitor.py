@@ -151,6 +151,8 @@ class JobMonitor:
         self.messages.append(received.message)
         if received.descriptor is not None:
             assert isinstance(received.message, RankReport), "only reports come with a payload"
+            if (older := self.payloads.pop(received.message.rank, None)) is not None:  # of another process there
+                os.close(older)
             self.payloads[received.message.rank] = received.descriptor
         return True
 

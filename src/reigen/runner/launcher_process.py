@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.job_state import HOST_LOST_EXIT_CODE, ProcessExited
+from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob, ProcessExited
 from reigen.launch.local_plan import JobServices
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
@@ -88,6 +88,7 @@ def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Ma
         grace_seconds=settings.grace_seconds,
         inherited=inherited,
         hosts=settings.hosts,
+        elastic=settings.elastic,
         ssh=ssh if settings.executable is None else replace(ssh, python=settings.executable),
         network=NetworkOptions.from_environ(environ),
     )
@@ -99,11 +100,22 @@ def _listener(channel: ResultChannel) -> JobListener:
         for rank in ranks:
             _send_message(channel, ProcessExited(rank, HOST_LOST_EXIT_CODE))
 
+    members: list[tuple[int, ...]] = []
+
+    def finished(finish: FinishJob) -> None:
+        if not members:
+            _send_message(channel, LauncherFinished(finish.signum))
+            return
+        failure = finish.failure
+        failed, cause = (None, "") if failure is None else (failure.rank, failure.reason or failure.cause)
+        _send_message(channel, LauncherFinished(finish.signum, members[0], finish.exit_code, failed, cause))
+
     return JobListener(
         complain=lambda text: _send_message(channel, LauncherComplaint(text)),
         exited=lambda event: _send_message(channel, event),
         lost=lost,
-        finished=lambda finish: _send_message(channel, LauncherFinished(finish.signum)),
+        members=lambda slots: members.append(tuple(slots)),
+        finished=finished,
     )
 
 

@@ -11,12 +11,15 @@ import msgspec
 
 from reigen.errors import ConfigError
 from reigen.launch.base import find_launcher
+from reigen.launch.elastic.options import ElasticOptions, ElasticRequest, check_elastic_hosts, resolve_elastic
 from reigen.launch.engines import choose_launcher_in_engine
-from reigen.launch.hosts import HostInfo, check_fixed_size, check_slots, resolve_hosts
+from reigen.launch.hosts import HostInfo, check_slots, resolve_hosts
 from reigen.launch.ssh.command import SshOptions
 
 #: Accepted for the sake of existing calls.
-_WITHOUT_EFFECT = ("use_gloo", "use_mpi", "mpi_args", "disable_cache", "slots", "reset_limit", "cooldown_range")
+_WITHOUT_EFFECT = ("use_gloo", "use_mpi", "mpi_args", "disable_cache")
+#: The same in a job that is not elastic.
+_ELASTIC_ONLY = ("slots", "reset_limit", "cooldown_range")
 
 
 class RunSettings(msgspec.Struct, frozen=True):
@@ -25,6 +28,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     Attributes:
         executable: the Python of the ranks, or None for this one.
         network_interfaces: those that may be used, with commas between them; None: as in the environment.
+        elastic: what makes the job elastic; None: it is not.
     """
 
     num_ranks: int
@@ -40,18 +44,18 @@ class RunSettings(msgspec.Struct, frozen=True):
     prefix: bool = True
     timestamps: bool = False
     grace_seconds: float = 5.0
+    elastic: ElasticOptions | None = None
 
 
 def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
     """Resolve the arguments of ``run`` but the function's own; returns a warning, too, about those without effect.
 
     Raises:
-        ConfigError: an argument makes no sense, or asks for what is not possible yet.
+        ConfigError: an argument makes no sense, or they contradict each other.
     """
     directory = arguments["output_filename"]
+    elastic = resolve_elastic(_elastic_request(arguments))
     num_ranks = _num_ranks(arguments["num_proc"])
-    bounds = {"min_num_proc": arguments["min_num_proc"], "max_num_proc": arguments["max_num_proc"]}
-    check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments["host_discovery_script"] else None)
     if arguments["hosts"] is not None and arguments["hostfile"] is not None:
         raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
     has_hosts = arguments["hosts"] is not None or arguments["hostfile"] is not None
@@ -59,7 +63,11 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
     launcher, hosts = choice.launcher, []
     if not choice.uses_hosts_of_engine:
         hosts = resolve_hosts(arguments["hosts"], arguments["hostfile"], num_ranks)
-        check_slots(hosts, num_ranks)
+        if elastic is None:
+            check_slots(hosts, num_ranks)
+        else:
+            hosts = [] if elastic.discovery is not None else hosts
+            check_elastic_hosts(elastic, hosts, as_horovod=False)
     SshOptions(port=arguments["ssh_port"])  # raises
     find_launcher(launcher)  # raises
     timeout = arguments["start_timeout"]
@@ -76,9 +84,31 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         arguments["ssh_identity_file"],
         _join_interfaces(arguments["network_interface"], arguments["network_interfaces"]),
         launcher,
+        elastic=elastic,
     )
-    without_effect = [name for name in _WITHOUT_EFFECT if arguments[name] not in (None, False)]
+    unused = _WITHOUT_EFFECT + (_ELASTIC_ONLY if elastic is None else ())
+    without_effect = [name for name in unused if arguments[name] not in (None, False)]
     return settings, f"no effect: {', '.join(without_effect)}" if without_effect else ""
+
+
+def _elastic_request(arguments: Mapping[str, Any]) -> ElasticRequest:
+    """Collect what makes a job elastic."""
+    names = ("min_num_proc", "max_num_proc")
+    least, most = (None if arguments[name] is None else _num_ranks(arguments[name], name) for name in names)
+    num_ranks, discovery = _num_ranks(arguments["num_proc"]), arguments["host_discovery_script"]
+    if least is not None and num_ranks == 1:  # its default; Horovod's callers leave it out
+        num_ranks = least
+    return ElasticRequest(
+        num_ranks,
+        least,
+        most,
+        discovery,
+        arguments["slots"],
+        start_timeout_seconds=arguments["start_timeout"],
+        reset_limit=arguments["reset_limit"],
+        cooldown_range=arguments["cooldown_range"],
+        names=("num_proc", *names, "cooldown_range"),
+    )
 
 
 def _join_interfaces(*spellings: object) -> str | None:
@@ -91,11 +121,11 @@ def _join_interfaces(*spellings: object) -> str | None:
     return ",".join(names) or None
 
 
-def _num_ranks(num_proc: SupportsIndex) -> int:
+def _num_ranks(num_proc: SupportsIndex, name: str = "num_proc") -> int:
     try:
         num_ranks = operator.index(num_proc)
     except TypeError:
-        raise ConfigError(f"num_proc must be a number of processes, not {num_proc!r}") from None
+        raise ConfigError(f"{name} must be a number of processes, not {num_proc!r}") from None
     if num_ranks < 1:
-        raise ConfigError(f"num_proc must be at least 1, not {num_ranks}")
+        raise ConfigError(f"{name} must be at least 1, not {num_ranks}")
     return num_ranks

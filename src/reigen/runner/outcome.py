@@ -30,6 +30,10 @@ class RankProcessDied:
     cause: str = ""
 
 
+#: What became of a job: its failure; slots with results, of an elastic one; None: results of all ranks.
+Outcome = RankReport | RankProcessDied | LauncherFinished | LauncherComplaint | tuple[int, ...] | None
+
+
 def decide_outcome(
     messages: Sequence[ResultMessage], size: int
 ) -> RankReport | RankProcessDied | LauncherFinished | LauncherComplaint | None:
@@ -50,6 +54,31 @@ def decide_outcome(
     if ended is not None and num_returned == size:
         return None
     return LauncherComplaint("\n".join(list_complaints(messages)))
+
+
+def decide_elastic_outcome(
+    messages: Sequence[ResultMessage], ended: LauncherFinished
+) -> tuple[int, ...] | RankReport | RankProcessDied | LauncherFinished | LauncherComplaint:
+    """Decide the outcome of an elastic job from all messages, in order, and the launcher's last one.
+
+    Returns:
+        The slots whose results count, by rank: members of the last view in which the function has returned. Or what
+        ended the job, as `decide_outcome` has it; the numbers are slots.
+    """
+    if ended.signum is not None:
+        return ended
+    reports = {message.rank: message for message in messages if isinstance(message, RankReport)}
+    if ended.exit_code == 0:
+        returned = [slot for slot in ended.slots or () if slot in reports and not reports[slot].failed]
+        return tuple(returned) or LauncherComplaint("the job has ended, and its function has returned in no process")
+    if ended.failed_slot is None:
+        return LauncherComplaint("\n".join(list_complaints(messages)))
+    report = reports.get(ended.failed_slot)
+    if report is not None and report.failed:
+        return report
+    exits = [each for each in messages if isinstance(each, ProcessExited) and each.rank == ended.failed_slot]
+    exit_code = exits[-1].exit_code if exits else ended.exit_code
+    return RankProcessDied(ended.failed_slot, exit_code, report is not None, ended.cause)
 
 
 def list_complaints(messages: Sequence[ResultMessage]) -> list[str]:

@@ -30,7 +30,7 @@ class RankReport(JobMessage, tag=1, frozen=True):
     """The function has ended in one rank. A payload comes with it.
 
     Attributes:
-        rank: whose.
+        rank: whose; of an elastic job: of which slot.
         failed: it raised; the payload holds the exception.
         is_victim: it raised because another rank had gone.
         exit_code: what the process is going to exit with; of ``sys.exit``, what it was asked to.
@@ -45,9 +45,21 @@ class RankReport(JobMessage, tag=1, frozen=True):
 
 
 class LauncherFinished(JobMessage, tag=3, frozen=True):
-    """Report that nothing of the job is left; ``signum`` is the signal that stopped the launcher, or None."""
+    """Report that nothing of the job is left.
+
+    Attributes:
+        signum: the signal that stopped the launcher, or None.
+        slots: of an elastic job's last view, by rank; None: the job was not elastic.
+        exit_code: of an elastic job.
+        failed_slot: whose failure ended it, if any.
+        cause: the kernel's part in that.
+    """
 
     signum: int | None
+    slots: tuple[int, ...] | None = None
+    exit_code: int = 0
+    failed_slot: int | None = None
+    cause: str = ""
 
 
 class LauncherComplaint(JobMessage, tag=4, frozen=True):

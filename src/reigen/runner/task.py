@@ -10,8 +10,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from reigen.cluster.environ import detect_job
-from reigen.errors import PeerLostError
+from reigen.cluster.environ import (
+    ELASTIC_FINISHED_KEY,
+    ELASTIC_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    SECRET_VARIABLE,
+    SLOT_VARIABLE,
+    detect_job,
+    parse_secret,
+)
+from reigen.cluster.membership.rendezvous import RendezvousClient
+from reigen.errors import PeerLostError, ReigenError
+from reigen.launch.options import NetworkOptions
 from reigen.runner.result_channel import RankReport, ResultChannel
 from reigen.runner.serialization import pack_object, pickle_exception, unpack_object
 
@@ -23,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the task; ``arguments`` are the descriptors of payload and channel. Returns the exit code."""
     call, channel = map(int, arguments)
     os.set_inheritable(call, False)
-    rank = detect_job(os.environ).rank
+    slot = os.environ.get(SLOT_VARIABLE) if ELASTIC_VARIABLE in os.environ else None
+    rank = detect_job(os.environ).rank if slot is None else int(slot)
     with ResultChannel(channel) as caller:
         try:
             func, args, kwargs = _load(call)
@@ -36,10 +47,23 @@ def main(arguments: Sequence[str]) -> int:
         caller.post(report, payload)
         os.close(payload)
     if not report.failed:
+        if slot is not None:
+            _tell_finished(int(slot))
         return 0
     code = report.exit_code or 1  # sys.exit(0) in the function is no result: the others must not wait for one
     _end_within(_LAST_SECONDS, code)
     return code
+
+
+def _tell_finished(slot: int) -> None:
+    """Tell the launcher of an elastic job that this process's end is no death; it may know already."""
+    secret = parse_secret(os.environ.get(SECRET_VARIABLE, ""))
+    tls = NetworkOptions.from_environ(os.environ).make_tls()
+    with suppress(OSError, ReigenError):  # the launcher has gone, and so will this process
+        assert secret is not None, "the launcher has set it"
+        client = RendezvousClient(os.environ[RENDEZVOUS_VARIABLE], secret, slot, _LAST_SECONDS, tls)
+        client.put_first(ELASTIC_FINISHED_KEY, str(slot).encode())
+        client.close()
 
 
 def _end_within(seconds: float, code: int) -> None:

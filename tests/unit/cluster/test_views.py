@@ -12,6 +12,7 @@ from reigen.cluster.membership.views.candidate import CandidateState, ElasticCan
 from reigen.cluster.membership.views.events import (
     FENCED_EXIT_CODE,
     BuildLayouts,
+    ChangeRequested,
     Copied,
     CopyStarted,
     EndProcess,
@@ -49,6 +50,7 @@ from reigen.cluster.membership.views.messages import (
     PrepareView,
     RevokeView,
     StepProgress,
+    StepReached,
     ViewAccepted,
     ViewDecided,
     ViewGo,
@@ -540,14 +542,63 @@ def test_who_leaves_says_when_and_is_not_fenced() -> None:
     assert each.state is ElasticState.LEAVING
     assert actions == [SendTo(member(slot), ChangeAt(1, 6, member(3))) for slot in range(3)]
     assert each.handle(StepApplied(5)) == []
-    assert each.handle(StepApplied(6))[0] == RevokePlane(1)
+    assert each.handle(StepApplied(6))[0] == SendTo(member(0), StepReached(1, 6, member(3)))
+    assert each.state is ElasticState.PAUSED
+    assert each.handle(Received(member(0), RevokeView(1)))[0] == RevokePlane(1)
     each.handle(PlaneRevoked(1, progress(6)))
     assert decide(each, 0, 1, 2) == [EndProcess(0, "left in good order")]
     assert each.state is ElasticState.GONE
 
     other.handle(Received(member(3), ChangeAt(1, 6, member(3))))
     assert other.handle(StepApplied(5)) == []
-    assert other.handle(StepApplied(6))[0] == RevokePlane(1)
+    assert RevokePlane(1) not in other.handle(StepApplied(6))
+    for slot in (3, 1):
+        assert other.handle(Received(member(slot), StepReached(1, 6, member(slot)))) == []
+    assert SendTo(member(2), ChangeAt(1, 6)) in other.handle(TimerFired(ViewTimer.RETRY)), "it may not know"
+    assert other.handle(Received(member(2), StepReached(1, 6, member(2))))[0] == RevokePlane(1)
+
+
+def test_who_does_not_come_to_the_step_at_which_all_stop_is_not_waited_for() -> None:
+    for event in (TimerFired(ViewTimer.STUCK), Evidence(member(2), Verdict.DEAD)):
+        each = running(0)
+        each.handle(Received(member(3), ChangeAt(1, 6, member(3))))
+        assert each.state is ElasticState.RUNNING
+        each.handle(StepApplied(6))
+        assert each.state is ElasticState.PAUSED
+        assert each.handle(event)[0] == RevokePlane(1)
+        assert member(1) not in each.lost
+
+
+def test_rank_0_learns_from_others_at_which_step_to_stop() -> None:
+    each = running(0)
+    each.handle(StepApplied(5))
+    assert each.handle(Received(member(1), StepReached(1, 6, member(1)))) == []
+    each.handle(StepApplied(6))
+    assert each.state is ElasticState.PAUSED
+
+
+def test_change_that_is_asked_for_keeps_the_members() -> None:
+    each = running(0)
+    actions = each.handle(ChangeRequested(1, "an engine gave up"))
+    assert actions[0] == RevokePlane(1)
+    assert SendTo(member(1), RevokeView(1)) in actions
+    assert each.handle(ChangeRequested(1, "another one did, too")) == []
+    each.handle(PlaneRevoked(1, progress(7)))
+    decide(each, 0, 1, 2, 3)
+
+    assert each.view.epoch == 2
+    assert each.view.members == tuple(member(slot) for slot in range(4))
+    assert each.state is ElasticState.INSTALLING
+
+
+def test_change_because_of_a_view_that_has_passed_is_none() -> None:
+    each = running(0)
+    each.handle(Evidence(member(3), Verdict.DEAD))
+    each.handle(PlaneRevoked(1, progress(7)))
+    decide(each, 0, 1, 2)
+
+    assert each.handle(ChangeRequested(1, "its engine has lost rank 3")) == []
+    assert each.handle(ChangeRequested(2, "its build failed"))[0] == RevokePlane(2)
 
 
 def test_messages_of_a_view_that_has_passed_are_answered_with_the_present_one() -> None:
@@ -608,7 +659,8 @@ def test_rank_0_names_a_step_for_those_who_come() -> None:
     each.handle(StepApplied(3))
     actions = each.handle(Received(member(9, 2), ready(9, "h1")))
     assert actions == [SendTo(member(1), ChangeAt(1, 5))]
-    assert each.handle(StepApplied(5))[0] == RevokePlane(1)
+    each.handle(StepApplied(5))
+    assert each.handle(Received(member(1), StepReached(1, 5, member(1))))[0] == RevokePlane(1)
 
 
 def test_a_candidate_is_ready_with_the_right_digest_and_joins() -> None:

@@ -28,7 +28,7 @@ from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simu
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
 EVENTS = {
-    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave"),
+    *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave", "request"),
     *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
 }
 
@@ -37,7 +37,8 @@ EVENTS = {
 TRANSITIONS = {
     ("lobby", "copying"), ("copying", "ready"), ("ready", "joined"),
     ("installing", "rolling"), ("rolling", "running"), ("rolling", "waiting"), ("rolling", "leaving"),
-    ("running", "leaving"), ("running", "changing"), ("leaving", "changing"), ("waiting", "changing"),
+    ("running", "leaving"), ("running", "paused"), ("leaving", "paused"), ("paused", "changing"),
+    ("running", "changing"), ("leaving", "changing"), ("waiting", "changing"),
     ("installing", "changing"), ("rolling", "changing"),
     ("changing", "installing"), ("changing", "gone"), ("changing", "fenced"), ("changing", "stopped"),
 }  # fmt: skip
@@ -55,7 +56,7 @@ def run_schedules(seeds: Sequence[int]) -> tuple[Counter[str], set[tuple[str, st
 
 
 def test_schedules() -> None:
-    seen, transitions = run_schedules(range(500) if _REPLAY is None else [int(_REPLAY)])
+    seen, transitions = run_schedules(range(700) if _REPLAY is None else [int(_REPLAY)])
 
     if _REPLAY is None:
         assert set(seen) == EVENTS
@@ -82,6 +83,31 @@ def test_one_cut_connection_costs_one_host() -> None:
         assert simulator.seen["goes on"], seed
         assert len(simulator.views[max(simulator.views)].hosts) == len(plan.hosts) - 1, seed
         assert max(simulator.views) == 2, "by one change"
+
+
+def play_planned_changes() -> int:
+    """Let processes come and leave, with no other faults; returns how many views had members that stopped apart."""
+    num_apart = 0
+    for seed in range(150):
+        plan = make_plan(random.Random(seed))
+        plan.faults, plan.loss, plan.doubling, plan.fault_seconds = ["join", "leave", "join"], 0.0, 0.0, 2.0
+        plan.step_seconds, plan.min_size, plan.max_size = (0.01, 0.1)[seed % 2], 1, sum(plan.hosts) + 1
+        simulator = Simulator(seed, plan=plan).run()
+        num_apart += sum(len(steps) > 1 for steps in simulator.stops.values())
+    return num_apart
+
+
+def test_members_stop_at_one_step_for_those_who_come_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short a step is: no member is cut off in one that others have applied."""
+    assert play_planned_changes() == 0
+
+    monkeypatch.setattr(ElasticMember, "_consider_pause", _stop_at_once)
+    assert play_planned_changes() > 10
+
+
+def _stop_at_once(self: ElasticMember) -> list[Any]:
+    is_there = self._change_at is not None and self._applied >= self._change_at
+    return self._begin_change() if is_there and self.state.value in {"running", "leaving"} else []
 
 
 # -- rules that are broken on purpose ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 from reigen.cluster.membership.views.candidate import CandidateState, ElasticCandidate
 from reigen.cluster.membership.views.events import (
     BuildLayouts,
+    ChangeRequested,
     Copied,
     CopyStarted,
     EndProcess,
@@ -73,6 +74,7 @@ FAULTS = {
     "pause": 1,
     "tear": 1,
     "forget": 1,
+    "request": 1,
 }
 #: How long after the last fault all must run again, or have ended.
 SETTLE_SECONDS = 25.0
@@ -217,6 +219,8 @@ class Simulator:
         self.settle_seconds = self.resume_seconds = 0.0
         self._fault_at = 0.0
         self.transitions: set[tuple[str, str]] = set()
+        #: by epoch, after how many steps its members stopped
+        self.stops: dict[int, set[int]] = {}
         self._set_up()
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -401,6 +405,7 @@ class Simulator:
         process.plane = None
         held = HeldSums(process.held_epoch, tuple(sorted(process.held)), NUM_BUCKETS)
         step = process.applied
+        self.stops.setdefault(epoch, set()).add(step)
         self.do(process, PlaneRevoked(epoch, StepProgress(step, Cursor(0, step), Cursor(0, step + 1), held)))
 
     def _build(self, process: Process, view: View) -> None:
@@ -642,7 +647,7 @@ class Simulator:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def _fault(self, kind: str) -> None:
+    def _fault(self, kind: str) -> None:  # noqa: C901  one table
         members = [each for each in self.processes.values() if each.is_member]
         if not members:
             return
@@ -666,6 +671,9 @@ class Simulator:
             case "leave":
                 victim.wants_to_leave = True
                 self.do(victim, LeaveRequested())
+            case "request":
+                assert isinstance(victim.member, ElasticMember)
+                self.do(victim, ChangeRequested(victim.member.view.epoch - self.rng.choice((0, 0, 1)), "asked for"))
             case "tear":
                 host = self.hosts[victim.host]
                 host.tears = True

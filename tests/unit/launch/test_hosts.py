@@ -12,7 +12,6 @@ from reigen.launch.hosts import (
     HostInfo,
     assign_ranks,
     assign_ranks_and_servers,
-    check_fixed_size,
     is_own_address,
     is_this_host,
     parse_hostfile,
@@ -175,14 +174,3 @@ def test_which_names_are_this_host():
     assert is_this_host(socket.gethostname())
     assert not is_this_host("no-such-host.invalid")
     assert not is_own_address("192.0.2.1")  # TEST-NET-1: nobody's
-
-
-def test_bounds_that_leave_no_choice_are_no_elastic_job():
-    check_fixed_size(2, {"--min-np": None, "--max-np": 2}, None)
-    for bounds, discovery, complaint in (
-        ({"--min-np": 1, "--max-np": None}, None, "--min-np=1: elastic jobs"),
-        ({"--min-np": 1, "--max-np": 4}, None, "--min-np=1, --max-np=4: elastic jobs"),
-        ({"--min-np": 2}, "--host-discovery-script", "--host-discovery-script: elastic jobs"),
-    ):
-        with pytest.raises(ConfigError, match=complaint):
-            check_fixed_size(2, bounds, discovery)

@@ -159,7 +159,19 @@ def test_hosts_and_how_they_are_reached(tmp_path):
 
 
 def test_bounds_that_leave_no_choice():
-    assert resolve_arguments(ARGUMENTS | {"min_num_proc": 2, "max_num_proc": 2}) == resolve_arguments(ARGUMENTS)
+    assert resolve_arguments(ARGUMENTS | {"max_num_proc": 2}) == resolve_arguments(ARGUMENTS)
+
+
+def test_elastic_jobs():
+    settings, warning = resolve_arguments(ARGUMENTS | {"min_num_proc": 1, "max_num_proc": 4, "reset_limit": 3})
+    assert settings.elastic is not None
+    assert (settings.elastic.min_ranks, settings.elastic.max_ranks, settings.elastic.reset_limit) == (1, 4, 3)
+    assert (settings.elastic.blacklist, settings.hosts, warning) == ("seat", (HostInfo("localhost", 2),), "")
+    settings, _ = resolve_arguments(ARGUMENTS | {"host_discovery_script": "x.sh", "cooldown_range": (1, 2), "slots": 4})
+    assert settings.elastic is not None
+    assert (settings.elastic.discovery, settings.elastic.slots_per_host, settings.hosts) == ("x.sh", 4, ())
+    assert settings.elastic.cooldown.max_failures is None
+    assert resolve_arguments(ARGUMENTS | {"slots": 4})[1] == "no effect: slots"
 
 
 @pytest.mark.parametrize(
@@ -169,14 +181,17 @@ def test_bounds_that_leave_no_choice():
         ({"ssh_port": 0}, "from 1 to 65535, not 0"),
         ({"hosts": "localhost:1"}, "have 1 slots, and 2 processes"),
         ({"hostfile": "/nonexistent"}, "'/nonexistent' cannot be read"),
-        ({"min_num_proc": 1}, "min_num_proc=1: elastic jobs, .* are not possible yet"),
-        ({"min_num_proc": 2, "max_num_proc": 4}, "^max_num_proc=4: elastic"),
-        ({"host_discovery_script": "x.sh"}, "^host_discovery_script: elastic"),
+        ({"min_num_proc": 3}, "min_num_proc 3 is more than num_proc 2"),
+        ({"max_num_proc": 1}, "num_proc 2 is more than max_num_proc 1"),
+        ({"min_num_proc": "x"}, "min_num_proc must be a number of processes, not 'x'"),
+        ({"min_num_proc": 2, "hosts": "localhost:1"}, "have 1 slots, and 2 processes are needed at least"),
+        ({"min_num_proc": 1, "cooldown_range": (0, 1)}, "cooldown_range 0 1: it must be two numbers of seconds"),
+        ({"min_num_proc": 1, "reset_limit": -1}, "the reset limit must be at least 0"),
         ({"num_proc": 0}, "at least 1, not 0"),
         ({"num_proc": "2"}, "a number of processes, not '2'"),
         ({"start_timeout": 0}, "greater than 0, not 0"),
     ],
 )
-def test_what_makes_no_sense_or_is_not_possible_yet(changes, message):
+def test_what_makes_no_sense(changes, message):
     with pytest.raises(ConfigError, match=message):
         resolve_arguments(ARGUMENTS | changes)

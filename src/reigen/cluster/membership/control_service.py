@@ -166,6 +166,7 @@ class ControlService:
         port: where; 0: the kernel chooses.
         me: who hosts it: the launcher, or a rank.
         table: the members of one job; None: of jobs of ranks, as they come.
+        on_put: called in the serving thread with key and value of what somebody puts, before that is answered.
 
     The others, the attribute ``address``, and what is raised, are those of `reigen.net.listener.MessageListener`; see
     `reigen.net.connection.ConnectionOptions` for ``tls`` and ``peer_timeout_seconds``.
@@ -184,7 +185,9 @@ class ControlService:
         must_speak: bool = False,
         port_is_held: bool = False,
         tls: TlsContext | None = None,
+        on_put: Callable[[str, bytes], None] = lambda key, value: None,
     ) -> None:
+        self._on_put = on_put
         self._store, self._members = RendezvousStore(), table or GroupTable()
         self._listener = MessageListener(
             (host, port),
@@ -255,6 +258,8 @@ class ControlService:
         if client.peer.role is ProcessRole.AGENT:
             self._heard_at[client.peer.rank] = time.monotonic()
         if isinstance(message, StoreRequest):
+            if isinstance(message, PutValue):
+                self._on_put(message.key, message.value)
             self._send(self._store.handle(client, message))
             return
         if isinstance(message, RegisterMember):

@@ -43,6 +43,7 @@ from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.agent.lines import MessageConnection
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.agent.relay import RankRelay
+from reigen.launch.elastic.places import make_voter_memory, plan_starts
 from reigen.launch.env_export import merge_remote_environ
 from reigen.launch.job_state import ProcessesSwept, ProcessExited
 from reigen.launch.local_plan import plan_host
@@ -182,6 +183,8 @@ class Agent:
         self._credit = dict.fromkeys(STREAMS, WINDOW_BYTES)
         #: Address at which the others reach this host.
         self._address = ""
+        #: Memory of the host's voter, in an elastic job.
+        self._voter: int | None = None
         self._is_swept = False
         self._exit_code: int | None = None
         self._stack = ExitStack()
@@ -278,21 +281,30 @@ class Agent:
     def _start(self, request: agent_protocol.StartRequest) -> None:
         environ = merge_remote_environ(os.environ, request.environ, request.package, request.kept_variables)
         services = replace(request.services, secret=self._unmask(request.services.secret), node_host=self._address)
-        self._heartbeat = AgentHeartbeat(
-            services.rendezvous,
-            services.secret,
-            request.number,
-            self._loop,
-            self._mark_alive,
-            NetworkOptions.from_environ(environ),
-            min(_CONNECT_SECONDS, self._silence_seconds / 2),
-        )
-        self._stack.callback(self._heartbeat.close)
+        if self._heartbeat is None:
+            self._heartbeat = AgentHeartbeat(
+                services.rendezvous,
+                services.secret,
+                request.number,
+                self._loop,
+                self._mark_alive,
+                NetworkOptions.from_environ(environ),
+                min(_CONNECT_SECONDS, self._silence_seconds / 2),
+            )
+            self._stack.callback(self._heartbeat.close)
         options = replace(request.options, command=_with_python(request.options.command))
-        specs, notes = plan_host(request.assignment, options, services, environ)
+        if request.elastic_starts:
+            if self._voter is None:
+                self._voter = make_voter_memory()
+                self._stack.callback(os.close, self._voter)
+            specs = plan_starts(request.elastic_starts, request.num_places, options, services, environ, self._voter)
+            notes: list[str] = []
+        else:
+            specs, notes = plan_host(request.assignment, options, services, environ)
         for spec in specs:
             self._processes.start(spec, self._relay.inherited, stdin=0)
-        self._pipes.send(agent_protocol.ProcessesStarted(tuple(self._processes.pids.values()), tuple(notes)))
+        pids = tuple(self._processes.pids[spec.number] for spec in specs)
+        self._pipes.send(agent_protocol.ProcessesStarted(pids, tuple(notes)))
 
     def _on_end(self, reason: str) -> None:
         if self._is_swept or not self._processes.pids:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from reigen._version import __version__
 from reigen.errors import WireError
+from reigen.launch.elastic.places import PlacedStart
 from reigen.launch.hosts import HostAssignment
 from reigen.launch.job_state import JobMessage, ProcessesSwept, ProcessExited, ProcessInstruction
 from reigen.launch.local_plan import JobServices, ProcessOptions
@@ -114,6 +115,8 @@ class StartRequest(JobMessage, tag=3, frozen=True):
         environ: variables from the launcher's host.
         package: where Reigen is installed on the launcher's host.
         kept_variables: as in ``launch.base.JobPlan``.
+        elastic_starts: of an elastic job, whose processes are started so, and not by the assignment; may come again.
+        num_places: of an elastic job: how many processes there may be on the host at a time.
     """
 
     number: int
@@ -123,6 +126,8 @@ class StartRequest(JobMessage, tag=3, frozen=True):
     environ: dict[str, str]
     package: str
     kept_variables: tuple[str, ...] = ()
+    elastic_starts: tuple[PlacedStart, ...] = ()
+    num_places: int = 0
 
     def __repr__(self) -> str:
         """Describe it without the secret, and without the environment, which may hold others."""

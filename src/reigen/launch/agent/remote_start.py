@@ -196,7 +196,9 @@ class RemoteStart:
         self._is_starting = False
         environ = select_exported(self._environ, self._options.exports)
         if not self._plan.exports_environ:
-            environ = {name: text for name, text in environ.items() if name in self._options.exports or _is_own(name)}
+            environ = {
+                name: text for name, text in environ.items() if name in self._options.exports or is_own_variable(name)
+            }
         environ.pop(SECRET_VARIABLE, None)  # another one, which must not travel in the clear
         for number, assignment in enumerate(self._assignments):
             agent = self._caller.agents.get(assignment.host)
@@ -255,7 +257,8 @@ class RemoteStart:
             raise LaunchError(format_problems(problems, len(agents)), codes.pop() if len(codes) == 1 else 1)
 
 
-def _is_own(name: str) -> bool:
+def is_own_variable(name: str) -> bool:
+    """Return whether a variable always goes to other hosts."""
     return name.startswith(_OWN_VARIABLES)
 
 

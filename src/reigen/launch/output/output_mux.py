@@ -51,15 +51,23 @@ class OutputMux:
         self._errors = RepeatedErrors(num_ranks)
         #: The stream of the last lines on stderr.
         self._last_source: tuple[int, int] | None = None
-        directory = options.output_directory
+        self._directory, self._complain = options.output_directory, complain
+        self._num_ranks, self._names = num_ranks, names
         for number in [*range(num_ranks), *names]:
-            folder = process_directory(number, num_ranks, names.get(number, ""))
-            for stream in STREAMS:
-                writer = self._writers[stream]
-                record = None if directory is None else OutputFile(directory / folder, stream, complain)
-                keep = partial(self._keep, number) if stream == STDERR and number < num_ranks else list
-                lines = LineSplitter(writer.screen, (number, stream), keep)
-                self._streams[number, stream] = _OutputStream(lines, writer, record)
+            self.add_process(number)
+
+    def add_process(self, number: int) -> None:
+        """Make the streams of a process, unless there are some; raises LaunchError."""
+        if (number, STDERR) in self._streams:
+            return
+        name, directory = self._names.get(number, ""), self._directory
+        folder = process_directory(number, self._num_ranks, name)
+        for stream in STREAMS:
+            writer = self._writers[stream]
+            record = None if directory is None else OutputFile(directory / folder, stream, self._complain)
+            keep = partial(self._keep, number) if stream == STDERR and not name else list
+            lines = LineSplitter(writer.screen, (number, stream), keep)
+            self._streams[number, stream] = _OutputStream(lines, writer, record)
 
     @property
     def is_stdout_closed(self) -> bool:

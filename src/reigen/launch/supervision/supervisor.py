@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -21,9 +22,22 @@ from reigen.errors import LaunchError, format_ranks
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.lines import DialedLine, PipedLine
-from reigen.launch.agent.remote_start import RemoteStart
+from reigen.launch.agent.remote_start import RemoteStart, is_dial_back
 from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, LauncherFactory, find_launcher
+from reigen.launch.elastic.job import (
+    CallHost,
+    ElasticEvent,
+    ElasticInstruction,
+    ElasticJobState,
+    SayToUser,
+    StartSlots,
+    members_in_order,
+)
+from reigen.launch.elastic.options import ElasticOptions
+from reigen.launch.elastic.places import without_elastic_variables
+from reigen.launch.elastic.supervision import ElasticSupervision
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
+from reigen.launch.hosts import HostInfo
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.options import JobListener, LaunchOptions, complain
 from reigen.launch.output.output_mux import OutputMux
@@ -80,12 +94,14 @@ def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
 def _run_supervised(launcher: Launcher, environ: Mapping[str, str], watchdog_pipe: int, listener: JobListener) -> int:
     options = launcher.options
     kept = {name: text for name, text in environ.items() if name not in {TERMINAL_VARIABLE, PREFIXED_VARIABLE}}
-    environ = kept | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
+    environ = without_elastic_variables(kept) | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
     with ExitStack() as stack:
         stack.callback(_close_launcher, launcher, listener)
         supervisor = stack.enter_context(Supervisor(options, watchdog_pipe, listener, environ))
         plan = supervisor.allocate(launcher)
-        if plan.processes is not None:
+        if options.elastic is not None:
+            listener.started(_start_elastic(options, options.elastic, plan, environ, supervisor, stack))
+        elif plan.processes is not None:
             supervisor.start_all(plan.processes)
             supervisor.is_starting = False
         else:
@@ -116,6 +132,38 @@ def _start_ranks(
     start.start(services, server.heard_at)
     supervisor.is_starting = False
     server.start()
+    return services
+
+
+def _start_elastic(
+    options: LaunchOptions,
+    elastic: ElasticOptions,
+    plan: JobPlan,
+    environ: Mapping[str, str],
+    supervisor: Supervisor,
+    stack: ExitStack,
+) -> JobServices:
+    """Find the hosts of an elastic job, and begin it, with the services that its processes need, which are returned."""
+    part = ElasticSupervision(options, elastic, plan, environ, supervisor)
+    stack.callback(part.close)
+    supervisor.make_elastic(part)
+    listed = [HostInfo(each.host, len(each.ranks)) for each in plan.assignments]
+    # as many as may run at a time where no host is named
+    hosts = options.hosts or listed or [HostInfo("localhost", min(elastic.max_ranks, options.num_ranks))]
+    secret, network = secrets.token_bytes(SECRET_BYTES), options.network
+    server = ControlService(
+        secret,
+        part.find_hosts(hosts),
+        peer_timeout_seconds=network.peer_timeout_seconds,
+        tls=network.make_tls(),
+        on_put=part.announce,
+    )
+    stack.callback(server.close)
+    port = stack.enter_context(reserve_port()).getsockname()[1]
+    services = JobServices(server.address, secret, port, split_address(server.address)[0])
+    server.start()
+    supervisor.is_starting = False
+    part.begin(services, server.heard_at)
     return services
 
 
@@ -156,6 +204,9 @@ class Supervisor:
         self._numbers: dict[str, tuple[int, ...]] = {}
         self._names = name_ps_processes(options.num_ranks, options.servers)
         self._job = job_state.JobState(options.num_ranks, {})
+        self._elastic: ElasticSupervision | None = None
+        #: Events of an elastic job that were not handled to the end, the first of them in work.
+        self._events: deque[job_state.JobEvent | ElasticEvent] = deque()
         self.loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self.agents: dict[str, AgentClient] = {}
         self.is_starting = True
@@ -215,6 +266,12 @@ class Supervisor:
         plan = self._plan = launcher.allocate(self.turn)
         self._hosts = {number: each.host for each in plan.assignments for number in each.numbers}
         placed, wanted = sorted(rank for each in plan.assignments for rank in each.ranks), self._options.num_ranks
+        if self._options.elastic is not None:
+            if plan.processes is not None:
+                raise LaunchError("the engine of this launcher starts the ranks itself: its jobs cannot be elastic")
+            if is_dial_back(plan.agents):
+                raise LaunchError("the agents of this launcher dial back: its jobs cannot be elastic yet")
+            return plan
         if placed != list(range(wanted)):
             raise LaunchError(f"the launcher's plan has rank(s) {format_ranks(placed)}; the job has 0 to {wanted - 1}")
         self._numbers = {each.host: each.numbers for each in plan.assignments}
@@ -227,6 +284,36 @@ class Supervisor:
             self._options.num_ranks, policy.restarts, continue_on_failure=policy.continue_on_failure
         )
         return plan
+
+    # ---------------------------------------------------------------- elastic jobs
+
+    def make_elastic(self, part: ElasticSupervision) -> None:
+        """Let this part decide about processes and hosts, which come and go."""
+        self._elastic, self._job = part, part.job
+        self._hosts.clear()
+        self._numbers.clear()
+
+    def handle(self, event: ElasticEvent | job_state.ProcessExited) -> None:
+        """Have an elastic job decide."""
+        self._handle(event)
+
+    def start_slots(self, host: str, numbers: Sequence[int]) -> None:
+        """Take note that these processes are on this host from now on."""
+        for number in numbers:
+            self._hosts[number] = host
+            self._display.add_process(number)
+        self._numbers[host] = tuple(sorted({*self._numbers.get(host, ()), *numbers}))
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+        self._display.say(f"reigen run: {text}\n".encode())
+
+    @property
+    def excluded(self) -> set[int]:
+        """Children of this process that are not the job's."""
+        return self._local.excluded
+
+    # ---------------------------------------------------------------- the beginning
 
     def start(self, services: JobServices) -> None:
         """Start the processes of this host; raises LaunchError."""
@@ -287,6 +374,10 @@ class Supervisor:
             self._listener.described(message.decode(errors="replace"))
         timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
         self._display.write_all(timeout_seconds, lambda: self._is_forced)
+        if isinstance(self._job, ElasticJobState):
+            if self._job.problem and self._listener.finished is not None:
+                self._listener.complain(self._job.problem)
+            self._listener.members(members_in_order(self._job.members))
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
         if self._options.requeue_on_notice and self._has_notice and self._plan.requeue is not None:
@@ -317,6 +408,8 @@ class Supervisor:
         """Wait for events, not longer than that, and handle them."""
         was_finished = self._finish is not None
         waits = [limit_seconds, self._display.turn(), *(group.turn() for group in self._groups)]
+        if self._elastic is not None:
+            waits.append(self._elastic.turn())
         if self._finish is not None and not was_finished:
             return
         if self._grace_ends is not None:
@@ -333,15 +426,27 @@ class Supervisor:
         if had_reader and self._display.is_stdout_closed:
             self._handle(job_state.SignalReceived(signal.SIGPIPE, time.monotonic()))
 
-    def _handle(self, event: job_state.JobEvent) -> None:
-        for instruction in self._job.handle(event):
-            self._execute(instruction)
+    def _handle(self, event: job_state.JobEvent | ElasticEvent) -> None:
+        if isinstance(self._job, ElasticJobState):
+            self._events.append(event)
+            if len(self._events) == 1:  # else it is what follows from another one, which is carried out first
+                while self._events:
+                    for decided in self._job.handle_at(self._events[0], time.monotonic()):
+                        self._execute(decided)
+                    self._events.popleft()
+        else:
+            assert not isinstance(event, ElasticEvent), "the job is elastic"
+            for instruction in self._job.handle(event):
+                self._execute(instruction)
         if self._job.failure is not None and self._job.phase is not job_state.JobPhase.RUNNING:
             for agent in self.agents.values():
                 agent.silence_seconds = self._options.network.last_silence_seconds
 
-    def _execute(self, instruction: job_state.JobInstruction) -> None:
+    def _execute(self, instruction: job_state.JobInstruction | ElasticInstruction) -> None:
         match instruction:
+            case SayToUser() | CallHost() | StartSlots():
+                assert self._elastic is not None, "the job is elastic"
+                self._elastic.execute(instruction)
             case job_state.RestartProcess(number, _, exit_code, cause):
                 end = describe_exit(exit_code, cause)
                 self._display.say(f"reigen run: {self._describe(number)}: {end}; it is started again\n".encode())
@@ -384,6 +489,8 @@ class Supervisor:
         if event.rank not in self._names:
             self._listener.exited(event)
             self._read_departures()
+        if self._elastic is not None:  # what it has said before its end
+            self._elastic.read_announcements()
         self._handle(event)
 
     def _read_departures(self) -> None:
@@ -401,16 +508,21 @@ class Supervisor:
 
     def stepped(self, agent: AgentClient) -> None:
         """Handle an agent's progress or loss."""
-        if agent.started is not None and agent.phase is AgentPhase.RUNNING:
+        if self._elastic is not None and self._elastic.stepped(agent):
+            return
+        if agent.started is not None and agent.phase is AgentPhase.RUNNING and self._elastic is None:
             numbers = self._numbers[agent.host]
             self._report(list(zip(numbers, agent.started.pids, strict=True)), list(agent.started.notes))
         if self.is_starting or agent.refused is None:
             return  # RemoteStart looks for itself
         if agent.phase is not AgentPhase.GONE:
             refused = agent.refused
+            if self._elastic is not None:
+                self._elastic.refused(agent)
+                return
             raise LaunchError(f"host {agent.host}: {refused.reason}", refused.exit_code)
         assert self._plan.agents is not None, "something has started this agent"
-        self._lost(agent.host, agent.problem(self._plan.agents, 0.0).what)
+        self.lose_host(agent.host, agent.problem(self._plan.agents, 0.0).what)
         if agent in self._unswept:
             self.swept(agent)
 
@@ -420,12 +532,13 @@ class Supervisor:
             with suppress(OSError):  # it is closed
                 socket.send_fds(self._channel, [text], [] if payload is None else [payload])
 
-    def _lost(self, host: str, reason: str) -> None:
+    def lose_host(self, host: str, reason: str) -> None:
+        """Count a host, and what runs there, as lost."""
         self._losses[host] = reason
-        numbers = self._numbers[host]
+        numbers = self._numbers.get(host, ())
         ranks = [number for number in numbers if number in self._job.running and number not in self._names]
         self._listener.lost(ranks, f"host {host} was lost: {reason}")
-        self._handle(job_state.HostLost(numbers, reason))
+        self._handle(job_state.HostLost(numbers, reason, host))
 
     def _report(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
         if not self._options.verbose or not pids:

@@ -101,6 +101,17 @@ class LeaveRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRequested:
+    """Request for a change by a member that cannot go on in the view ``epoch``: an engine gave up, a build failed.
+
+    The next view may have the same members.
+    """
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CopyStarted:
     """A candidate is chosen to get the state; ``view`` is the members' one."""
 
@@ -130,6 +141,7 @@ MemberEvent = (
     | Rolled
     | StepApplied
     | LeaveRequested
+    | ChangeRequested
     | CopyStarted
     | Copied
     | TimerFired

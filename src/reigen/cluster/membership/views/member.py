@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from reigen.cluster.membership.views.events import (
     FENCED_EXIT_CODE,
+    ChangeRequested,
     EndProcess,
     Evidence,
     LayoutsBuilt,
@@ -39,6 +40,7 @@ from reigen.cluster.membership.views.messages import (
     MemberReport,
     RevokeView,
     StepProgress,
+    StepReached,
     ViewAccepted,
     ViewDecided,
     ViewGo,
@@ -66,6 +68,8 @@ class ElasticState(Enum):
     WAITING = "waiting"
     #: it runs its last steps
     LEAVING = "leaving"
+    #: it has applied the step at which members come or leave, and waits until all have
+    PAUSED = "paused"
     #: it has left in good order
     GONE = "gone"
     #: others have gone on without it
@@ -143,6 +147,8 @@ class ElasticMember:
         #: at which step to stop for a change, and who has said that it leaves
         self._change_at: int | None = None
         self._leaving: set[MemberId] = set()
+        #: members that have said to this one that they are there; rank 0 counts them
+        self._reached: set[MemberId] = set()
 
     def start(self) -> list[MemberAction]:
         """Return the first actions."""
@@ -349,6 +355,7 @@ class ElasticMember:
         installation = Installation(self.me, view, self._installation.dying | gone - dead)
         kills = installation.kill(self._leaving)
         self._leader, self._change_at, self._progress = None, None, None
+        self._reached.clear()
         known = self._known_lost()  # of others' word the leader has made what it could
         self.lost = {each: evidence for each, evidence in self.lost.items() if each in view.ranks and each in known}
         self._candidates = {each: ready for each, ready in self._candidates.items() if each not in view.ranks}
@@ -414,9 +421,41 @@ class ElasticMember:
 
     def _on_step_applied(self, event: StepApplied) -> list[MemberAction]:
         self._applied = event.step
-        if self.state in _STEPPING and self._change_at is not None and event.step >= self._change_at:
-            return self._begin_change()
-        return []
+        return self._consider_pause()
+
+    def _consider_pause(self) -> list[MemberAction]:
+        """Run no more steps if the one is applied at which all stop."""
+        if self.state not in _STEPPING or self._change_at is None or self._applied < self._change_at:
+            return []
+        self.state = ElasticState.PAUSED
+        self._reached.add(self.me)
+        timers: list[MemberAction] = [
+            StartTimer(ViewTimer.RETRY, self._timeouts.retry),
+            StartTimer(ViewTimer.STUCK, self._timeouts.stuck),
+        ]
+        return [*self._say_reached(), *timers] if self.rank else [*timers, *self._count_reached()]
+
+    def _say_reached(self) -> list[MemberAction]:
+        """Tell rank 0 that this member has stopped, or, as rank 0, those others at which step to stop that have not."""
+        assert self._change_at is not None
+        if self.rank:
+            return [SendTo(self.view.members[0], StepReached(self.view.epoch, self._change_at, self.me))]
+        message = ChangeAt(self.view.epoch, self._change_at)
+        return [SendTo(member, message) for member in self.view.members if member not in self._reached]
+
+    def _count_reached(self) -> list[MemberAction]:
+        """Begin the change, as rank 0, when all have stopped."""
+        has_all = self._reached >= self.view.ranks.keys()
+        return self._begin_change() if self.state is ElasticState.PAUSED and has_all else []
+
+    def _on_reached(self, message: StepReached, sender: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch or self.rank != 0:
+            return self._answer_late(message.epoch, sender)
+        if self.state is ElasticState.CHANGING:
+            return [SendTo(message.member, RevokeView(self.view.epoch))]
+        self._reached.add(message.member)
+        self._change_at = min(self._change_at or message.step, message.step)
+        return [*self._consider_pause(), *self._count_reached()]
 
     def _on_leave(self, _: LeaveRequested | None = None) -> list[MemberAction]:
         self._leaving.add(self.me)
@@ -426,6 +465,10 @@ class ElasticMember:
             return []
         self.state = ElasticState.LEAVING
         return self._change_soon(self.me)
+
+    def _on_change_requested(self, event: ChangeRequested) -> list[MemberAction]:
+        """Begin a change, unless the view has passed: what failed there is over."""
+        return self._begin_change() if event.epoch == self.view.epoch else []
 
     def _change_soon(self, leaving: MemberId | None) -> list[MemberAction]:
         """Name a step at which all stop; some may be one step ahead, and the message takes time."""
@@ -440,7 +483,7 @@ class ElasticMember:
         if message.leaving is not None:
             self._leaving.add(message.leaving)
         self._change_at = min(self._change_at or message.step, message.step)
-        return self._begin_change() if self.state in _STEPPING and self._applied >= self._change_at else []
+        return self._consider_pause()
 
     def _on_ready(self, message: MemberReady, sender: MemberId | VoterId) -> list[MemberAction]:
         candidate = message.host.members[0].id
@@ -474,10 +517,17 @@ class ElasticMember:
             return [*self._leader.requests(), *self._flood_revoke(), *again]
         if self.state is ElasticState.INSTALLING:
             return [*self._say_installed(), *again]
+        if self.state is ElasticState.PAUSED:
+            return [*self._say_reached(), *again]
         return []
 
     def _on_stuck(self) -> list[MemberAction]:
-        """Give up those who do not answer: members as a leader or rank 0, otherwise these two."""
+        """Give up those who do not answer: members as a leader or rank 0, otherwise these two.
+
+        Nobody is given up because he has not come to the step at which all stop: they stop where they are.
+        """
+        if self.state is ElasticState.PAUSED:
+            return self._begin_change()
         if self.state not in {ElasticState.CHANGING, ElasticState.INSTALLING}:
             return []
         members = [member for member in self.view.members if member not in self.lost]
@@ -543,6 +593,7 @@ class ElasticMember:
         Rolled: _on_rolled,
         StepApplied: _on_step_applied,
         LeaveRequested: _on_leave,
+        ChangeRequested: _on_change_requested,
         TimerFired: _on_timer,
     }
     _MESSAGE_HANDLERS: ClassVar[dict[type[Any], Callable[..., list[MemberAction]]]] = {
@@ -557,6 +608,7 @@ class ElasticMember:
         ViewInstalled: _on_installed,
         ViewGo: _on_go,
         ChangeAt: _on_change_at,
+        StepReached: _on_reached,
         MemberReady: _on_ready,
     }
     _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {

@@ -15,7 +15,9 @@ f. A member of e + 1 builds its layouts, and sends Installed to rank 0 of e + 1,
    is run before that, so none has begun anywhere before all members are there. A failure starts the next change.
 g. Who is asked about a view that it does not know answers with Behind, and is sent Decided.
 h. A process that wants to become a member, and has a copy of the state, sends Ready. Rank 0 names a step at which the
-   members stop for it (ChangeAt). A member that wants to leave names one itself.
+   members stop for it (ChangeAt). A member that wants to leave names one itself. Who has applied that step runs no
+   other one, and sends Reached to rank 0. Only when all have, rank 0 begins with a: what comes of the last step still
+   travels where it must, and nobody is cut off in the middle of it.
 """
 
 from __future__ import annotations
@@ -180,6 +182,18 @@ class ChangeAt(_Message, frozen=True, tag=13):
     leaving: MemberId | None = None
 
 
+class StepReached(_Message, frozen=True, tag=15):
+    """A member of view ``epoch`` has applied ``step``, at which all stop, and has stopped.
+
+    Attributes:
+        step: see `ChangeAt`.
+        member: the one that has stopped.
+    """
+
+    step: Count
+    member: MemberId
+
+
 class MemberReady(_Message, frozen=True, tag=14):
     """A process that wants to be a member has the state of ``applied``, equal to the members' by its digest.
 
@@ -208,6 +222,7 @@ ViewMessage = (
     | ViewGo
     | ChangeAt
     | MemberReady
+    | StepReached
 )
 #: Every message of this protocol.
 VIEW_CODEC: MessageCodec[ViewMessage] = MessageCodec(ViewMessage, MAX_VIEW_MESSAGE_BYTES)

@@ -1,0 +1,157 @@
+"""Meeting place of an elastic job's processes: how the first members find each other, and candidates the members.
+
+All of it is at the rendezvous of the launcher:
+
+``elastic/card/RANK``  where a process of the first view listens
+``elastic/view``       the latest view that runs, by its rank 0
+``elastic/finished``   slot of a member whose program is done, the latest one of them
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY
+from reigen.cluster.membership.elastic.node import ElasticNode
+from reigen.cluster.membership.rendezvous import Rendezvous
+from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost
+from reigen.errors import ConfigError, DeadlineError, ReigenError, format_ranks
+from reigen.net.codec import MessageCodec
+
+_log = logging.getLogger(__name__)
+
+#: A view as bytes, as at `ELASTIC_VIEW_KEY`.
+VIEW_RECORD_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
+_CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
+_LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
+
+
+def meet_first_view(
+    node: ElasticNode, rendezvous: Rendezvous, rank: int, size: int, sizes: tuple[int, int], timeout_seconds: float
+) -> View:
+    """Meet the other processes that begin the job, and make its first view. All of them make the same one.
+
+    Args:
+        node: this process; its slot is ``rank``.
+        rendezvous: of the job.
+        rank: of this process.
+        size: how many processes begin.
+        sizes: the smallest and the largest number of ranks with which steps are run.
+        timeout_seconds: how long to wait for the slowest.
+
+    Returns:
+        The view. Its ranks are those of the processes if those of a host stand together, which a launcher sees to.
+
+    Raises:
+        ConfigError: the numbers contradict each other, or ranks of a host do not stand together.
+        DeadlineError: processes did not come; names them.
+        PeerLostError: the launcher has gone.
+    """
+    if not 1 <= sizes[0] <= size <= sizes[1]:
+        raise ConfigError(
+            f"an elastic job of {sizes[0]} to {sizes[1]} rank(s) does not begin with {size} (--min-np, --max-np)"
+        )
+    rendezvous.put(f"elastic/card/{rank}", _CARD_CODEC.encode(node.card()))
+    until = time.monotonic() + timeout_seconds
+    cards: list[ViewHost] = []
+    missing: list[int] = []
+    for other in range(size):
+        try:
+            left = max(0.05, until - time.monotonic())
+            cards.append(_CARD_CODEC.decode(rendezvous.get(f"elastic/card/{other}", left)))
+        except TimeoutError:
+            missing.append(other)
+    if missing:
+        raise DeadlineError(
+            f"rank(s) {format_ranks(missing)} of an elastic job did not come within {timeout_seconds:g} s "
+            "(REIGEN_START_TIMEOUT sets how long to wait)",
+            ranks=missing,
+        )
+    hosts: dict[str, ViewHost] = {}
+    for card in cards:
+        known = hosts.get(card.name)
+        if known is not None and known.voter != card.voter:
+            raise ConfigError(f"processes of host {card.name} have memories of two voters (REIGEN_VOTER_FD)")
+        members = (*(() if known is None else known.members), *card.members)
+        hosts[card.name] = ViewHost(*card.voter, card.address, members, card.failure_domain)
+    view = View.make(1, hosts.values(), base=StepBase(), sizes=sizes)
+    if view.ranks.get(node.me) != rank:
+        raise ConfigError(
+            f"rank {rank} of an elastic job is process {tuple(node.me)} on host {node.host}, which would have rank "
+            f"{view.ranks.get(node.me)}: ranks of a host must stand together"
+        )
+    return view
+
+
+class ViewDirectory:
+    """One process's use of the rendezvous, in a thread of its own: others do not wait when the launcher is slow.
+
+    Args:
+        rendezvous: used by this thread alone; stays the caller's.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        #: asked for by a candidate: called with each view that is found
+        self._look: Callable[[View], bool] | None = None
+
+    def announce(self, view: View) -> None:
+        """Put a view that runs."""
+        self._do(lambda: self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view)))
+
+    def look_for_view(self, found: Callable[[View], bool]) -> None:
+        """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread."""
+        self._look = found
+        self._do(self._look_once)
+
+    def tell_finished(self, member: MemberId, done: Callable[[], None]) -> None:
+        """Put that a member's program is done; then call ``done``."""
+
+        def tell() -> None:
+            try:
+                self._rendezvous.put(ELASTIC_FINISHED_KEY, str(member.slot).encode())
+            finally:
+                done()
+
+        self._do(tell)
+
+    def close(self) -> None:
+        """Have the thread end, and wait for it a moment. May be called twice."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(_CLOSE_SECONDS)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._is_closed:
+            return
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="reigen-directory", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            try:
+                job = self._jobs.get(timeout=None if self._look is None else _LOOK_SECONDS)
+            except Empty:
+                job = self._look_once
+            if job is None:
+                return
+            try:
+                job()
+            except (OSError, ReigenError) as error:  # the launcher's loss is seen elsewhere, too
+                _log.debug("the rendezvous of an elastic job: %s", error)
+
+    def _look_once(self) -> None:
+        data = self._rendezvous.peek(ELASTIC_VIEW_KEY)
+        if data is not None and self._look is not None and self._look(VIEW_RECORD_CODEC.decode(data)):
+            self._look = None

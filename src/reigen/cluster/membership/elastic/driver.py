@@ -1,0 +1,534 @@
+"""Driver of an elastic member's state machine: its thread, timers, links and voter. See the package.
+
+One lock guards the state machine. The driver's thread holds it while it handles an event and carries out what follows
+from that; `ViewDriver.step_applied` holds it for one call, and leaves what follows to the driver's thread, which does
+that before it handles anything else. So events and actions are in one order, as `views` demands, and a step costs no
+change of threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reigen.cluster.membership.elastic.directory import ViewDirectory
+from reigen.cluster.membership.elastic.links import MemberLinks, first_reachable
+from reigen.cluster.membership.elastic.messages import (
+    FinishNoted,
+    LinkFrame,
+    ProgramFinished,
+    ToMember,
+    ToVoter,
+    VoterAnswer,
+    VoterRequest,
+)
+from reigen.cluster.membership.elastic.node import ElasticNode
+from reigen.cluster.membership.elastic.plane import ViewPlane
+from reigen.cluster.membership.views.candidate import CandidateAction, CandidateState, ElasticCandidate
+from reigen.cluster.membership.views.events import (
+    BuildLayouts,
+    ChangeRequested,
+    Copied,
+    CopyStarted,
+    EndProcess,
+    Evidence,
+    JoinView,
+    KillMember,
+    LayoutsBuilt,
+    LeaveRequested,
+    MemberAction,
+    MemberEvent,
+    PlaneRevoked,
+    Received,
+    RevokePlane,
+    Rolled,
+    RollTo,
+    RunView,
+    SendTo,
+    StartTimer,
+    StepApplied,
+    TimerFired,
+    UseFreshSegments,
+    Verdict,
+    ViewTimer,
+)
+from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts
+from reigen.cluster.membership.views.messages import AskMember, ChangeAt, RevokeView, ViewDecided, ViewMessage
+from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
+from reigen.errors import ReigenError, format_ranks
+from reigen.net.event_loop import EventLoop, Timer
+from reigen.net.fork_safety import close_in_children
+
+if TYPE_CHECKING:
+    from reigen.cluster.membership.rendezvous import Rendezvous
+
+_log = logging.getLogger(__name__)
+
+#: Where each epoch has memory of its own, nobody waits long for the end of a process that is killed.
+DRIVER_TIMEOUTS = ViewTimeouts(stuck=10.0, kill=0.2)
+#: How long `ViewDriver.finish` waits until the others know, and `ViewDriver.close` for the thread.
+_FINISH_SECONDS, _CLOSE_SECONDS = 1.0, 5.0
+#: Views in a row that this process could not begin to run; one more ends it.
+MAX_FAILED_VIEWS = 8
+#: Members of another host that are asked for its voter's answer at once; any of them has it.
+NUM_WAYS_TO_VOTER = 2
+#: Where steps are run.
+_STEPPING = {ElasticState.RUNNING, ElasticState.LEAVING}
+#: Where the end of a member whose program is done asks for nothing.
+_CALM = {ElasticState.RUNNING, ElasticState.LEAVING, ElasticState.WAITING}
+
+
+class ViewDriver:
+    """One process of an elastic job, from its first view, or from the lobby, until its end.
+
+    It is started by `begin` or `wait_for_view`, and ended by `close`; it closes its node. Methods may be called by any
+    thread, and never with a lock held that the plane's methods take.
+
+    Args:
+        node: this process.
+        plane: its collectives; methods of it may be called before `begin` and its like have returned.
+        rendezvous: where rank 0 says which view runs; used by one other thread, so that nothing else waits for it.
+            Stays the caller's, and is closed after the driver.
+        timeouts: see there; `DRIVER_TIMEOUTS`, with the user's.
+
+    Attributes:
+        me: who this process is.
+        finished: members whose programs are done, as they have said. Their ends begin no change; where one begins for
+            another reason, they are left out.
+        reason: why the latest change began, for the user; empty before the first.
+    """
+
+    def __init__(
+        self, node: ElasticNode, plane: ViewPlane, rendezvous: Rendezvous, timeouts: ViewTimeouts = DRIVER_TIMEOUTS
+    ) -> None:
+        self.me = node.me
+        self.finished: frozenset[MemberId] = frozenset()
+        self.reason = ""
+        self._node, self._plane, self._timeouts = node, plane, timeouts
+        self._loop = EventLoop()
+        self._links = MemberLinks(self._loop, node, self)
+        self._directory = ViewDirectory(rendezvous)
+        self._thread = threading.Thread(target=self._serve, name="reigen-views", daemon=True)
+        #: guards all that follows, but `_posted`
+        self._lock = threading.RLock()
+        card = node.card()
+        self._machine: ElasticMember | ElasticCandidate = ElasticCandidate(self.me, card, timeouts.retry)
+        self._view: View | None = None
+        #: hosts of the present view and the one before, and this one, by name: ways to their voters
+        self._hosts: dict[str, ViewHost] = {node.host: card}
+        self._timers: dict[ViewTimer, Timer] = {}
+        #: what is to be done, before the next event; events; what other threads want to be done
+        self._actions: deque[MemberAction | CandidateAction] = deque()
+        self._events: deque[MemberEvent] = deque()
+        self._posted: deque[Callable[[], None]] = deque()
+        #: actions are being carried out: what happens meanwhile is taken in afterwards
+        self._is_working = False
+        #: the end of members whose programs are done, as long as no change needs to know
+        self._held: list[Evidence] = []
+        #: this process's program is done; who does not know yet
+        self._is_finished = False
+        self._unaware: set[MemberId] = set()
+        self._all_know = threading.Event()
+        self._num_failed_views = 0
+        self._has_ended = self._is_closed = False
+        close_in_children(self)
+
+    def begin(self, view: View) -> None:
+        """Start as a member of the job's first view, which `meet_first_view` has made.
+
+        `ViewPlane.build` is called for it at once, `ViewPlane.run` when all members have built it.
+
+        Args:
+            view: the first view; this process is in it.
+        """
+        self._post(partial(self._join, view))
+        self._thread.start()
+
+    def wait_for_view(self) -> None:
+        """Start as a process that wants to become a member: it looks for the members, and asks them.
+
+        `ViewPlane.build` is called when a view has it, `ViewPlane.end` with 1 if none has after ``timeouts.wait``.
+        """
+        self._post(self._look_for_view)
+        self._thread.start()
+
+    @property
+    def view(self) -> View | None:
+        """The latest view that this process knows to be decided; None: none yet."""
+        return self._view
+
+    @property
+    def state(self) -> ElasticState | CandidateState:
+        """State of this process."""
+        return self._machine.state
+
+    def step_applied(self, step: int, epoch: int | None = None) -> bool:
+        """Say that this process has applied a step; returns when that is handled.
+
+        Args:
+            step: number of the step; it continues from the view's ``base.target``.
+            epoch: the view in which it was made; None: the present one.
+
+        Returns:
+            True: a change begins, or has begun: this process must not go on in this view, and waits for
+            `ViewPlane.run`.
+        """
+        with self._lock:
+            machine = self._machine
+            if self._has_ended or self._is_closed or not isinstance(machine, ElasticMember):
+                return True
+            if machine.state not in _STEPPING or epoch not in {None, machine.view.epoch}:
+                return True
+            actions = machine.handle(StepApplied(step))
+            self._actions.extend(actions)
+            is_over = machine.state not in _STEPPING  # a moment later it may run the next view
+            if is_over:
+                self._explain_change(StepApplied(step))
+        if actions:
+            self._loop.wake()
+        return is_over
+
+    def request_change(self, reason: str, epoch: int | None = None) -> None:
+        """Have the members change to another view, perhaps of the same ones: something failed here.
+
+        A process that asks for it more than `MAX_FAILED_VIEWS` times before any view runs is ended.
+
+        Args:
+            reason: for the user, without a period.
+            epoch: the view in which that was; nothing happens if it has passed. None: the present one.
+        """
+        view = self._view
+        if view is not None:
+            self._post(partial(self._on_request, ChangeRequested(view.epoch if epoch is None else epoch, reason)))
+
+    def report(self, evidence: Evidence) -> None:
+        """Give evidence about another member: that a collective waits for it in vain, say (`Verdict.STUCK`)."""
+        self._post(partial(self.on_evidence, evidence))
+
+    def leave(self, grace_seconds: float = 10.0) -> None:
+        """Leave in good order: at a step soon, by a change; `ViewPlane.end` is called with 0 then.
+
+        Args:
+            grace_seconds: then this process ends anyway: no step was made, or all members leave.
+        """
+        self._post(partial(self._begin_leaving, grace_seconds))
+
+    def finish(self) -> None:
+        """Say that the program is done here; returns when all members know, or after a second.
+
+        This process's end is no evidence of a death any more, and begins no change. It may be called twice. If a
+        change begins while it is still there, it leaves. `close` comes next.
+        """
+        until = time.monotonic() + _FINISH_SECONDS
+        if not self._is_finished:
+            is_public = threading.Event()
+            self._directory.tell_finished(self.me, is_public.set)
+            self._post(self._begin_finish)
+            self._all_know.wait(_FINISH_SECONDS)
+            is_public.wait(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """Stop the thread and close everything. May be called twice, and by any thread."""
+        self._is_closed = True
+        self._loop.wake()
+        if self._thread.ident is None:  # it was never started
+            self._release()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+
+    def close_descriptors(self) -> None:
+        """Close the loop only; see `reigen.net.fork_safety`."""
+        self._loop.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_closed:
+                with self._lock:
+                    self._work()
+                self._loop.wait()
+        except Exception as error:  # noqa: BLE001  a thread's last word
+            self._fail(error)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._has_ended = True
+        self._all_know.set()
+        self._links.close()
+        self._node.close()
+        self._loop.close()
+        self._directory.close()
+
+    def _post(self, job: Callable[[], None]) -> None:
+        """Have the thread do something, by any thread."""
+        self._posted.append(job)
+        self._loop.wake()
+
+    def _dispatch(self, *events: MemberEvent) -> None:
+        """Take in events; by the thread."""
+        with self._lock:
+            if not self._has_ended:
+                self._events.extend(events)
+            if not self._is_working:
+                self._work()
+
+    def _work(self) -> None:
+        """Carry out actions, then handle events, until there are none."""
+        self._is_working = True
+        try:
+            while not self._has_ended:
+                if self._actions:
+                    self._carry(self._actions.popleft())
+                elif self._events:
+                    self._handle(self._events.popleft())
+                elif self._posted:
+                    self._posted.popleft()()
+                else:
+                    return
+        except Exception as error:  # noqa: BLE001  of the plane: not to be taken for one of a link
+            self._fail(error)
+        finally:
+            self._is_working = False
+
+    def _fail(self, error: Exception) -> None:
+        """End this process because of a bug, of ours or of the plane's: the others go on without it."""
+        _log.error("the driver of an elastic member has failed", exc_info=error)
+        self._end(1, f"the driver of process {tuple(self.me)} of an elastic job has failed: {error!r}")
+
+    def _handle(self, event: MemberEvent) -> None:
+        before = self._machine.state
+        self._actions.extend(self._machine.handle(event))
+        self._look_at_view()
+        if self._machine.state is before or self._machine.state in _CALM:
+            return
+        if before in _CALM or (before is ElasticState.PAUSED and isinstance(event, Evidence)):
+            self._explain_change(event)
+        self._take_in_finished(event)
+
+    def _look_at_view(self, *, joins: bool = False) -> None:
+        """Take in a view of which the state machine has just learned, before anything is sent because of it."""
+        view = self._machine.view
+        if view is None or (view is self._view and not joins):
+            return
+        is_member = isinstance(self._machine, ElasticMember)
+        old, self._view = self._view, view
+        self._hosts = {self._node.host: self._node.card()}
+        for each in (*(() if old is None else old.hosts), *view.hosts):
+            self._hosts[each.name] = each
+        self._links.enter(view, is_member=is_member)
+        if is_member:
+            self._vote(ViewDecided(view.epoch, view))
+            dead = [Evidence(member, Verdict.DEAD, detail) for member, detail in self._links.dead().items()]
+            self._events.extend(each for each in dead if each.member in view.ranks)
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _carry(self, action: MemberAction | CandidateAction) -> None:  # noqa: C901  one table
+        match action:
+            case SendTo(receiver, message):
+                self._send(receiver, message)
+            case StartTimer(timer, seconds):
+                if timer in self._timers:
+                    self._timers[timer].cancel()
+                due = time.monotonic() + seconds
+                self._timers[timer] = self._loop.call_at(due, partial(self._dispatch, TimerFired(timer)))
+            case RevokePlane(epoch):
+                self._events.append(PlaneRevoked(epoch, self._plane.revoke(epoch)))
+            case KillMember(member):
+                self._links.kill(member)
+            case UseFreshSegments(members):
+                _log.debug("%s do not die; each view has memory of its own", members)
+            case BuildLayouts(view):
+                self._plane.build(view, partial(self._post, partial(self._dispatch, LayoutsBuilt(view.epoch))))
+            case RollTo(view):
+                if view.ranks[self.me] == 0:
+                    self._directory.announce(view)
+                self._plane.roll(view, partial(self._post, partial(self._dispatch, Rolled(view.epoch))))
+            case RunView(view):
+                self._num_failed_views = 0
+                self._plane.run(view)
+            case JoinView(view):
+                self._join(view)
+            case EndProcess(exit_code, reason):
+                self._end(exit_code, reason)
+
+    def _join(self, view: View) -> None:
+        """Become a member."""
+        self._machine = ElasticMember(self.me, view, self._timeouts)
+        self._look_at_view(joins=True)
+        self._actions.extend(self._machine.start())
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = True
+                self._all_know.set()
+                self._plane.end(exit_code, reason)
+
+    def _send(self, receiver: MemberId | VoterId, message: ViewMessage) -> None:
+        if isinstance(receiver, MemberId):
+            self._links.send(receiver, ToMember(message))
+            return
+        assert isinstance(message, VoterRequest), "voters are asked nothing else"
+        if receiver.name == self._node.host:
+            self._vote(message)
+            return
+        host = self._hosts.get(receiver.name)
+        if host is not None:
+            members = [each.id for each in host.members if each.id not in self._links.dead()]
+            for member in first_reachable(members, self._links.linked)[:NUM_WAYS_TO_VOTER]:
+                self._links.send(member, ToVoter(receiver, message))
+
+    # -- voting -------------------------------------------------------------------------------------------------------
+
+    def _vote(self, message: VoterRequest, asked_by: MemberId | None = None) -> None:
+        """Have this host's voter answer a member; None: this one."""
+        try:
+            reply = self._node.voter.handle(message)
+        except (ReigenError, OSError) as error:
+            _log.warning("the voter of host %s does not answer: %s", self._node.host, error)
+            return
+        if reply is None:
+            return
+        if asked_by is None:
+            self._events.append(Received(self._node.voter.id, reply))
+        else:
+            self._links.send(asked_by, VoterAnswer(self._node.voter.id, reply))
+
+    # -- what comes by links ------------------------------------------------------------------------------------------
+
+    def on_frame(self, sender: MemberId, frame: LinkFrame) -> None:
+        """Take a frame of another process; see `LinkOwner`."""
+        with self._lock:
+            match frame:
+                case ToMember(message):
+                    self._dispatch(Received(sender, message))
+                    if self._is_finished and isinstance(message, ChangeAt):  # it makes no more steps
+                        self._dispatch(ChangeRequested(message.epoch, "its program is done"))
+                case VoterAnswer(voter, message):
+                    self._dispatch(Received(voter, message))
+                case ToVoter(voter, message):
+                    if voter.name == self._node.host:
+                        self._vote(message, sender)
+                case ProgramFinished():
+                    self.finished |= {sender}
+                    self._links.send(sender, FinishNoted())
+                case FinishNoted():
+                    self._note_aware(sender)
+
+    def on_linked(self, member: MemberId, *, is_finished: bool) -> None:
+        """Take note of a link; see `LinkOwner`."""
+        with self._lock:
+            if is_finished:
+                self.finished |= {member}
+            if self._is_finished and member in self._unaware:
+                self._links.send(member, ProgramFinished())
+
+    def on_evidence(self, evidence: Evidence) -> None:
+        """Take evidence about another process; see `LinkOwner`."""
+        with self._lock:
+            if evidence.verdict is Verdict.DEAD:
+                self._note_aware(evidence.member)
+            is_expected = evidence.member in self.finished or self._is_finished
+            if is_expected and self._machine.state in _CALM:
+                self._held.append(evidence)
+                return
+            self._dispatch(evidence)
+
+    def _explain_change(self, event: MemberEvent) -> None:
+        """Say why a change begins."""
+        view = self._view
+        assert view is not None, "members have a view"
+        match event:
+            case Evidence(member, verdict, detail):
+                self.reason = f"rank {view.ranks.get(member)} {verdict.value}{detail and ': '}{detail}"
+            case ChangeRequested(_, reason):
+                self.reason = f"rank {view.ranks.get(self.me)}: {reason}"
+            case Received(MemberId() as sender, RevokeView(lost=lost)) if lost:
+                ranks = format_ranks(view.ranks[member] for member in lost if member in view.ranks)
+                self.reason = f"rank(s) {ranks} are lost (told by rank {view.ranks.get(sender)})"
+            case Received(MemberId() as sender, RevokeView() | AskMember()):
+                self.reason = f"rank {view.ranks.get(sender)} asked for it"
+            case _:
+                self.reason = "processes come or leave"
+
+    # -- changes that are asked for, and the end of the program -------------------------------------------------------
+
+    def _on_request(self, request: ChangeRequested) -> None:
+        view = self._view
+        if view is None or request.epoch != view.epoch or self._machine.state is ElasticState.CHANGING:
+            return
+        if self._machine.state not in _CALM:
+            self._num_failed_views += 1
+            if self._num_failed_views > MAX_FAILED_VIEWS:
+                self._end(1, f"{MAX_FAILED_VIEWS + 1} views in a row failed here, at last because: {request.reason}")
+                return
+        self._dispatch(request)
+
+    def _begin_leaving(self, grace_seconds: float) -> None:
+        view = self._view
+        if view is None or (view.size == 1 and isinstance(self._machine, ElasticMember)):
+            self._end(0, "left; there is no other member")
+            return
+        reason = f"left after a grace of {grace_seconds:g} s, before the others have agreed"
+        self._loop.call_at(time.monotonic() + grace_seconds, partial(self._end, 0, reason))
+        self._dispatch(LeaveRequested())
+
+    def _begin_finish(self) -> None:
+        self._is_finished = self._links.is_finished = True
+        members = () if self._view is None else self._view.members
+        self._unaware = {*members, *self._links.linked} - {self.me} - self._links.dead().keys()
+        for member in sorted(self._unaware):
+            self._links.send(member, ProgramFinished())
+        self._note_aware(self.me)
+        if self._machine.state is ElasticState.CHANGING:
+            self._dispatch(LeaveRequested())
+
+    def _note_aware(self, member: MemberId) -> None:
+        self._unaware.discard(member)
+        if self._is_finished and not self._unaware:
+            self._all_know.set()
+
+    def _take_in_finished(self, event: MemberEvent) -> None:
+        """A change begins or goes on: it must know whose programs are done, this one's too."""
+        held, self._held = self._held, []
+        self._events.extend(held)
+        if self._is_finished and self._machine.state is ElasticState.CHANGING and not isinstance(event, LeaveRequested):
+            self._events.appendleft(LeaveRequested())
+
+    # -- a candidate --------------------------------------------------------------------------------------------------
+
+    def _look_for_view(self) -> None:
+        self._directory.look_for_view(self._on_view_found)
+        self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
+
+    def _on_view_found(self, view: View) -> bool:
+        """Take a view that is at the rendezvous; by the directory's thread. Returns whether to look no more."""
+        if not isinstance(self._machine, ElasticCandidate):
+            return True
+        self._post(partial(self._take_found, view))
+        return False
+
+    def _take_found(self, view: View) -> None:
+        machine = self._machine
+        if not isinstance(machine, ElasticCandidate):
+            return
+        if machine.state is CandidateState.LOBBY:
+            # it gets the state behind the change, together with the others: it has that of no step
+            self._dispatch(CopyStarted(view), Copied(0, matches=True))
+        else:
+            self._dispatch(CopyStarted(view))
+
+    def _stop_waiting(self) -> None:
+        with self._lock:
+            if isinstance(self._machine, ElasticCandidate) and not self._has_ended:
+                view = self._view
+                known = "nobody has said who they are" if view is None else f"the latest known view is {view.epoch}"
+                self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")

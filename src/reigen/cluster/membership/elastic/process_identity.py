@@ -1,0 +1,48 @@
+"""Identity of a process on its host: a later one may get its process id."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+#: number of the field in /proc/PID/stat, counted behind the name of the program
+_START_TIME = 19
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProcess:
+    """A process of this host.
+
+    Attributes:
+        pid: its process id.
+        started: when it was started, in ticks since the kernel was.
+    """
+
+    pid: int
+    started: int
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return this process."""
+        return cls(os.getpid(), _start_time(os.getpid()))
+
+    def open(self) -> int | None:
+        """Open a pidfd, which the caller closes; None: the process has ended."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except (ProcessLookupError, OSError):
+            return None
+        try:
+            is_same = _start_time(self.pid) == self.started
+        except OSError:
+            is_same = False
+        if not is_same:
+            os.close(fd)
+        return fd if is_same else None
+
+
+def _start_time(pid: int) -> int:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[_START_TIME])

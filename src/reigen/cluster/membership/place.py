@@ -1,0 +1,73 @@
+"""Place of a process in an elastic job, as its launcher gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from reigen.cluster.environ import RENDEZVOUS_VARIABLE, SECRET_VARIABLE, parse_secret
+from reigen.cluster.launcher_detection import JobInfo, VariableReader
+from reigen.cluster.membership.views.record import MemberId
+
+ELASTIC_VARIABLE = "REIGEN_ELASTIC"
+#: Set to 1 for a process that was started later than the first ones: it has no rank until a view has it.
+CANDIDATE_VARIABLE = "REIGEN_ELASTIC_CANDIDATE"
+SLOT_VARIABLE, INCARNATION_VARIABLE = "REIGEN_SLOT", "REIGEN_INCARNATION"
+MIN_SIZE_VARIABLE, MAX_SIZE_VARIABLE = "REIGEN_MIN_SIZE", "REIGEN_MAX_SIZE"
+TIMEOUT_VARIABLE = "REIGEN_ELASTIC_TIMEOUT"
+#: Descriptor of the memory in which this host's voter keeps what it has promised.
+VOTER_FD_VARIABLE = "REIGEN_VOTER_FD"
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticPlace:
+    """Place of a process in an elastic job.
+
+    Attributes:
+        member: its slot, and how often the launcher had started that before.
+        is_candidate: it was started later than the first members.
+        min_size, max_size: numbers of ranks between which steps are run.
+        timeout_seconds: how long fewer members wait for more.
+        voter_fd: descriptor of the memory of this host's voter.
+    """
+
+    member: MemberId
+    is_candidate: bool
+    min_size: int
+    max_size: int
+    timeout_seconds: float
+    voter_fd: int
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str]) -> Self | None:
+        """Read the place; None in a job that is not elastic.
+
+        Raises:
+            ConfigError: the variables are incomplete; all problems are listed.
+        """
+        if environ.get(ELASTIC_VARIABLE) != "1":
+            return None
+        reader = VariableReader(environ, "the launcher of an elastic job")
+        names = (SLOT_VARIABLE, INCARNATION_VARIABLE, MIN_SIZE_VARIABLE, MAX_SIZE_VARIABLE, VOTER_FD_VARIABLE)
+        slot, incarnation, min_size, max_size, voter_fd = (reader.number(name) for name in names)
+        timeout = reader.number(TIMEOUT_VARIABLE)
+        reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
+        is_candidate = environ.get(CANDIDATE_VARIABLE) == "1"
+        return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd)
+
+    def candidate_job(self, environ: Mapping[str, str]) -> JobInfo | None:
+        """Describe the job to a process that has no rank yet; None for one that has.
+
+        Raises:
+            ConfigError: the variables are incomplete; all problems are listed.
+        """
+        if not self.is_candidate:
+            return None
+        reader = VariableReader(environ, "the launcher of an elastic job")
+        rendezvous, secret = reader.text(RENDEZVOUS_VARIABLE), parse_secret(reader.text(SECRET_VARIABLE))
+        reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
+        slot = self.member.slot
+        return JobInfo(
+            slot, max(slot + 1, self.max_size), rendezvous, secret, "reigen run", f"{CANDIDATE_VARIABLE} is set"
+        )

@@ -1,0 +1,334 @@
+"""Part of this process in an elastic job: a context for each view, built when the view is decided.
+
+Nothing of a view's memory and connections is used in the next one. So what a process that was left out still sends or
+writes reaches nobody: that is how frames and writes of an old epoch have no effect in a new one.
+
+The program has the context of one view at a time. It learns of a change by the failure of a collective, or when it says
+that it has applied a step (`ElasticJob.step_applied`); then it gives that context up (`ElasticJob.leave_view`) and
+waits for the next one (`ElasticJob.enter`), which is built meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from reigen.cluster.environ import JobInfo
+from reigen.cluster.host_discovery import HostLayout, host_identity
+from reigen.cluster.membership.elastic.directory import meet_first_view
+from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, ViewDriver
+from reigen.cluster.membership.elastic.node import ElasticNode
+from reigen.cluster.membership.place import ElasticPlace
+from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousClient, split_address
+from reigen.cluster.membership.views.messages import HeldSums, StepProgress
+from reigen.cluster.membership.views.record import Cursor, View
+from reigen.config import Config
+from reigen.engine_factory import JobRendezvous
+from reigen.errors import ArgumentError, CollectiveError, PeerLostError
+from reigen.net.interfaces import choose_address
+from reigen.startup import job_tls, join_rendezvous
+
+if TYPE_CHECKING:
+    from reigen.net.tls import TlsContext
+
+_log = logging.getLogger(__name__)
+
+#: How often in a row a view is built anew that cannot be built though its members are there.
+_MAX_FAILED_BUILDS = 3
+#: Between looks whether members have finished.
+_LOOK_SECONDS = 0.2
+
+
+class ViewContext(Protocol):
+    """Context of a view, as far as the job needs it."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail all collectives, on all ranks."""
+
+    def close(self) -> None:
+        """Leave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobAccess:
+    """Access to the control service of the job's launcher.
+
+    Attributes:
+        address: ``host:port``.
+        secret: the job's 32 bytes.
+        slot: number of this process there.
+        timeout_seconds: how long connecting, and each request, may take.
+        tls: encrypts every connection, if there is one.
+    """
+
+    address: str
+    secret: bytes = field(repr=False)
+    slot: int
+    timeout_seconds: float
+    tls: TlsContext | None
+
+    def connect(self) -> RendezvousClient:
+        """Return a connection of its own; errors of `RendezvousClient`."""
+        return RendezvousClient(self.address, self.secret, self.slot, self.timeout_seconds, self.tls)
+
+    def meet(self, layout: HostLayout, name: str) -> JobRendezvous:
+        """Return the rendezvous of these ranks under a name that only they use."""
+        rendezvous = PrefixRendezvous(self.connect(), name)
+        return JobRendezvous(layout, rendezvous, address=self.address, secret=self.secret, namespace=name, tls=self.tls)
+
+
+_Context = TypeVar("_Context", bound=ViewContext)
+
+
+class ElasticJob(Generic[_Context]):
+    """The job; `ViewDriver` calls it as its `ViewPlane`.
+
+    Args:
+        place: of this process.
+        access: to the launcher's service.
+        make_context: makes the context of a view, at the rendezvous of its members, with its epoch; collective.
+
+    Attributes:
+        epoch: of the view whose context the program has; 0: none yet.
+        renumbered: ranks in that view, by ranks in the one that the program had before.
+        has_failed: the program has ended by an exception: this process's end is a loss.
+    """
+
+    def __init__(
+        self, place: ElasticPlace, access: JobAccess, make_context: Callable[[JobRendezvous, int], _Context]
+    ) -> None:
+        self._place, self._access, self._make_context = place, access, make_context
+        self._changed = threading.Condition()
+        #: held where a context that is in use is made to fail: it must not be closed meanwhile
+        self._revoking = threading.Lock()
+        #: by epoch, contexts that are there; the program's is among them
+        self._contexts: dict[int, _Context] = {}
+        #: the view that is built, or was built last; and the one whose steps may be run
+        self._wanted: View | None = None
+        self._running: View | None = None
+        #: the view whose context the program has, and the latest one in which it knew itself
+        self._entered: View | None = None
+        self._kept: View | None = None
+        self._error: BaseException | None = None
+        self._num_failed_builds = 0
+        #: the latest step that the program has applied; whether it has the state at all
+        self._step, self._has_state = 0, False
+        self.epoch = 0
+        self.renumbered: dict[int, int] = {}
+        self.has_failed = False
+        self._driver: ViewDriver
+
+    def start(self, node: ElasticNode, first: JobRendezvous | None, config: Config) -> None:
+        """Become a member of the first view, or ask the members to be one of a later view.
+
+        Args:
+            node: this process.
+            first: where the members of the first view meet; closed by this. None: it is there already.
+            config: the knobs.
+
+        Raises:
+            DeadlineError: ranks of the first view did not come.
+        """
+        timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
+        if first is None:
+            self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
+            self._driver.wait_for_view()
+            return
+        with closing(first.rendezvous):
+            sizes, layout = (self._place.min_size, self._place.max_size), first.layout
+            timeout = config.start_timeout_seconds
+            view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout)
+        self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
+        self._driver.begin(view)
+
+    # -- the program's thread ------------------------------------------------------------------------------------------
+
+    def enter(self) -> _Context:
+        """Wait for the next view; return its context.
+
+        Raises:
+            ReigenError: the first view cannot be built, or another one time and again; or a member has finished the
+                program, so that there is no next view.
+        """
+        with self._changed:
+            while (view := self._next_view()) is None:
+                if self._error is not None:
+                    raise self._error
+                if self._driver.finished:
+                    raise PeerLostError("other members have finished the program: there is no next view")
+                self._changed.wait(_LOOK_SECONDS)
+            old = {} if self._kept is None else self._kept.ranks
+            self.renumbered = {rank: view.ranks[member] for member, rank in old.items() if member in view.ranks}
+            self._entered, self.epoch, self._step = view, view.epoch, view.base.target
+            return self._contexts[view.epoch]
+
+    def _next_view(self) -> View | None:
+        """Return the view that runs, if the program does not have it yet."""
+        running = self._running
+        return running if running and running.epoch > self.epoch and running.epoch in self._contexts else None
+
+    def keep_view(self) -> None:
+        """Take note that the program goes on in the view that it has: later ranks are derived from those in it."""
+        self._kept = self._entered
+
+    def leave_view(self) -> None:
+        """Give up the context that the program has, and see to it that the others, too, go to the next view."""
+        with self._revoking, self._changed:
+            context = self._contexts.pop(self.epoch, None)
+        self._driver.request_change("a collective failed", self.epoch)
+        if context is not None:
+            context.close()
+
+    def step_applied(self) -> bool:
+        """Count that the program has applied a step; return True if the members change now."""
+        self._step += 1
+        self._has_state = True
+        return self.is_changing()
+
+    def is_changing(self) -> bool:
+        """Return whether the members change now, at the step that the program has applied last."""
+        return self._driver.step_applied(self._step, self.epoch) and not self._driver.finished
+
+    def finish(self) -> None:
+        """Tell all that the program is done: this process's end is no loss."""
+        self._driver.finish()
+
+    def close(self) -> None:
+        """End the part of this process; its contexts are closed."""
+        with self._changed:
+            contexts, self._contexts = list(self._contexts.values()), {}
+        for context in contexts:
+            context.close()
+        self._driver.close()
+
+    # -- the driver's thread; see `ViewPlane` --------------------------------------------------------------------------
+
+    def revoke(self, epoch: int) -> StepProgress:
+        """Stop the collectives of a view."""
+        with self._revoking:
+            with self._changed:
+                self._running = self._wanted = None
+                context = self._contexts.get(epoch)
+                is_programs = epoch == self.epoch
+                if not is_programs:
+                    self._contexts.pop(epoch, None)
+            if context is not None:
+                context.give_up(PeerLostError(self._driver.reason))
+        if context is not None and not is_programs:
+            context.close()
+        step = self._step if self._has_state else 0
+        return StepProgress(step, Cursor(0, step), Cursor(0, step), HeldSums(epoch))
+
+    def build(self, view: View, done: Callable[[], None]) -> None:
+        """Begin to build a view's context."""
+        with self._changed:
+            self._wanted = view
+        name = f"reigen-view-{view.epoch}"
+        threading.Thread(target=self._build, args=(view, done), name=name, daemon=True).start()
+
+    def _build(self, view: View, done: Callable[[], None]) -> None:
+        try:
+            context = self._make_context(self._rendezvous_of(view), view.epoch)
+        except Exception as error:  # noqa: BLE001  whoever waits for the view gets it
+            self._fail_build(view, error)
+            return
+        with self._changed:
+            is_wanted = self._wanted is view
+            if is_wanted:
+                self._contexts[view.epoch] = context
+        if is_wanted:
+            done()
+        else:
+            context.close()
+
+    def _fail_build(self, view: View, error: Exception) -> None:
+        """React to a view that cannot be built: its members try the next one, unless that is of no use."""
+        _log.debug("view %d cannot be built: %s", view.epoch, error)
+        with self._changed:
+            if self._wanted is not view:
+                return
+            self._num_failed_builds += 1
+            if not isinstance(error, CollectiveError) or self._num_failed_builds >= _MAX_FAILED_BUILDS:
+                self._error = error
+                self._changed.notify_all()
+                return
+        self._driver.request_change(f"view {view.epoch} cannot be built: {error}", view.epoch)
+
+    def _rendezvous_of(self, view: View) -> JobRendezvous:
+        """Return the rendezvous of a view's members."""
+        hosts: list[tuple[int, ...]] = []
+        names: list[str] = []
+        for host in view.hosts:
+            hosts.append(tuple(range(len(names), len(names) + len(host.members))))
+            names += [host.name] * len(host.members)
+        layout = HostLayout(view.ranks[self._place.member], tuple(hosts), tuple(names))
+        return self._access.meet(layout, f"view {view.epoch}")
+
+    def roll(self, _: View, done: Callable[[], None]) -> None:
+        """Bring the program's state to the view's step: nothing here, the program itself does that when it goes on."""
+        done()
+
+    def run(self, view: View) -> None:
+        """Let steps be run in a view."""
+        with self._changed:
+            self._running, self._num_failed_builds = view, 0
+            self._changed.notify_all()
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """End this process; nothing that the program does can hold it up."""
+        _log.error("this process ends (exit code %d): %s", exit_code, reason)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def join_elastic_job(
+    place: ElasticPlace,
+    job: JobInfo,
+    config: Config,
+    environ: Mapping[str, str],
+    ranks: Sequence[int] | None,
+    make_context: Callable[[JobRendezvous, int], _Context],
+) -> ElasticJob[_Context]:
+    """Take this process's part in an elastic job; `ElasticJob.enter` comes next.
+
+    Args:
+        place: of this process.
+        job: the facts in the environment.
+        config: the knobs.
+        environ: environment variables.
+        ranks: must be None: members change.
+        make_context: see `ElasticJob`.
+
+    Raises:
+        ArgumentError: a job of only some ranks is asked for.
+        ReigenError: as `join_rendezvous`.
+    """
+    if ranks is not None:
+        raise ArgumentError("an elastic job has all of its processes, not only some ranks; add process sets instead")
+    assert job.rendezvous is not None
+    assert job.secret is not None
+    tls = job_tls(config)
+    access = JobAccess(job.rendezvous, job.secret, place.member.slot, config.start_timeout_seconds, tls)
+    address, _ = choose_address(config.network_interfaces, split_address(job.rendezvous)[0])
+    host_id, hostname = host_identity(config.host_id or "")
+    node = ElasticNode(
+        place.member,
+        f"{hostname}@{hashlib.sha256(host_id.encode()).hexdigest()[:8]}",
+        address,
+        job.secret,
+        place.voter_fd,
+        tls=tls,
+        peer_timeout_seconds=config.peer_timeout_seconds,
+    )
+    elastic = ElasticJob(place, access, make_context)
+    elastic.start(node, None if place.is_candidate else join_rendezvous(job, config, environ, None), config)
+    return elastic

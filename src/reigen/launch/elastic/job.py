@@ -1,0 +1,485 @@
+"""Decisions of the launcher about an elastic job: an event goes in, instructions come out. No I/O, no clock.
+
+While the job runs (RUNNING of ``launch.job_state``, whose other phases are the same here):
+
+a. Hosts are found (HostsFound) and called (CallHost); each is ready (HostPrepared) or cannot take part (HostUnusable).
+   When there are places for `min_ranks`, the first processes are started (StartSlots), and are the first view.
+b. A process dies: the others go on. Its place, or its whole host, rests; then a candidate is started there. A place
+   that has never failed is used before one that has rested. The members announce their views (ViewAnnounced).
+c. A host vanishes, or has fewer places: the processes there are asked to leave, the highest local ranks first, and
+   killed if they do not.
+d. A member has finished (MemberFinished): nothing is started any more; those who are no members are asked to leave.
+   When all have ended, so has the job, with 0, or with the exit code of a member that failed meanwhile.
+e. The job fails: when no process is left; when no process is left that holds the state of the training; when there were
+   fewer than `min_ranks` for too long, or there can never be as many again; when members changed too often.
+
+Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
+a view it is the end of a program that does not know of elastic jobs. A process that its fellows excluded (exit code 75)
+rests as after a failure, which is not the job's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from signal import SIGKILL
+
+import msgspec
+
+from reigen.errors import format_ranks
+from reigen.launch.elastic.options import ElasticOptions
+from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
+from reigen.launch.exit_report import describe_exit
+from reigen.launch.hosts import HostInfo
+from reigen.launch.job_state import (
+    HOST_LOST_EXIT_CODE,
+    FinishJob,
+    HostLost,
+    JobEvent,
+    JobFailure,
+    JobInstruction,
+    JobMessage,
+    JobPhase,
+    JobState,
+    ProcessExited,
+    SignalProcesses,
+    StartGraceTimer,
+    SweepProcesses,
+    TerminateProcesses,
+)
+
+#: Exit code of a process that its fellows have excluded from the job.
+FENCED_EXIT_CODE = 75
+#: How long a process that is asked to leave may take: it leaves at the end of a step.
+LEAVE_SECONDS = 30.0
+#: How long candidates may run when the last member that the launcher knows of has gone: another view may be on its way.
+ORPHANED_SECONDS = 30.0
+#: How long a host that could not take part is not called again: at first, doubled each time, and at most.
+_REFUSED_SECONDS, _MOST_REFUSED_SECONDS = 10.0, 600.0
+#: Horovod's words.
+MIN_RANKS_TEXT = (
+    "Timed out waiting for minimum number of slots to become available. Please check that you have enough resources "
+    "to run at least {} processes."
+)
+RESET_LIMIT_TEXT = "Job has been shutdown because number of resets during elastic job exceeded limit: {}"
+#: Said where the user's hosts do not suffice from the beginning.
+TOO_FEW_TEXT = "the hosts that can take part have {} slots, and {} processes are needed at least; nothing was started"
+
+
+class HostsFound(JobMessage, frozen=True):
+    """Hosts, and how many processes each may have, as they are now."""
+
+    hosts: tuple[tuple[str, int], ...]
+
+
+class HostPrepared(JobMessage, frozen=True):
+    """Processes can be started on a host."""
+
+    host: str
+
+
+class HostUnusable(JobMessage, frozen=True):
+    """Host cannot take part, for this ``reason``."""
+
+    host: str
+    reason: str
+
+
+class ViewAnnounced(JobMessage, frozen=True):
+    """View that is run from now on: its epoch, and the members' slots and incarnations in the order of ranks."""
+
+    epoch: int
+    members: tuple[tuple[int, int], ...]
+
+
+class MemberFinished(JobMessage, frozen=True):
+    """Program of this member is done; its process is about to end."""
+
+    slot: int
+
+
+class TimePassed(JobMessage, frozen=True):
+    """Something may be due."""
+
+
+class CallHost(JobMessage, frozen=True):
+    """Prepare a host for processes; answered by HostPrepared or HostUnusable."""
+
+    host: str
+
+
+class SlotStart(JobMessage, frozen=True):
+    """Process to start: its place, and, where it belongs to the first view, its rank there and the view's size."""
+
+    slot: int
+    incarnation: int
+    host: str
+    local_rank: int
+    first_size: int = 0
+
+
+class StartSlots(JobMessage, frozen=True):
+    """Start these processes; those of the first view, or candidates."""
+
+    starts: tuple[SlotStart, ...]
+
+
+class SayToUser(JobMessage, frozen=True):
+    """Tell the user."""
+
+    text: str
+
+
+ElasticEvent = HostsFound | HostPrepared | HostUnusable | ViewAnnounced | MemberFinished | TimePassed
+ElasticInstruction = CallHost | StartSlots | SayToUser
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """End of a process that was not to end."""
+
+    failure: JobFailure
+    member: tuple[int, int]
+
+
+class ElasticJobState(JobState):
+    """State of one elastic job. Numbers of processes are slots.
+
+    Args:
+        options: of the job.
+        chance: returns random numbers from 0 to 1.
+        now: when the job begins.
+    """
+
+    def __init__(self, options: ElasticOptions, chance: Callable[[], float], now: float) -> None:
+        super().__init__(0)
+        self._num_ranks = sys.maxsize  # all numbers are those of ranks
+        self._options, self._chance, self._now = options, chance, now
+        self.slots = SlotTable()
+        self.has_begun = False
+        #: Epoch of the latest view; None: none was announced.
+        self.epoch: int | None = None
+        #: Members of the latest view, by rank; until one is announced, the first processes.
+        self.members: tuple[tuple[int, int], ...] = ()
+        #: Slots whose program is done.
+        self.finished: set[int] = set()
+        #: What has ended the job, if it was no process's failure.
+        self.problem = ""
+        self._deaths: list[_Death] = []
+        #: Since when there are fewer processes than needed; None: there are enough.
+        self._short_since: float | None = now
+        #: Since when no member is known to run.
+        self._orphaned_since: float | None = None
+        #: Changes of members: deaths by the epoch in which they happened, and views.
+        self._num_resets = 0
+        self._counted_epoch: int | None = None
+
+    # ---------------------------------------------------------------- events
+
+    def handle_at(self, event: JobEvent | ElasticEvent, now: float) -> list[JobInstruction | ElasticInstruction]:
+        """Return the instructions to carry out, in this order."""
+        self._now = now
+        if isinstance(event, MemberFinished) and self.slots.has(event.slot):
+            self.finished.add(event.slot)
+        if self.phase is not JobPhase.RUNNING:
+            return [] if isinstance(event, ElasticEvent) else list(self.handle(event))
+        instructions: list[JobInstruction | ElasticInstruction] = []
+        match event:
+            case HostsFound(hosts):
+                instructions += self._found(hosts)
+            case HostPrepared(name):
+                self.slots.hosts[name].phase, self.slots.hosts[name].num_refusals = HostPhase.READY, 0
+            case HostUnusable(name, reason):
+                instructions += self._refused(self.slots.hosts[name], reason)
+            case ViewAnnounced(epoch, members):
+                self._announced(epoch, members)
+            case ProcessExited(number, exit_code, cause):
+                instructions += self._process_ended(self.slots[number], exit_code, cause)
+            case HostLost(_, reason, host):
+                instructions += self._host_lost(self.slots.hosts[host], reason)
+            case MemberFinished() | TimePassed():
+                pass
+            case _:
+                return list(self.handle(event))
+        return instructions + self._decide()
+
+    def next_due(self) -> float:
+        """Return when TimePassed is due; inf: not at all."""
+        if self.phase is not JobPhase.RUNNING:
+            return inf
+        ends = [self.slots.next_due(self._now)]
+        ends += [] if self._short_since is None else [self._short_since + self._timeout_seconds]
+        ends += [] if self._orphaned_since is None else [self._orphaned_since + ORPHANED_SECONDS]
+        return min(ends)
+
+    def validate(self) -> None:
+        """Assert the invariants between two events."""
+        assert self.phase is not JobPhase.SWEEPING or not self.running
+        assert self.phase is JobPhase.DONE or self.running == {
+            slot.number for slot in self.slots if slot.state is not SlotState.FREE
+        }
+        assert len(self.slots.in_state(SlotState.RUNNING)) <= self._options.max_ranks
+
+    @property
+    def _timeout_seconds(self) -> float:
+        return self._options.timeout_seconds if self.has_begun else self._options.start_timeout_seconds
+
+    def _found(self, hosts: Sequence[tuple[str, int]]) -> list[JobInstruction | ElasticInstruction]:
+        _, lost = self.slots.update(HostInfo(*each) for each in hosts)
+        leaving = [slot for host in lost for slot in host.slots[host.num_slots :] if slot.state is SlotState.RUNNING]
+        if not leaving:
+            return []
+        names = {slot.host for slot in leaving}
+        left = [host for host in lost if host.name in names]
+        changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in left]
+        text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
+        return [SayToUser(text), self._ask_to_leave(leaving)]
+
+    def _ask_to_leave(self, slots: Iterable[JobSlot]) -> TerminateProcesses:
+        numbers = []
+        for slot in slots:
+            slot.state, slot.leaves_by = SlotState.LEAVING, self._now + LEAVE_SECONDS
+            numbers.append(slot.number)
+        return TerminateProcesses(tuple(sorted(numbers)))
+
+    def _refused(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
+        host.phase = HostPhase.GONE
+        host.num_refusals += 1
+        rest = min(_REFUSED_SECONDS * (1 << min(host.num_refusals - 1, 20)), _MOST_REFUSED_SECONDS)
+        host.failures.rests_until = max(host.failures.rests_until, self._now + rest)
+        return [SayToUser(f"host {host.name} cannot take part: {reason}; it is called again in {rest:g} s")]
+
+    def _announced(self, epoch: int, members: tuple[tuple[int, int], ...]) -> None:
+        if self.epoch is not None and epoch <= self.epoch:
+            return
+        if self.epoch is not None and self._options.counts_resizes and self._counted_epoch != self.epoch:
+            self._num_resets += 1
+        self.epoch, self.members = epoch, members
+        self._deaths.clear()
+
+    def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
+        host.phase = HostPhase.GONE
+        instructions: list[JobInstruction | ElasticInstruction] = []
+        rest = host.failures.add(self._now, self._options.cooldown, self._chance())
+        ended = [slot for slot in host.slots if slot.state is not SlotState.FREE]
+        for slot in ended:
+            was_leaving = slot.state is SlotState.LEAVING
+            self._vacate(slot)
+            if not was_leaving:
+                self._count_death(slot, JobFailure(slot.number, HOST_LOST_EXIT_CODE, 0, reason))
+        slots = f", with slot{'s' * (len(ended) > 1)} {format_ranks(slot.number for slot in ended)}" if ended else ""
+        instructions.append(SayToUser(f"host {host.name} was lost{slots}: {reason}; {self._describe_rest(rest)}"))
+        return instructions
+
+    def _vacate(self, slot: JobSlot) -> None:
+        self.running.discard(slot.number)
+        slot.state, slot.leaves_by = SlotState.FREE, inf
+
+    def _process_ended(self, slot: JobSlot, exit_code: int, cause: str) -> list[JobInstruction | ElasticInstruction]:
+        was_leaving = slot.state is SlotState.LEAVING
+        self._vacate(slot)
+        failure = JobFailure(slot.number, exit_code, 0, cause=cause)
+        if exit_code == 0 and self.epoch is None and slot.id in self.members and not was_leaving:
+            self.finished.add(slot.number)
+        if self.finished:
+            is_failure = exit_code not in {0, FENCED_EXIT_CODE} and not was_leaving and slot.id in self.members
+            self.failure = self.failure or (failure if is_failure else None)
+            return []
+        if was_leaving:
+            return [SayToUser(f"{self._name(slot)} has left")]
+        self._count_death(slot, failure)
+        neighbours = self._neighbours_to_stop(slot, exit_code)
+        if neighbours is None:
+            rest = slot.failures.add(self._now, self._options.cooldown, self._chance())
+            return [SayToUser(f"{self._name(slot)}: {_describe_end(exit_code, cause)}; {self._describe_rest(rest)}")]
+        host = self.slots.hosts[slot.host]
+        rest = host.failures.add(self._now, self._options.cooldown, self._chance())
+        text = f"{self._name(slot)}: {_describe_end(exit_code, cause)}; host {host.name} is not used any more"
+        text += "" if rest is None else f" for {rest:.0f} s"
+        stop = [self._ask_to_leave(neighbours)] if neighbours else []
+        return [SayToUser(f"{text}; {self._describe_number()}"), *stop]
+
+    def _neighbours_to_stop(self, slot: JobSlot, exit_code: int) -> list[JobSlot] | None:
+        """Return the places whose processes end with this one; None: their host is used further."""
+        if self._options.blacklist != "host" or exit_code == FENCED_EXIT_CODE:
+            return None
+        return [each for each in self.slots.hosts[slot.host].slots if each.state is SlotState.RUNNING]
+
+    def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
+        if failure.exit_code != FENCED_EXIT_CODE:
+            self._deaths.append(_Death(failure, slot.id))
+        if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
+            self._counted_epoch = self.epoch
+            self._num_resets += 1
+
+    # ---------------------------------------------------------------- decisions
+
+    def _decide(self) -> list[JobInstruction | ElasticInstruction]:
+        """Decide what follows from the state as it is now."""
+        running = self.slots.in_state(SlotState.RUNNING)
+        if self.finished:
+            return self._decide_ending(running)
+        is_short = len(running) < self._options.min_ranks
+        self._short_since = None if not is_short else self._now if self._short_since is None else self._short_since
+        has_members = any(slot.id in self.members for slot in running)
+        is_orphaned = self.has_begun and not has_members
+        self._orphaned_since = (
+            None if not is_orphaned else self._now if self._orphaned_since is None else self._orphaned_since
+        )
+        if problem := self._find_problem(running):
+            return self._fail(problem)
+        instructions = self._call_hosts()
+        if self.has_begun or self._can_begin():
+            instructions += self._start()
+        return instructions + self._kill_late()
+
+    def _kill_late(self) -> list[JobInstruction | ElasticInstruction]:
+        """Kill those that were asked to leave long ago."""
+        late = [slot for slot in self.slots.in_state(SlotState.LEAVING) if slot.leaves_by <= self._now]
+        for slot in late:
+            slot.leaves_by = self._now + LEAVE_SECONDS
+        return [SignalProcesses(tuple(slot.number for slot in late), SIGKILL)] if late else []
+
+    def _decide_ending(self, running: Sequence[JobSlot]) -> list[JobInstruction | ElasticInstruction]:
+        """Decide when a member has finished."""
+        self._short_since = self._orphaned_since = None
+        if not self.running:
+            return list(self._ended(set(), None))
+        others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
+        instructions: list[JobInstruction | ElasticInstruction] = [self._ask_to_leave(others)] if others else []
+        return instructions + self._kill_late()
+
+    def _find_problem(self, running: Sequence[JobSlot]) -> str:
+        """Return why the job cannot go on; empty: it can. ``-`` stands for the first failure."""
+        options = self._options
+        limit = options.reset_limit
+        if limit is not None and self._num_resets > limit:
+            return RESET_LIMIT_TEXT.format(limit)
+        if self.has_begun and not running:
+            return "-"
+        if self._orphaned_since is not None and self._now >= self._orphaned_since + ORPHANED_SECONDS:
+            return "-"
+        if self._short_since is not None and self._now >= self._short_since + self._timeout_seconds:
+            return MIN_RANKS_TEXT.format(options.min_ranks)
+        if options.discovery is None and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
+            return MIN_RANKS_TEXT.format(options.min_ranks)
+        if options.discovery is None and not self.has_begun and self.slots.hosts and not self._is_calling():
+            num_slots = sum(host.num_slots for host in self.slots.hosts.values() if host.phase is HostPhase.READY)
+            if num_slots < options.min_ranks:
+                return TOO_FEW_TEXT.format(num_slots, options.min_ranks)
+        return ""
+
+    def _fail(self, problem: str) -> list[JobInstruction | ElasticInstruction]:
+        num_stopped = len(self.running)
+        if problem == "-" and self._deaths:
+            self.failure = msgspec.structs.replace(self._deaths[0].failure, num_stopped=num_stopped)
+        else:
+            self.problem = problem if problem != "-" else "no process is left that holds the state of the training"
+        words: list[JobInstruction | ElasticInstruction] = [SayToUser(self.problem)] if self.problem else []
+        return words + list(self._stop())
+
+    def _call_hosts(self) -> list[JobInstruction | ElasticInstruction]:
+        calls: list[JobInstruction | ElasticInstruction] = []
+        for host in self.slots.hosts.values():
+            if host.num_slots and host.phase is HostPhase.GONE and host.failures.rests_until <= self._now:
+                host.phase = HostPhase.CALLED
+                calls.append(CallHost(host.name))
+        return calls
+
+    def _is_calling(self) -> bool:
+        """Return whether a host has still to answer, or to be called."""
+        return any(
+            host.num_slots
+            and (host.phase is HostPhase.CALLED or (host.phase is HostPhase.GONE and not host.num_refusals))
+            for host in self.slots.hosts.values()
+        )
+
+    def _can_begin(self) -> bool:
+        if self._is_calling():
+            return False
+        return len(self.slots.usable(self._now)) >= self._options.min_ranks
+
+    def _start(self) -> list[JobInstruction | ElasticInstruction]:
+        """Start the first processes, or candidates, in free places."""
+        num = self._options.max_ranks - len(self.slots.in_state(SlotState.RUNNING))
+        chosen = [slot for slot in self.slots.usable(self._now) if slot.state is SlotState.FREE][: max(0, num)]
+        if not chosen:
+            return []
+        size = 0 if self.has_begun else len(chosen)
+        starts = []
+        for slot in chosen:
+            self.slots.occupy(slot)
+            self.running.add(slot.number)
+            starts.append(SlotStart(slot.number, slot.incarnation, slot.host, slot.local_rank, size))
+        words: list[JobInstruction | ElasticInstruction] = []
+        if self.has_begun:
+            words = [SayToUser("; ".join(map(_describe_start, starts)))]
+        else:
+            self.members = tuple(slot.id for slot in chosen)
+        self.has_begun = True
+        if len(self.slots.in_state(SlotState.RUNNING)) >= self._options.min_ranks:
+            self._short_since = None
+        self._orphaned_since = None if size else self._orphaned_since
+        return [*words, StartSlots(tuple(starts))]
+
+    # ---------------------------------------------------------------- the end
+
+    def _stop(self) -> list[JobInstruction]:
+        """Stop what runs; where nothing does, sweep."""
+        if self.running:
+            for slot in self.slots:
+                slot.leaves_by = inf
+            return super()._stop()
+        self.phase, self._killed = JobPhase.SWEEPING, False
+        return [SweepProcesses(), StartGraceTimer()]
+
+    def _ended(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
+        for number in numbers:
+            self._vacate(self.slots[number])
+        return super()._ended(numbers, failure)
+
+    def _finish(self) -> list[JobInstruction]:
+        if self.problem and self.failure is None and self.signum is None:
+            self.phase = JobPhase.DONE
+            return [FinishJob(1, None, None)]
+        return super()._finish()
+
+    # ---------------------------------------------------------------- words
+
+    def _name(self, slot: JobSlot) -> str:
+        where = f" (host {slot.host})" if len(self.slots.hosts) > 1 else ""
+        return f"slot {slot.number}{where}"
+
+    def _describe_number(self) -> str:
+        num = len(self.slots.in_state(SlotState.RUNNING))
+        return f"{num} process{'es go' if num != 1 else ' goes'} on"
+
+    def _describe_rest(self, rest_seconds: float | None) -> str:
+        what = "its place is not used any more" if rest_seconds is None else f"its place rests for {rest_seconds:.0f} s"
+        return f"{self._describe_number()}, {what}"
+
+
+def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the members' slots, by rank."""
+    return tuple(slot for slot, _ in members)
+
+
+def _format_slots(slots: Iterable[JobSlot]) -> str:
+    numbers = [slot.number for slot in slots]
+    return f"slots {format_ranks(numbers)} are" if len(numbers) > 1 else f"slot {numbers[0]} is"
+
+
+def _describe_end(exit_code: int, cause: str) -> str:
+    if exit_code == FENCED_EXIT_CODE:
+        return "its fellows have excluded it"
+    if exit_code == 0:
+        return "it has ended before the job (exit code 0)"
+    return describe_exit(exit_code, cause)
+
+
+def _describe_start(start: SlotStart) -> str:
+    if start.incarnation:
+        return f"slot {start.slot} is started again (host {start.host})"
+    return f"slot {start.slot} is started (host {start.host})"

@@ -1,0 +1,424 @@
+"""Thin side of an elastic job: carries out what ``launch.elastic.job`` decides, beside the supervisor."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Protocol
+
+from reigen.cluster.environ import CANDIDATE_VARIABLE, ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY, SECRET_VARIABLE
+from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, View
+from reigen.errors import LaunchError, WireError
+from reigen.launch.agent import agent_protocol
+from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.remote_start import find_scripts, is_dial_back, is_own_variable
+from reigen.launch.base import AgentCommand, AgentStarter, JobPlan
+from reigen.launch.elastic.discovery import DiscoveryRuns, discovery_command, first_discovery_error
+from reigen.launch.elastic.job import (
+    CallHost,
+    ElasticEvent,
+    ElasticInstruction,
+    ElasticJobState,
+    HostPrepared,
+    HostsFound,
+    HostUnusable,
+    MemberFinished,
+    SayToUser,
+    SlotStart,
+    StartSlots,
+    TimePassed,
+    ViewAnnounced,
+)
+from reigen.launch.elastic.options import ElasticOptions
+from reigen.launch.elastic.places import PlacedStart, make_voter_memory, place_starts, plan_starts
+from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
+from reigen.launch.hosts import HostAssignment, HostInfo, choose_own_address, is_this_host
+from reigen.launch.job_state import ProcessExited
+from reigen.launch.local_plan import JobServices, ProcessSpec
+from reigen.launch.options import LaunchOptions
+from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.net.codec import MessageCodec
+from reigen.net.interfaces import choose_address
+
+_LOOPBACK = "127.0.0.1"
+#: Seconds for a host to log in, to start Python, and to answer.
+_CALL_SECONDS = 30.0
+_PREPARE_SECONDS = 20.0
+#: Most announcements that wait to be handled.
+_MAX_ANNOUNCEMENTS = 1 << 12
+_VIEW_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
+
+
+class ElasticOwner(Protocol):
+    """Supervisor, as the elastic part of it sees it."""
+
+    loop: LauncherLoop
+    agents: dict[str, AgentClient]
+
+    def turn(self, limit_seconds: float | None = None) -> None:
+        """Wait for events, and handle them."""
+
+    def handle(self, event: ElasticEvent | ProcessExited) -> None:
+        """Have the job decide."""
+
+    def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
+        """Talk to an agent through this client process."""
+
+    def start_slots(self, host: str, numbers: Sequence[int]) -> None:
+        """Take note that these processes are on this host from now on."""
+
+    def start_all(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start processes of this host."""
+
+    def lose_host(self, host: str, reason: str) -> None:
+        """Count a host, and what runs there, as lost."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+    @property
+    def excluded(self) -> set[int]:
+        """Children of this process that are not the job's."""
+
+
+class ElasticSupervision:
+    """Hosts and processes of an elastic job.
+
+    Args:
+        options: of the job.
+        elastic: what makes it elastic.
+        plan: of its launcher.
+        environ: of the processes.
+        owner: the supervisor.
+
+    Attributes:
+        job: decides.
+        address: where the ranks find the launcher's service, once it is chosen.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        elastic: ElasticOptions,
+        plan: JobPlan,
+        environ: Mapping[str, str],
+        owner: ElasticOwner,
+    ) -> None:
+        self._options, self._elastic, self._plan = options, elastic, plan
+        self._environ, self._owner = environ, owner
+        self.job = ElasticJobState(elastic, random.SystemRandom().random, time.monotonic())
+        self._announced: deque[tuple[str, bytes]] = deque(maxlen=_MAX_ANNOUNCEMENTS)
+        self._services: JobServices | None = None
+        self._heard_at: Callable[[int], float] = lambda agent: -inf
+        #: Hosts as they were found last; None: nothing was found yet.
+        self._found: tuple[tuple[str, int], ...] | None = None
+        self._problem = ""
+        self._voter = make_voter_memory()
+        self._is_local: dict[str, bool] = {}
+        #: When a host's agent must have come, or must have answered.
+        self._deadlines: dict[str, float] = {}
+        self._num_agents = 0
+        self._agent_numbers: dict[str, int] = {}
+        self._discovery: DiscoveryRuns | None = None
+        if elastic.discovery is not None:
+            self._discovery = DiscoveryRuns(
+                discovery_command(elastic.discovery),
+                environ,
+                elastic.slots_per_host,
+                owner.loop,
+                self._on_hosts,
+                self._on_problem,
+                owner.excluded,
+            )
+
+    def close(self) -> None:
+        """Stop discovery, and give up the voter's memory. May be called twice."""
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._voter >= 0:
+            os.close(self._voter)
+            self._voter = -1
+
+    # ---------------------------------------------------------------- the beginning
+
+    def find_hosts(self, fixed: Sequence[HostInfo]) -> str:
+        """Find the first hosts, and call those that are others; returns the address at which they reach this one.
+
+        Raises:
+            LaunchError: the program that lists them fails.
+            ConfigError: a host cannot be used by this launcher.
+        """
+        if self._discovery is None:
+            found: dict[str, int] = {}
+            for host in fixed:
+                found[host.name] = found.get(host.name, 0) + host.slots
+            self._found = tuple(found.items())
+        while self._found is None and not self._problem:
+            self._owner.turn()
+        if self._problem and self._found is None:
+            raise first_discovery_error(self._elastic.discovery or "", self._problem)
+        assert self._found is not None, "found, or a problem"
+        others = [name for name, _ in self._found if not self._is_here(name)]
+        for name in others:
+            self._call(name)
+        until = time.monotonic() + _CALL_SECONDS
+        while any(self._is_awaited(name) for name in others) and (left := until - time.monotonic()) > 0:
+            self._owner.turn(left)
+        return self._choose_address(others)
+
+    def _is_awaited(self, host: str) -> bool:
+        agent = self._owner.agents.get(host)
+        return agent is not None and agent.phase is AgentPhase.STARTING
+
+    def _choose_address(self, others: Sequence[str]) -> str:
+        """Choose the address of the launcher's service; hosts that appear later have to reach it, too."""
+        interfaces = self._options.network.interfaces
+        agents = [self._owner.agents[name] for name in others if name in self._owner.agents]
+        clients = [agent.hello.client for agent in agents if agent.hello is not None]
+        if others:
+            return choose_own_address(interfaces, self._plan.addresses.get(others[0], others[0]), clients)[0]
+        if self._elastic.discovery is not None and interfaces:
+            return choose_address(interfaces, _LOOPBACK)[0]
+        return _LOOPBACK
+
+    def begin(self, services: JobServices, heard_at: Callable[[int], float]) -> None:
+        """Begin the job: the service runs, hosts were called, and signals are the job's from now on."""
+        self._services, self._heard_at = services, heard_at
+        assert self._found is not None, "find_hosts comes first"
+        self._owner.handle(HostsFound(self._found))
+
+    # ---------------------------------------------------------------- one turn
+
+    def turn(self) -> float | None:
+        """Do the work that is due; returns the seconds until the next call."""
+        waits = [] if self._discovery is None else [self._discovery.turn()]
+        if self._services is None:
+            return min((wait for wait in waits if wait is not None), default=None)
+        self.read_announcements()
+        now = time.monotonic()
+        for host in [host for host, deadline in self._deadlines.items() if deadline <= now]:
+            self._give_up(host, "it has not answered in time")
+        if self.job.next_due() <= now:
+            self._owner.handle(TimePassed())
+        ends = [self.job.next_due(), *self._deadlines.values()]
+        if (due := min(ends)) < inf:
+            waits.append(max(0.0, due - time.monotonic()))
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def announce(self, key: str, value: bytes) -> None:
+        """Take a value that was put at the rendezvous; called in the service's thread."""
+        if key in {ELASTIC_VIEW_KEY, ELASTIC_FINISHED_KEY}:
+            self._announced.append((key, value))
+            self._owner.loop.wake()
+
+    def read_announcements(self) -> None:
+        """Handle what members have announced."""
+        while self._announced:
+            key, value = self._announced.popleft()
+            try:
+                event = parse_announcement(key, value)
+            except (WireError, ValueError) as error:
+                self._owner.say(f"what a process has put under {key!r} makes no sense: {error}")
+                continue
+            self._owner.handle(event)
+
+    def execute(self, instruction: ElasticInstruction) -> None:
+        """Carry out an instruction of the job's."""
+        match instruction:
+            case SayToUser(text):
+                self._owner.say(text)
+            case CallHost(host):
+                self._call(host)
+                self._advance(host)
+            case StartSlots(starts):
+                self._start(starts)
+
+    # ---------------------------------------------------------------- hosts
+
+    def _is_here(self, host: str) -> bool:
+        """Return whether a host is this one; asked once, for names may have to be resolved."""
+        if host not in self._is_local:
+            self._is_local[host] = is_this_host(host)
+        return self._is_local[host]
+
+    def _on_hosts(self, hosts: tuple[tuple[str, int], ...]) -> None:
+        has_changed, self._found = hosts != self._found or bool(self._problem), hosts
+        if self._problem:
+            self._owner.say("the discovery script works again")
+            self._problem = ""
+        if self._services is not None and has_changed:
+            self._owner.handle(HostsFound(hosts))
+
+    def _on_problem(self, problem: str) -> None:
+        if self._found is not None and problem != self._problem:
+            self._owner.say(
+                f"the discovery script {self._elastic.discovery}: {problem}; the hosts that it named before are kept"
+            )
+        self._problem = problem
+
+    def _call(self, host: str) -> None:
+        """Get an agent onto another host, unless it is there."""
+        agent = self._owner.agents.get(host)
+        if self._is_here(host) or (agent is not None and agent.phase is not AgentPhase.GONE):
+            return
+        if self._plan.agents is None or is_dial_back(self._plan.agents):
+            return
+        starter: AgentStarter = self._plan.agents  # type: ignore[assignment]
+        command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
+        self._deadlines[host] = time.monotonic() + _CALL_SECONDS
+        if agent is not None:
+            agent.close()
+        self._owner.add_agent(host, starter.start_agent(host, command))
+
+    def _advance(self, host: str) -> None:
+        """Do the next thing for a host that was called."""
+        if self._is_here(host):
+            self._owner.handle(HostPrepared(host))
+            return
+        agent = self._owner.agents.get(host)
+        if agent is None:
+            self._owner.handle(HostUnusable(host, "this launcher starts nothing on hosts that are not this one"))
+        elif agent.refused is not None:
+            self._give_up(host, "")
+        elif agent.phase is AgentPhase.CONNECTED:
+            self._prepare(agent)
+        elif agent.phase is AgentPhase.READY and self._deadlines.pop(host, None) is not None:
+            self._owner.handle(HostPrepared(host))
+
+    def stepped(self, agent: AgentClient) -> bool:
+        """Handle an agent's progress; returns whether it was that of a host that is being called."""
+        if self._services is None or agent.host not in self._deadlines:
+            return False
+        self._advance(agent.host)
+        return True
+
+    def refused(self, agent: AgentClient) -> None:
+        """Count a host as lost whose agent cannot start a process; it ends everything there."""
+        agent.close()
+        reason = "" if agent.refused is None else agent.refused.reason
+        self._owner.lose_host(agent.host, reason or "its agent has ended")
+
+    def _give_up(self, host: str, reason: str) -> None:
+        """Take note that a host cannot take part now."""
+        self._deadlines.pop(host, None)
+        agent = self._owner.agents[host]
+        assert self._plan.agents is not None, "something has started this agent"
+        problem = agent.problem(self._plan.agents, _CALL_SECONDS)
+        agent.close()
+        advice = f" ({problem.advice})" if problem.advice else ""
+        self._owner.handle(HostUnusable(host, (problem.what or reason) + advice))
+
+    def _prepare(self, agent: AgentClient) -> None:
+        """Have a host checked for everything that the job needs, and give it the payload."""
+        assert self._services is not None, "the service has its address"
+        self._deadlines[agent.host] = time.monotonic() + _PREPARE_SECONDS
+        options, directory = self._options, self._plan.directory
+        agent.send(
+            agent_protocol.PrepareRequest(
+                directory=str(Path.cwd()) if directory is None else directory,
+                program=options.command[0],
+                path=self._environ.get("PATH", ""),
+                files=find_scripts(options.command),
+                launcher=self._services.rendezvous,
+                interfaces=options.network.interfaces,
+                silence_seconds=options.network.silence_seconds,
+            )
+        )
+        if options.inherited is None:
+            return
+        payload = options.inherited.payload
+        size = os.fstat(payload).st_size
+        for offset in range(0, size, PAYLOAD_CHUNK_BYTES):
+            data = os.pread(payload, PAYLOAD_CHUNK_BYTES, offset)
+            agent.send(agent_protocol.PayloadChunk(data, offset + len(data) == size))
+
+    # ---------------------------------------------------------------- processes
+
+    def _start(self, starts: Sequence[SlotStart]) -> None:
+        placed = place_starts(starts, self._elastic, self._place_offsets())
+        by_machine: dict[str, list[int]] = {}
+        for index, start in enumerate(starts):
+            by_machine.setdefault("" if self._is_here(start.host) else start.host, []).append(index)
+            self._owner.start_slots(start.host, [start.slot])
+        for machine, indices in by_machine.items():
+            chosen = [placed[index] for index in indices]
+            if machine:
+                self._send_start(machine, chosen)
+            else:
+                self._start_here(chosen)
+
+    def _start_here(self, starts: Sequence[PlacedStart]) -> None:
+        assert self._services is not None, "the job has begun"
+        processes, num = self._options.processes, self._num_places("")
+        for spec in plan_starts(starts, num, processes, self._services, self._environ, self._voter):
+            try:
+                self._owner.start_all([spec])
+            except LaunchError as error:
+                if CANDIDATE_VARIABLE not in spec.environ:
+                    raise
+                # the others go on
+                self._owner.handle(ProcessExited(spec.number, error.exit_code, str(error)))
+
+    def _send_start(self, host: str, starts: Sequence[PlacedStart]) -> None:
+        agent = self._owner.agents[host]
+        assert self._services is not None, "the job has begun"
+        environ = select_exported(self._environ, self._options.exports)
+        if not self._plan.exports_environ:
+            exports = self._options.exports
+            environ = {name: text for name, text in environ.items() if name in exports or is_own_variable(name)}
+        environ.pop(SECRET_VARIABLE, None)
+        if agent.started is None:
+            self._num_agents += 1
+            self._agent_numbers[host] = self._num_agents
+            agent.last_received_elsewhere = partial(self._heard_at, self._num_agents)
+        agent.send(
+            agent_protocol.StartRequest(
+                self._agent_numbers[host],
+                HostAssignment(host, False, ()),
+                self._options.processes,
+                replace(self._services, secret=agent.mask(self._services.secret)),
+                environ,
+                PACKAGE_DIRECTORY,
+                self._plan.kept_variables,
+                tuple(starts),
+                self._num_places(host),
+            )
+        )
+
+    def _num_places(self, machine: str) -> int:
+        """Return the greatest number of processes of a host at a time; empty: of this one."""
+        hosts = self.job.slots.hosts.values()
+        num = sum(
+            host.num_slots for host in hosts if (not machine and self._is_here(host.name)) or host.name == machine
+        )
+        return max(1, min(num, self._elastic.max_ranks))
+
+    def _place_offsets(self) -> dict[str, int]:
+        """Return the number of each host's first place: several names may be this host's."""
+        offsets, num_here = {}, 0
+        for host in self.job.slots.hosts.values():
+            offsets[host.name] = num_here if self._is_here(host.name) else 0
+            num_here += len(host.slots) if self._is_here(host.name) else 0
+        return offsets
+
+
+def parse_announcement(key: str, value: bytes) -> ElasticEvent:
+    """Parse an announcement of a member, from the rendezvous.
+
+    Raises:
+        WireError: it is no view.
+        ValueError: it is no number of a slot.
+    """
+    if key == ELASTIC_FINISHED_KEY:
+        return MemberFinished(int(value))
+    view = _VIEW_CODEC.decode(value)
+    return ViewAnnounced(view.epoch, tuple((member.slot, member.incarnation) for member in view.members))

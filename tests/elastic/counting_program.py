@@ -1,0 +1,36 @@
+"""A training whose state can be checked: in each step every rank adds the step's number to what all have.
+
+Lines: ``STEP step rank size total``. ``total`` is the same function of the step on all ranks, whoever the members are:
+an average over ranks of equal values. Arguments: number of steps, seconds a step.
+"""
+
+import sys
+import time
+
+import torch
+
+import reigen.torch as hvd
+
+
+def main() -> None:
+    num_steps, seconds = int(sys.argv[1]), float(sys.argv[2])
+    hvd.init()
+    state = hvd.elastic.TorchState(model=torch.nn.Linear(1, 1, bias=False), step=0, total=0.0)
+
+    @hvd.elastic.run
+    def train(state: object) -> None:
+        while state.step < num_steps:
+            value = hvd.allreduce(torch.full((1000,), float(state.step)), name="value")
+            time.sleep(seconds)
+            state.total += value[0].item()
+            state.step += 1
+            line = f"STEP {state.step} {hvd.rank()} {hvd.size()} {state.total} {time.monotonic()}"
+            print(line, flush=True)
+            state.commit()
+
+    train(state)
+    print(f"DONE {hvd.rank()} {hvd.size()} {state.total}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Elastic jobs of real processes: members are killed, stopped and added at moments that a seed chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.elastic_processes import ElasticProcesses, Member
+from tests.multiprocess.launcher import until
+
+pytestmark = pytest.mark.slow
+
+COUNTING = Path(__file__).with_name("counting_program.py")
+TRAINING = Path(__file__).with_name("training_program.py")
+
+
+def steps_of(member: Member) -> list[list[str]]:
+    """What a member has said of its steps, in order."""
+    return [line.split()[1:] for line in list(member.lines) if line.startswith("STEP ") and len(line.split()) == 6]
+
+
+def wait_for_steps(members: list[Member], num_steps: int, seconds: float = 60.0) -> None:
+    """Waits until each member has made so many more steps."""
+    before = {member: len(steps_of(member)) for member in members}
+    until(lambda: all(len(steps_of(member)) >= before[member] + num_steps for member in members), seconds)
+
+
+def kill(job: ElasticProcesses, *victims: Member, stopped: Sequence[Member] = ()) -> float:
+    """Kills members; returns seconds until all others but stopped ones have ended a step that they make together."""
+    gone = {*victims, *stopped, *(member for member in job.members if member.process.poll() is not None)}
+    rest = [member for member in job.members if member not in gone and member.says("STEP")]
+    at = time.monotonic()
+    for victim in victims:
+        victim.kill()
+    size = str(len(rest))
+
+    def goes_on() -> bool:
+        return all(any(step[2] == size and float(step[4]) > at for step in steps_of(member)) for member in rest)
+
+    until(goes_on)
+    return (
+        max(min(float(step[4]) for step in steps_of(m) if step[2] == size and float(step[4]) > at) for m in rest) - at
+    )
+
+
+def check_counts(members: list[Member]) -> None:
+    """Checks the totals of the counting program: each step was added once, and none is missing."""
+    for member in members:
+        for number, _, _, total, _ in steps_of(member):
+            assert float(total) == sum(range(int(number))), member.lines[-5:]
+
+
+@pytest.mark.parametrize("victims", [(3,), (0,), (0, 1, 2), (1, 3)], ids=str)
+def test_survivors_go_on_in_their_processes(victims: tuple[int, ...]):
+    with ElasticProcesses(COUNTING, "200", "0.005") as job:
+        members = job.start_first(4)
+        job.wait_for("STEP 5 ")
+        kill(job, *(members[rank] for rank in victims))
+        rest = [member for member in members if member.slot not in victims]
+        job.wait_for("DONE", rest)
+        assert [member.wait() for member in rest] == [0] * len(rest)
+        check_counts(members)
+        # ranks keep their order
+        assert [steps_of(member)[-1][1:3] for member in rest] == [[str(n), str(len(rest))] for n in range(len(rest))]
+        # no step is missing, and at most one is made again
+        for member in rest:
+            numbers = [int(step[0]) for step in steps_of(member)]
+            assert sorted(set(numbers)) == list(range(1, 201))
+            assert len(numbers) <= 201
+
+
+def test_newcomers_get_the_state_and_members_keep_theirs():
+    with ElasticProcesses(COUNTING, "100000", "0.002", max_size=5) as job:
+        members = [*job.start_first(3)]
+        job.wait_for("STEP 5 ")
+        newcomers = [job.start_candidate(slot) for slot in (3, 4)]
+        job.wait_for("STEP", newcomers)
+        wait_for_steps(job.members, 3)
+        assert {steps_of(member)[-1][2] for member in job.members} == {"5"}
+        check_counts(job.members)
+        for member in members:  # their change was planned: nothing was made again
+            numbers = [int(step[0]) for step in steps_of(member)]
+            assert numbers == list(range(1, len(numbers) + 1))
+        # a newcomer is a member like any other: it goes on when all of the first have gone
+        kill(job, *members)
+        wait_for_steps(newcomers, 3)
+        check_counts(job.members)
+
+
+def test_a_training_is_exact_whoever_dies(tmp_path: Path):
+    chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "20")))
+    epochs, samples = 3, 203
+    with ElasticProcesses(TRAINING, str(epochs), str(samples), "0.02", max_size=4) as job:
+        newcomer = job.start_candidate(4, WAITS_FOR=str(tmp_path / "go"))
+        job.wait_for("IMPORTED")
+        members = job.start_first(4)[1:]
+        job.wait_for("STEP 3 ", members)
+        kill(job, members[chances.randrange(4)])
+        (tmp_path / "go").touch()
+        job.wait_for("STEP", [newcomer])
+        kill(job, next(member for member in members if member.process.poll() is None))
+        rest = [member for member in job.members if member.process.poll() is None]
+        job.wait_for("LEDGER", rest)
+        assert [member.wait() for member in rest] == [0] * len(rest)
+        digests: dict[tuple[str, str], set[str]] = {}
+        for member in job.members:
+            for number, _, size, found, _ in steps_of(member):
+                digests.setdefault((number, size), set()).add(found)
+        assert {len(found) for found in digests.values()} == {1}, "replicas differ"
+        ledgers = {next(line for line in member.lines if line.startswith("LEDGER")) for member in rest}
+        (ledger,) = ledgers
+    dealt = [{index for batch in step for index in batch} for step in json.loads(ledger.removeprefix("LEDGER "))]
+    counts = Counter(index for step in dealt for index in step)
+    # each epoch has each sample; only the last step of an epoch may deal a few again, so that ranks get equally many
+    assert set(counts) == set(range(samples))
+    assert min(counts.values()) == epochs
+    assert sum(counts.values()) - epochs * samples <= epochs * 3
+
+
+def test_a_program_that_fails_on_one_rank_ends_there_alone():
+    with ElasticProcesses(TRAINING, "1", "400", "0.01") as job:
+        failing, *members = job.start_first(4, {0: {"FAIL_AT": "20"}})
+        assert failing.wait() == 1
+        assert failing.says("OSError")
+        job.wait_for("DONE", members)
+        assert [member.wait() for member in members] == [0, 0, 0]
+
+
+def test_a_member_that_was_stopped_for_long_is_left_behind_and_ends():
+    with ElasticProcesses(COUNTING, "100000", "0.002", REIGEN_DEADLINE="5") as job:
+        members = job.start_first(3)
+        job.wait_for("STEP 5 ")
+        members[1].kill(signal.SIGSTOP)
+        kill(job, members[2], stopped=members[1:2])  # the change does not wait for it for ever
+        assert members[1].wait() in {75, -signal.SIGKILL}
+        wait_for_steps(members[:1], 3)
+        check_counts(members)
+
+
+def test_a_short_stop_changes_nothing():
+    with ElasticProcesses(COUNTING, "300", "0.002") as job:
+        members = job.start_first(3)
+        job.wait_for("STEP 5 ")
+        members[1].kill(signal.SIGSTOP)
+        threading.Event().wait(0.5)
+        members[1].kill(signal.SIGCONT)
+        job.wait_for("DONE")
+        assert [member.wait() for member in members] == [0, 0, 0]
+        assert {step[2] for member in members for step in steps_of(member)} == {"3"}
+
+
+def test_kills_at_random_moments():
+    """REIGEN_TEST_KILLS=300 for a measurement: seconds from a kill until all others have made a step."""
+    chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "4")))
+    num_kills = int(os.environ.get("REIGEN_TEST_KILLS", "6"))
+    seconds: list[float] = []
+    with ElasticProcesses(COUNTING, "100000000", "0", max_size=4) as job:
+        job.start_first(4)
+        job.wait_for("STEP 5 ")
+        for number in range(num_kills):
+            members = [member for member in job.members if member.process.poll() is None]
+            threading.Event().wait(chances.uniform(0.0, 0.02))
+            victim = chances.choice(members)
+            seconds.append(kill(job, victim))
+            newcomer = job.start_candidate(victim.slot)
+            job.wait_for("STEP", [newcomer])
+            wait_for_steps([member for member in members if member is not victim], 1)
+            check_counts(job.members)
+            for member in job.members:
+                if len(member.lines) > 1000:
+                    del member.lines[:-100]
+            oldest = [member for member in job.members if member.process.poll() is None]
+            assert len(oldest) == 4, number
+    seconds.sort()
+    print(f"{num_kills} kills: p50 {statistics.median(seconds):.3f} s, p99 {seconds[int(len(seconds) * 0.99)]:.3f} s")
+    assert statistics.median(seconds) < 1.0

@@ -1,0 +1,344 @@
+"""Elastic members as real processes: they are killed and stopped, come and leave."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+
+import pytest
+
+from tests.multiprocess.elastic_lab import Lab, LabProcess, elastic_lab
+
+_SEED = int(os.environ.get("REIGEN_ELASTIC_SEED", "1"))
+_ROUNDS = int(os.environ.get("REIGEN_ELASTIC_ROUNDS", "20"))
+
+
+def kill(victims: list[LabProcess], members: list[LabProcess]) -> float:
+    """Kill members; returns when the last one was."""
+    at = max(victim.signal(signal.SIGKILL) for victim in victims)
+    for victim in victims:
+        members.remove(victim)
+    return at
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------------
+
+
+def test_members_go_on_after_deaths() -> None:
+    with elastic_lab(["a"] * 4) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        assert epoch == 1
+        lab.make_steps(members)
+        for victims in ([members[3]], [members[0]], [members[1]]):
+            kill(victims, members)
+            epoch, _ = lab.run_view(members, epoch)
+            lab.make_steps(members)
+        assert len(members) == 1
+
+
+def test_deaths_at_random_moments() -> None:
+    """Of one, of several, of all but one, of rank 0, and of more in the middle of the change; others take their places.
+
+    No step that anybody has applied is lost: `LabPlane.roll`, and each view begins where the one before has ended.
+    """
+    rng = random.Random(_SEED)
+    seconds: list[float] = []
+    with elastic_lab(["a", "a", "a", "b"]) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        for number in range(_ROUNDS):
+            time.sleep(rng.random() * 0.03)  # any moment of a step
+            first = keep_a_quorum(rng.sample(members, rng.choice((1, 1, 1, 2, len(members) - 1))), members)
+            at = kill(first, members)
+            later = keep_a_quorum(rng.sample(members, min(1, len(members) - 1)), members) if rng.random() < 0.5 else []
+            if later:
+                time.sleep(rng.random() * 0.03)  # any moment of the change
+                at = kill(later, members)
+            epoch, began = lab.run_view(members, epoch - 1 if not first + later else epoch)
+            seconds.append(began - at)
+            lab.make_steps(members, 2)
+            members += refill(lab, first + later, number)
+            epoch, _ = lab.run_view(members, epoch)
+        check_steps(lab)
+    seconds.sort()
+    print(f"death to the next view: median {statistics.median(seconds):.3f} s, worst {seconds[-1]:.3f} s")
+    assert statistics.median(seconds) < 1.0
+
+
+def keep_a_quorum(victims: list[LabProcess], members: list[LabProcess]) -> list[LabProcess]:
+    """Return those who may die: some process must be left on the host that decides if two are there."""
+    view_hosts = [lab_host(each) for each in members]
+    left = [each for each in members if each not in victims]
+    if "b" not in view_hosts or any(lab_host(each) == "a" for each in left):
+        return victims
+    spared = next(each for each in victims if lab_host(each) == "a")
+    return [each for each in victims if each is not spared]
+
+
+def lab_host(process: LabProcess) -> str:
+    return "b" if process.slot == 3 else "a"
+
+
+def refill(lab: Lab, gone: list[LabProcess], number: int) -> list[LabProcess]:
+    return [lab.candidate(each.slot, lab_host(each), number + 1) for each in gone]
+
+
+def check_steps(lab: Lab) -> None:
+    """Assert that no view begins before a step that was applied in an earlier one."""
+    bases: dict[int, set[int]] = {}
+    for process in lab.processes.values():
+        for _, epoch, _, target, _ in process.runs():
+            bases.setdefault(epoch, set()).add(target)
+    assert all(len(targets) == 1 for targets in bases.values()), bases
+    order = [min(bases[epoch]) for epoch in sorted(bases)]
+    assert order == sorted(order)
+
+
+# -- processes that are stopped ----------------------------------------------------------------------------------------
+
+
+def test_who_was_stopped_is_fenced() -> None:
+    """On another host: nobody there can kill it, and it learns that the others have gone on without it."""
+    with elastic_lab(["a", "a", "b"], timeouts={"stuck": 0.3, "kill": 0.1}) as lab:
+        first, second, stopped = lab.alive()
+        lab.run_view([first, second, stopped])
+        stopped.signal(signal.SIGSTOP)
+        first.order("stuck", *stopped.id)
+        lab.run_view([first, second], 1)
+        lab.make_steps([first, second])
+
+        stopped.signal(signal.SIGCONT)
+
+        assert lab.exit_code(stopped) == 75
+        (code, reason) = stopped.told("end")[0]
+        assert code == 75
+        assert "without this process" in reason
+        lab.make_steps([first, second])
+
+
+def test_who_was_stopped_on_the_same_host_is_killed() -> None:
+    with elastic_lab(["a"] * 3, timeouts={"stuck": 0.3}) as lab:
+        stopped, *others = lab.alive()
+        lab.run_view([stopped, *others])
+        stopped.signal(signal.SIGSTOP)
+        others[0].order("stuck", *stopped.id)
+
+        lab.run_view(others, 1)
+
+        assert lab.exit_code(stopped) == -signal.SIGKILL
+        assert "did not come" in others[0].runs()[-1][4]
+
+
+def test_stopped_for_a_moment() -> None:
+    """Nothing happens to a process of which nobody says that it is stuck."""
+    with elastic_lab(["a"] * 3) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        members[1].signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        members[1].signal(signal.SIGCONT)
+        lab.make_steps(members)
+        assert [len(each.runs()) for each in members] == [1, 1, 1]
+
+
+# -- who comes ---------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_join_at_one_step() -> None:
+    """Two at once, one of them on a host of its own; then one in the place of a dead one."""
+    with elastic_lab(["a", "a"]) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        members += [lab.candidate(2), lab.candidate(3, "spare host")]
+        epoch, _ = lab.run_view(members)
+        lab.make_steps(members)
+        targets = {run[3] for each in members for run in each.runs() if run[1] == epoch}
+        assert len(targets) == 1
+        assert targets != {0}
+
+        kill([members[0]], members)
+        members.append(lab.candidate(0, incarnation=1))
+        epoch, _ = lab.run_view(members, epoch)
+        lab.make_steps(members)
+        assert members[-1].runs()[-1][2][0] == members[0].id, "who has the state is rank 0"
+
+
+def test_candidates_that_die_disturb_nobody_for_long() -> None:
+    rng = random.Random(_SEED)
+    with elastic_lab(["a"] * 2) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        for number in range(6):
+            candidate = lab.candidate(2, incarnation=number)
+            time.sleep(rng.random() * 0.1)
+            candidate.signal(signal.SIGKILL)
+            lab.exit_code(candidate)
+        last = lab.candidate(2, incarnation=6)
+        lab.run_view([*members, last])
+        lab.make_steps([*members, last])
+
+
+def test_no_more_than_the_largest_size() -> None:
+    with elastic_lab(["a"] * 2, sizes=(2, 3)) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        third = lab.candidate(2)
+        epoch, _ = lab.run_view([*members, third])
+        fourth = lab.candidate(3)
+        lab.make_steps([*members, third])
+        assert not fourth.told("build")
+
+        kill([members[1]], members)
+        lab.run_view([*members, third, fourth], epoch)
+
+
+def test_too_few_wait_for_more() -> None:
+    with elastic_lab(["a"] * 2, sizes=(2, 2)) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        kill([members[0]], members)
+        lab.until(lambda: len(members[0].told("roll")) == 2, "a view of one")
+        assert len(members[0].runs()) == 1
+        members.append(lab.candidate(0))
+        lab.run_view(members, 1)
+        lab.make_steps(members)
+
+
+def test_too_few_for_too_long() -> None:
+    with elastic_lab(["a"] * 2, sizes=(2, 2), timeouts={"wait": 0.3}) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        kill([members[0]], members)
+        assert lab.exit_code(members[0]) == 1
+        assert "HOROVOD_ELASTIC_TIMEOUT" in members[0].told("end")[0][1]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_candidate_without_members_ends(is_known: bool) -> None:
+    with elastic_lab(["a"] * is_known) as lab:
+        for member in lab.alive():
+            lab.run_view([member])
+            member.signal(signal.SIGKILL)
+        candidate = lab.candidate(1, timeouts={"wait": 0.5})
+        assert lab.exit_code(candidate) == 1
+        assert "have not taken this process in" in candidate.told("end")[0][1]
+
+
+def test_wrong_secret() -> None:
+    with elastic_lab(["a"] * 2) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        stranger = lab.candidate(2, secret=(b"x" * 32).hex(), timeouts={"wait": 1.0})
+        assert lab.exit_code(stranger) == 1
+        lab.make_steps(members)
+        assert [len(each.runs()) for each in members] == [1, 1]
+
+
+# -- who leaves --------------------------------------------------------------------------------------------------------
+
+
+def test_leave() -> None:
+    """No step is lost or made again: all stop at one."""
+    with elastic_lab(["a"] * 3, timeouts={"kill": 0.2}) as lab:
+        leaving, *others = lab.alive()
+        lab.run_view([leaving, *others])
+        lab.make_steps(others)
+        leaving.order("leave")
+        assert lab.exit_code(leaving) == 0
+        lab.run_view(others, 1)
+        lab.make_steps(others)
+        stopped = {line[1] for each in (leaving, *others) for line in each.told("revoke")}
+        assert stopped == {others[0].runs()[-1][3]}
+        assert leaving.told("end") == [[0, "left in good order"]]
+
+
+def test_last_member_leaves() -> None:
+    with elastic_lab(["a"]) as lab:
+        (member,) = lab.alive()
+        lab.run_view([member])
+        member.order("leave")
+        assert lab.exit_code(member) == 0
+
+
+def test_finish() -> None:
+    """The ends of those who have finished begin no change; `elastic/finished` is at the rendezvous."""
+    with elastic_lab(["a"] * 3, last=40) as lab:
+        members = lab.alive()
+        assert [lab.exit_code(each) for each in members] == [0, 0, 0], lab.story()
+        assert [len(each.runs()) for each in members] == [1, 1, 1]
+        assert [each.told("finished") for each in members] == [[[40]]] * 3
+        assert [each.told("closed") for each in members] == [[[2]]] * 3, "the main thread and that of orders are left"
+
+
+def test_who_has_finished_is_left_out_of_a_later_change() -> None:
+    """The others go on without it: `finished` names it, and another view has no place for it."""
+    with elastic_lab(["a"] * 3, finishing={"1": 20}) as lab:
+        first, finished, last = lab.alive()
+        assert lab.exit_code(finished) == 0
+        first.order("ask")
+        lab.until(lambda: bool(first.told("state")), "it tells its state")
+        assert first.told("state") == [["running", [finished.id]]]
+        assert len(first.runs()) == 1
+
+        first.order("change", "a collective needs rank 1, which has finished")
+
+        lab.run_view([first, last], 1)
+        lab.make_steps([first, last])
+
+
+# -- changes that are asked for ----------------------------------------------------------------------------------------
+
+
+def test_same_members_in_another_view() -> None:
+    with elastic_lab(["a", "a", "b"]) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        members[1].order("change", "the engine gave up")
+        lab.run_view(members, 1)
+        lab.make_steps(members)
+        assert members[1].runs()[-1][4] == "rank 1: the engine gave up"
+        assert all("asked for it" in members[rank].runs()[-1][4] for rank in (0, 2)), lab.story()
+
+
+def test_changes_leave_nothing_behind() -> None:
+    """Descriptors, after members have come, died, and changed for nothing."""
+    with elastic_lab(["a"] * 3) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        counts = []
+        for number in range(9):
+            members[0].order("change", "for nothing")
+            epoch, _ = lab.run_view(members, epoch)
+            if number % 3 == 2:
+                slot = members[2].slot
+                kill([members[2]], members)
+                epoch, _ = lab.run_view(members, epoch)
+                members.append(lab.candidate(slot, incarnation=number))
+                epoch, _ = lab.run_view(members, epoch)
+                lab.make_steps(members)
+                before = len(members[0].told("count"))
+                members[0].order("count")
+                lab.until(lambda before=before: len(members[0].told("count")) > before, "it counts")
+                counts.append(members[0].told("count")[-1][0])
+        assert max(counts) <= counts[0] + 1, counts
+
+
+def test_build_that_fails_is_tried_again() -> None:
+    with elastic_lab(["a"] * 2, failing={"1": 2}) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        assert epoch == 3
+        lab.make_steps(members)
+
+
+def test_build_that_always_fails_ends_its_process() -> None:
+    with elastic_lab(["a"] * 2, failing={"1": 1000}) as lab:
+        other, failing = lab.alive()
+        assert lab.exit_code(failing) == 1
+        assert "its build failed" in failing.told("end")[0][1]
+        lab.run_view([other])
+        lab.make_steps([other])

@@ -1,0 +1,479 @@
+"""The launcher's decisions about an elastic job: events in, instructions out."""
+
+from __future__ import annotations
+
+from math import inf
+from signal import SIGKILL, SIGTERM
+
+import pytest
+
+from reigen.launch.elastic.job import (
+    LEAVE_SECONDS,
+    ORPHANED_SECONDS,
+    CallHost,
+    ElasticEvent,
+    ElasticInstruction,
+    ElasticJobState,
+    HostPrepared,
+    HostsFound,
+    HostUnusable,
+    MemberFinished,
+    SayToUser,
+    StartSlots,
+    TimePassed,
+    ViewAnnounced,
+)
+from reigen.launch.elastic.options import NEVER, Cooldown, ElasticOptions
+from reigen.launch.job_state import (
+    FinishJob,
+    HostLost,
+    JobEvent,
+    JobInstruction,
+    JobPhase,
+    ProcessesSwept,
+    ProcessExited,
+    SignalProcesses,
+    SignalReceived,
+    TerminateProcesses,
+)
+
+DISCOVERED = "discover.sh"
+#: A rest of just ten seconds, as often as it may be.
+TEN_SECONDS = Cooldown(10, 10, max_failures=None)
+
+
+class Job:
+    """An elastic job under a virtual clock; hosts that are called are ready at once, but for those that are not to."""
+
+    def __init__(self, options: ElasticOptions, *hosts: tuple[str, int], chance: float = 0.0) -> None:
+        self.now = 0.0
+        self.unusable: set[str] = set()
+        self.state = ElasticJobState(options, lambda: chance, self.now)
+        self.started: list[tuple[int, int, str, int]] = []
+        self.texts: list[str] = []
+        if hosts:
+            self.find(*hosts)
+
+    def handle(self, event: JobEvent | ElasticEvent) -> list[JobInstruction | ElasticInstruction]:
+        instructions = self.state.handle_at(event, self.now)
+        self.state.validate()
+        for each in list(instructions):
+            if isinstance(each, CallHost):
+                answer = HostUnusable(each.host, "no") if each.host in self.unusable else HostPrepared(each.host)
+                instructions += self.handle(answer)
+            elif isinstance(each, StartSlots):
+                self.started += [(one.slot, one.incarnation, one.host, one.local_rank) for one in each.starts]
+            elif isinstance(each, SayToUser):
+                self.texts.append(each.text)
+        return instructions
+
+    def find(self, *hosts: tuple[str, int]) -> list[JobInstruction | ElasticInstruction]:
+        return self.handle(HostsFound(hosts))
+
+    def exit(self, slot: int, code: int = 1) -> list[JobInstruction | ElasticInstruction]:
+        return self.handle(ProcessExited(slot, code))
+
+    def at(self, now: float) -> list[JobInstruction | ElasticInstruction]:
+        """Let the time pass until then, with each thing when it is due."""
+        instructions: list[JobInstruction | ElasticInstruction] = []
+        while (due := self.state.next_due()) <= now:
+            assert due > self.now or not instructions, "what is due is done"
+            self.now = max(self.now, due)
+            instructions += self.handle(TimePassed())
+        self.now = now
+        return instructions + self.handle(TimePassed())
+
+    @property
+    def running(self) -> set[int]:
+        return self.state.running
+
+    def end(self) -> FinishJob:
+        """Let everything that runs end, and return how the job ends."""
+        instructions: list[JobInstruction | ElasticInstruction] = []
+        for slot in sorted(self.running):
+            instructions += self.exit(slot, -SIGTERM)
+        assert self.state.phase is JobPhase.SWEEPING
+        instructions += self.handle(ProcessesSwept())
+        return next(each for each in instructions if isinstance(each, FinishJob))
+
+
+def options(least: int = 2, most: int = 4, **others: object) -> ElasticOptions:
+    return ElasticOptions(least, most, **{"cooldown": TEN_SECONDS, **others})  # type: ignore[arg-type]
+
+
+def test_first_processes_have_their_ranks_as_slots() -> None:
+    job = Job(options(), ("h1", 2), ("h2", 3))
+    assert job.started == [(0, 0, "h1", 0), (1, 0, "h1", 1), (2, 0, "h2", 0), (3, 0, "h2", 1)]
+    assert job.state.members == ((0, 0), (1, 0), (2, 0), (3, 0))
+
+
+def test_a_job_waits_for_places() -> None:
+    job = Job(options(discovery=DISCOVERED), ("h1", 1))
+    assert job.started == []
+    job.at(5)
+    job.find(("h1", 1), ("h2", 1))
+    assert [each[:2] for each in job.started] == [(0, 0), (1, 0)]
+
+
+def test_a_job_that_never_gets_its_places_ends() -> None:
+    job = Job(options(discovery=DISCOVERED, start_timeout_seconds=30), ("h1", 1))
+    job.at(29)
+    assert job.state.phase is JobPhase.RUNNING
+    job.at(30)
+    assert job.end() == FinishJob(1, None, None)
+    text = "Timed out waiting for minimum number of slots to become available. Please check that you have enough "
+    assert job.texts == [f"{text}resources to run at least 2 processes."]
+
+
+def test_hosts_that_do_not_suffice_are_an_error_at_once() -> None:
+    job = Job(options())
+    job.unusable.add("h2")
+    job.find(("h1", 1), ("h2", 2))
+    assert job.texts == [
+        "host h2 cannot take part: no; it is called again in 10 s",
+        "the hosts that can take part have 1 slots, and 2 processes are needed at least; nothing was started",
+    ]
+    assert job.end().exit_code == 1
+
+
+def test_a_job_begins_without_a_host_that_cannot_take_part() -> None:
+    job = Job(options())
+    job.unusable.add("h1")
+    job.find(("h1", 4), ("h2", 2))
+    assert job.started == [(0, 0, "h2", 0), (1, 0, "h2", 1)]
+
+
+def test_a_death_ends_nobody_else_and_its_place_is_used_again() -> None:
+    job = Job(options(), ("h1", 4))
+    assert [type(each) for each in job.exit(1, -SIGKILL)] == [SayToUser]
+    assert job.texts == ["slot 1: killed by SIGKILL; 3 processes go on, its place rests for 10 s"]
+    assert job.running == {0, 2, 3}
+    job.at(9.9)
+    assert len(job.started) == 4
+    job.at(10)
+    assert job.started[4:] == [(1, 1, "h1", 1)]
+    assert job.texts[1:] == ["slot 1 is started again (host h1)"]
+
+
+def test_rank_0_may_die() -> None:
+    job = Job(options(), ("h1", 4))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0), (2, 0), (3, 0))))
+    job.exit(0)
+    job.at(10)
+    assert job.running == {0, 1, 2, 3}
+    assert job.started[-1] == (0, 1, "h1", 0)
+
+
+def test_a_free_place_is_used_before_one_that_rests() -> None:
+    job = Job(options(), ("h1", 5))
+    job.exit(1)
+    assert job.started[4:] == [(4, 0, "h1", 4)]
+    job.at(10)
+    assert len(job.started) == 5, "there are enough"
+
+
+def test_a_place_that_fails_again_and_again_is_given_up() -> None:
+    job = Job(options(cooldown=Cooldown(), most=3), ("h1", 3))
+    for _ in range(3):
+        job.exit(2)
+        job.at(job.now + 100)
+    assert job.started[3:] == [(2, 1, "h1", 2), (2, 2, "h1", 2)]
+    assert job.texts[-1] == "slot 2: exit code 1; 2 processes go on, its place is not used any more"
+
+
+@pytest.mark.parametrize(
+    ("cooldown", "num", "chance", "seconds"),
+    [
+        (Cooldown(), 1, 0.0, 10.0),
+        (Cooldown(), 2, 0.0, 20.0),
+        (Cooldown(), 2, 1.0, 30.0),
+        (Cooldown(), 3, 0.0, None),
+        (NEVER, 1, 0.5, None),
+        # Horovod's: min * 2**count + U(0, 1) * min, with count from 1, at most max
+        (Cooldown(10, 100, first_doublings=1, max_failures=None), 1, 0.5, 25.0),
+        (Cooldown(10, 100, first_doublings=1, max_failures=None), 2, 0.0, 40.0),
+        (Cooldown(10, 100, first_doublings=1, max_failures=None), 4, 0.0, 100.0),
+        (Cooldown(10, 100, first_doublings=1, max_failures=None), 2000, 0.0, 100.0),
+    ],
+)
+def test_rests(cooldown: Cooldown, num: int, chance: float, seconds: float | None) -> None:
+    assert cooldown.rest_seconds(num, chance) == seconds
+
+
+def test_failures_long_ago_are_forgotten() -> None:
+    job = Job(options(cooldown=Cooldown(), most=3), ("h1", 3))
+    for _ in range(5):
+        job.exit(2)
+        job.at(job.now + 700)
+    assert job.started[-1] == (2, 5, "h1", 2)
+
+
+def test_a_failure_takes_its_host_out_of_the_job_as_with_horovod() -> None:
+    job = Job(options(blacklist="host", cooldown=NEVER), ("h1", 2), ("h2", 2))
+    instructions = job.exit(2)
+    assert TerminateProcesses((3,)) in instructions
+    assert job.texts == ["slot 2 (host h2): exit code 1; host h2 is not used any more; 2 processes go on"]
+    job.exit(3, -SIGTERM)
+    job.at(3600)
+    assert job.running == {0, 1}
+    assert len(job.started) == 4, "it never returns"
+
+
+def test_a_host_returns_after_its_cooldown() -> None:
+    rule = Cooldown(10, 100, first_doublings=1, max_failures=None)
+    job = Job(options(blacklist="host", cooldown=rule), ("h1", 2), ("h2", 2))
+    job.exit(2)
+    job.exit(3, -SIGTERM)
+    job.at(19)
+    assert len(job.started) == 4
+    job.at(20)
+    assert job.started[4:] == [(2, 1, "h2", 0), (3, 1, "h2", 1)]
+
+
+def test_all_hosts_are_blacklisted() -> None:
+    job = Job(options(1, blacklist="host", cooldown=NEVER), ("h1", 1), ("h2", 1))
+    job.exit(0, 3)
+    job.exit(1, 4)
+    end = job.end()
+    assert (end.exit_code, end.failure and end.failure.rank) == (3, 0), "the first failure of the last members"
+
+
+def test_all_processes_fail() -> None:
+    job = Job(options(), ("h1", 2))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
+    job.exit(1, -SIGKILL)
+    job.exit(0, 2)
+    end = job.end()
+    assert end.exit_code == 128 + SIGKILL
+    assert end.failure is not None
+    assert end.failure.rank == 1
+
+
+def test_failures_before_the_last_view_did_not_end_the_job() -> None:
+    job = Job(options(1), ("h1", 3))
+    job.exit(2, 7)
+    job.handle(ViewAnnounced(2, ((0, 0), (1, 0))))
+    job.exit(0, 8)
+    job.exit(1, 9)
+    assert job.end().exit_code == 8
+
+
+def test_hosts_that_appear_are_used() -> None:
+    job = Job(options(discovery=DISCOVERED), ("h1", 2))
+    job.find(("h1", 2), ("h2", 4))
+    assert job.started[2:] == [(2, 0, "h2", 0), (3, 0, "h2", 1)], "no more than the maximum"
+    assert job.texts == ["slot 2 is started (host h2); slot 3 is started (host h2)"]
+
+
+def test_hosts_that_vanish_are_left() -> None:
+    job = Job(options(discovery=DISCOVERED), ("h1", 2), ("h2", 2))
+    instructions = job.find(("h1", 2))
+    assert TerminateProcesses((2, 3)) in instructions
+    assert job.texts == ["host h2 has vanished: slots 2, 3 are asked to leave"]
+    job.exit(2, 0)
+    job.exit(3, -SIGTERM)
+    assert job.texts[1:] == ["slot 2 (host h2) has left", "slot 3 (host h2) has left"]
+    job.find(("h1", 2), ("h2", 2))
+    assert job.started[4:] == [(2, 1, "h2", 0), (3, 1, "h2", 1)], "its places keep their numbers"
+
+
+def test_a_host_with_fewer_places_loses_its_highest_local_ranks() -> None:
+    job = Job(options(1, discovery=DISCOVERED), ("h1", 3))
+    assert TerminateProcesses((1, 2)) in job.find(("h1", 1))
+
+
+def test_who_does_not_leave_is_killed() -> None:
+    job = Job(options(discovery=DISCOVERED), ("h1", 2), ("h2", 1))
+    job.find(("h1", 2))
+    assert not [each for each in job.at(LEAVE_SECONDS - 1) if isinstance(each, SignalProcesses)]
+    assert SignalProcesses((2,), SIGKILL) in job.at(LEAVE_SECONDS)
+    job.exit(2, -SIGKILL)
+    assert job.running == {0, 1}
+
+
+def test_a_host_that_cannot_take_part_disturbs_nobody() -> None:
+    job = Job(options(discovery=DISCOVERED), ("h1", 2))
+    job.unusable.add("h2")
+    job.find(("h1", 2), ("h2", 2))
+    assert job.texts == ["host h2 cannot take part: no; it is called again in 10 s"]
+    assert job.running == {0, 1}
+    job.unusable.clear()
+    job.at(10)
+    assert job.running == {0, 1, 2, 3}
+
+
+def test_a_lost_host_takes_its_processes_with_it() -> None:
+    job = Job(options(), ("h1", 2), ("h2", 2))
+    job.handle(HostLost((2, 3), "it has not answered", "h2"))
+    assert job.running == {0, 1}
+    assert "host h2 was lost, with slots 2, 3: it has not answered" in job.texts[0]
+    job.at(10)
+    assert job.started[4:] == [(2, 1, "h2", 0), (3, 1, "h2", 1)]
+
+
+def test_fewer_than_the_minimum_for_too_long() -> None:
+    job = Job(options(3, timeout_seconds=60, discovery=DISCOVERED), ("h1", 2), ("h2", 2))
+    job.find(("h1", 2))
+    job.at(59)
+    assert job.state.phase is JobPhase.RUNNING
+    job.at(60)
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.texts[-1].startswith("Timed out waiting for minimum number of slots to become available.")
+    assert job.end().exit_code == 1
+
+
+def test_a_job_that_can_never_have_enough_again_ends_at_once() -> None:
+    job = Job(options(3, blacklist="host", cooldown=NEVER), ("h1", 2), ("h2", 2))
+    job.exit(0)
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.texts[-1].startswith("Timed out waiting for minimum number of slots")
+
+
+def test_places_come_back_in_time() -> None:
+    job = Job(options(4, timeout_seconds=60), ("h1", 4))
+    job.exit(3)
+    job.at(60)
+    assert job.running == {0, 1, 2, 3}
+    job.at(1000)
+    assert job.state.phase is JobPhase.RUNNING
+
+
+@pytest.mark.parametrize(("limit", "num_survived"), [(0, 0), (1, 1), (3, 3)])
+def test_reset_limit(limit: int, num_survived: int) -> None:
+    job = Job(options(reset_limit=limit), ("h1", 4))
+    for epoch in range(1, num_survived + 1):
+        job.handle(ViewAnnounced(epoch, tuple((slot, 0) for slot in range(4))))
+        job.state.members = tuple(job.state.slots[slot].id for slot in range(4))
+        job.exit(3)
+        job.at(job.now + 10)
+        assert job.state.phase is JobPhase.RUNNING
+    job.handle(ViewAnnounced(num_survived + 1, tuple(job.state.slots[slot].id for slot in range(4))))
+    job.exit(2)
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.texts[-1] == (
+        f"Job has been shutdown because number of resets during elastic job exceeded limit: {limit}"
+    )
+    assert job.end().exit_code == 1
+
+
+def test_deaths_of_one_change_count_once() -> None:
+    job = Job(options(1, reset_limit=1), ("h1", 4))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0), (2, 0), (3, 0))))
+    job.exit(1)
+    job.exit(2)
+    job.exit(3)
+    assert job.state.phase is JobPhase.RUNNING
+
+
+@pytest.mark.parametrize(("counts_resizes", "ends"), [(False, False), (True, True)])
+def test_planned_changes_count_with_horovod_alone(*, counts_resizes: bool, ends: bool) -> None:
+    job = Job(options(1, reset_limit=1, counts_resizes=counts_resizes), ("h1", 4))
+    for epoch in range(1, 4):
+        job.handle(ViewAnnounced(epoch, tuple((slot, 0) for slot in range(4))))
+    assert (job.state.phase is JobPhase.STOPPING) == ends
+
+
+def test_exit_code_0_is_a_death_unless_the_program_is_done() -> None:
+    job = Job(options(1), ("h1", 2))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
+    job.exit(1, 0)
+    assert job.texts == [
+        "slot 1: it has ended before the job (exit code 0); 1 process goes on, its place rests for 10 s"
+    ]
+    job.at(10)
+    assert job.started[-1] == (1, 1, "h1", 1)
+
+
+def test_the_job_ends_when_its_members_have_finished() -> None:
+    job = Job(options(), ("h1", 4))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0), (2, 0), (3, 0))))
+    job.exit(3)
+    job.handle(ViewAnnounced(2, ((0, 0), (1, 0), (2, 0))))
+    job.at(10)
+    assert job.running == {0, 1, 2, 3}
+    instructions = job.handle(MemberFinished(1))
+    assert TerminateProcesses((3,)) in instructions, "it was no member yet"
+    job.exit(3, -SIGTERM)
+    for slot in (1, 0, 2):
+        job.exit(slot, 0)
+    assert job.end() == FinishJob(0, None, None)
+    assert len(job.started) == 5, "nobody is started any more"
+
+
+def test_a_member_that_fails_when_others_have_finished_gives_the_exit_code() -> None:
+    job = Job(options(), ("h1", 2))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
+    job.handle(MemberFinished(0))
+    job.exit(1, 5)
+    job.exit(0, 0)
+    end = job.end()
+    assert (end.exit_code, end.failure and end.failure.rank) == (5, 1)
+
+
+def test_a_number_that_no_process_has_is_not_finished() -> None:
+    job = Job(options(), ("h1", 2))
+    job.handle(MemberFinished(2))
+    job.handle(MemberFinished(-1))
+    job.exit(1)
+    job.at(10)
+    assert job.running == {0, 1}
+
+
+def test_an_excluded_process_is_no_failure_of_the_job() -> None:
+    job = Job(options(1, blacklist="host", cooldown=TEN_SECONDS), ("h1", 1), ("h2", 1))
+    job.exit(1, 75)
+    assert job.texts == ["slot 1 (host h2): its fellows have excluded it; 1 process goes on, its place rests for 10 s"]
+    job.at(10)
+    job.handle(MemberFinished(0))
+    job.exit(1, 75)
+    job.exit(0, 0)
+    assert job.end() == FinishJob(0, None, None)
+
+
+def test_a_program_that_does_not_know_of_elastic_jobs_may_just_end() -> None:
+    job = Job(options(), ("h1", 2))
+    job.exit(0, 0)
+    job.exit(1, 0)
+    assert job.end() == FinishJob(0, None, None)
+
+
+def test_candidates_alone_are_no_job() -> None:
+    job = Job(options(1), ("h1", 3))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0), (2, 0))))
+    job.exit(2)
+    job.at(10)
+    job.exit(0, 4)
+    job.exit(1, 4)
+    assert job.state.phase is JobPhase.RUNNING, "it may have become a member without the launcher's knowledge"
+    job.at(job.now + ORPHANED_SECONDS)
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.end().exit_code == 1
+
+
+def test_a_view_that_is_announced_late_saves_the_job() -> None:
+    job = Job(options(1), ("h1", 2))
+    job.exit(1)
+    job.at(10)
+    job.exit(0)
+    job.at(15)
+    job.handle(ViewAnnounced(3, ((1, 1),)))
+    job.at(1000)
+    assert job.state.phase is JobPhase.RUNNING
+
+
+def test_a_signal_stops_a_job_that_has_not_begun() -> None:
+    job = Job(options(discovery=DISCOVERED), ("h1", 1))
+    job.handle(SignalReceived(SIGTERM, 1.0))
+    assert job.end() == FinishJob(128 + SIGTERM, None, SIGTERM)
+
+
+def test_a_signal_stops_everything() -> None:
+    job = Job(options(), ("h1", 4))
+    assert TerminateProcesses((0, 1, 2, 3)) in job.handle(SignalReceived(SIGTERM, 1.0))
+    assert job.end() == FinishJob(128 + SIGTERM, None, SIGTERM)
+    assert len(job.started) == 4
+
+
+def test_nothing_is_due_in_a_job_that_is_well() -> None:
+    job = Job(options(), ("h1", 4))
+    assert job.state.next_due() == inf
