@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +221,87 @@ def test_a_newcomer_with_another_model(rank_pool):
     assert first == second == "done"
     assert "state.model of this rank is not like that of rank 0" in third
     assert "weight: torch.float32 (5, 3) here, weight: torch.float32 (2, 3) there" in third
+
+
+def sets_follow(views: list[list[int]], of_ranks: list[list[int]]) -> Any:
+    """Process sets that are made in the first view; who comes later has none of the objects."""
+    member = WrittenViews(place(), views, [2, None]).begin()
+    sets = [hvd.add_process_set(ranks) for ranks in of_ranks] if member.number == 0 else []
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if sets and sets[0].included():
+        optimizer = hvd.DistributedOptimizer(optimizer, process_set=sets[0])
+    state = TorchState(step=0)
+
+    @run
+    def train(state: Any) -> list[Any]:
+        while state.step < 4:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            for each in sets:
+                if each.included():
+                    total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name=f"{each.process_set_id}", process_set=each)
+                    assert total.item() == each.size()
+            state.step += 1
+            state.commit()
+        for each in sets:
+            if each.process_set_id is None:
+                with pytest.raises(ValueError, match="not registered in this job"):
+                    hvd.allreduce(torch.ones(1), process_set=each)
+        hvd.barrier()  # who ends takes the others with it
+        return [None if each.process_set_id is None else each.ranks for each in sets]
+
+    try:
+        return train(state)
+    except Left:
+        return None
+    finally:
+        membership.use(None)
+
+
+def test_process_sets_keep_the_ranks_that_stay(rank_pool):
+    env = {"REIGEN_DYNAMIC_PROCESS_SETS": "1"}
+    run_in = rank_pool(3).run
+    left = run_in(sets_follow, [[0, 1, 2], [2, 0]], [[0, 1], [1], [0, 2]], env=env)
+    assert left == [[[1], None, [0, 1]], None, [[1], None, [0, 1]]]
+    came = run_in(sets_follow, [[0, 1], [1, 0, 2]], [[0], [1]], env=env)
+    assert came == [[[1], [0]], [[1], [0]], []]
+
+
+def leaks() -> None:
+    views = 24
+    changes = [None if number % 3 == 1 or number == views - 1 else 2 for number in range(views)]
+    member = WrittenViews(place(), [[0, 1], [1, 0]] * (views // 2), changes).begin()
+    model = nn.Linear(64, 64)
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    state = TorchState(model, optimizer, step=0)
+    used: list[tuple[int, int, int]] = []
+
+    @run
+    def train(state: Any) -> None:
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line or "shm" in line]
+        used.append((len([*Path("/proc/self/fd").iterdir()]), len(mapped), threading.active_count()))
+        while member.number < views - 1 or member.steps < 4:
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            if changes[member.number] is None and member.steps == 2 and hvd.rank() == 1 and member.number < views - 1:
+                context.current().give_up(OnPurpose())
+                raise CollectiveError("on purpose")
+            optimizer.step()
+            state.step += 1
+            state.commit()
+
+    try:
+        train(state)
+    finally:
+        membership.use(None)
+    assert len(used) == views
+    assert all(later <= earlier for later, earlier in zip(used[-1], used[3], strict=True)), used
+
+
+def test_nothing_is_left_of_the_views_before(rank_pool):
+    rank_pool(2).run(leaks)
 
 
 # -- the state, in one process ----------------------------------------------------------------------------------------
