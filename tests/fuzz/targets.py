@@ -22,6 +22,7 @@ from reigen.cluster.membership.control_service import (
     REQUEST_CODEC,
     CancelGet,
     ControlService,
+    ForgetKeys,
     GetValue,
     PutValue,
     RendezvousStore,
@@ -291,7 +292,7 @@ def requests(data: bytes) -> None:
             message = REQUEST_CODEC.decode(payload(script))
         except WireError:
             continue
-        if isinstance(message, PutValue | GetValue | CancelGet):
+        if isinstance(message, PutValue | GetValue | CancelGet | ForgetKeys):
             store.handle(owner, message)
         else:
             for told, answer in groups.handle(owner, message, now):
@@ -317,6 +318,7 @@ def payload(script: Script) -> bytes:
         messages.RegisterMember("rank", small, text, number, {"rank": 1 + script.number(5)}, group=text, host_id=text),
         messages.LeaveJob(),
         AbortMessage(text, tuple(range(small)), text),
+        ForgetKeys(number, text),
     ]
     return _spoilt(known[kind] if kind < len(known) else None, script)
 

@@ -10,8 +10,10 @@ import pytest
 
 from reigen.cluster.membership.control_service import (
     MAX_KEYS,
+    MAX_VALUE_BYTES,
     REQUEST_CODEC,
     ControlService,
+    ForgetKeys,
     GetValue,
     PutValue,
     RendezvousStore,
@@ -98,6 +100,23 @@ def test_rooms_do_not_see_each_other(ranks):
     assert other.put_first("key", b"2") == b"2"
     assert PrefixRendezvous(ranks[1], "one").get("key", 1.0) == b"1"
     assert [each.get("key", 1.0) for each in (one, other, ranks[1])] == [b"1", b"2", b"0"]
+
+
+def test_what_is_forgotten_is_gone_and_makes_room(ranks):
+    one, other = ranks
+    for key in ("view 1/a", "view 1/b", "view 10/a"):
+        one.put(key, b"value")
+    PrefixRendezvous(other, "view 1").forget("")
+    assert [one.peek(key) for key in ("view 1/a", "view 1/b", "view 10/a")] == [None, None, b"value"]
+
+
+def test_the_store_counts_what_was_forgotten():
+    store = RendezvousStore()
+    for number in range(3):
+        store.handle(0, PutValue(number, "view 1/a", bytes(MAX_VALUE_BYTES)))
+        store.handle(0, ForgetKeys(number, "view 1/"))
+    assert [reply.problem for _, reply in store.handle(0, PutValue(4, "other", b"x"))] == [""]
+    assert store._num_bytes == 1
 
 
 def test_get_waits_for_put(ranks):

@@ -11,7 +11,8 @@ b. A rank sends Get(request, key). The service answers with the value at once, o
    not want to wait, and there is no value, the answer has none.
 c. A rank that gave up waiting sends Cancel(request). An answer that crosses it on the way is ignored.
 d. What cannot be served is answered with the problem.
-e. A launcher's agent on another host sends Gets that need not wait, and is answered: both hear that the other one is
+e. A rank sends Forget(request, prefix). The service drops all values whose keys begin so, and answers.
+f. A launcher's agent on another host sends Gets that need not wait, and is answered: both hear that the other one is
    alive (`heard_at`).
 
 Everything is bounded: keys, values, how much is kept, how many connections there are and for how long one may be
@@ -78,6 +79,13 @@ class CancelGet(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unkn
     request: int
 
 
+class ForgetKeys(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Drop the values of all keys that begin with ``prefix``."""
+
+    request: int
+    prefix: str
+
+
 class StoreReply(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Answer to a request: it is done; with the value that was asked for, None where there is none; or refused."""
 
@@ -86,7 +94,7 @@ class StoreReply(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unk
     problem: str = ""
 
 
-StoreRequest = PutValue | GetValue | CancelGet
+StoreRequest = PutValue | GetValue | CancelGet | ForgetKeys
 
 REQUEST_CODEC: MessageCodec[StoreRequest | MemberMessage] = MessageCodec(
     StoreRequest | MemberMessage, MAX_MESSAGE_BYTES
@@ -114,6 +122,10 @@ class RendezvousStore:
         if isinstance(message, CancelGet):
             self._forget(lambda waiter, request: (waiter, request) == (owner, message.request))
             return []
+        if isinstance(message, ForgetKeys):
+            for key in [key for key in self._values if key.startswith(message.prefix)]:
+                self._num_bytes -= len(self._values.pop(key))
+            return [(owner, StoreReply(message.request))]
         try:
             check_entry(message)
         except ArgumentError as error:

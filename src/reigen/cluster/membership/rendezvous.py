@@ -17,6 +17,7 @@ from reigen.cluster.membership.control_service import (
     REQUEST_CODEC,
     STORE_REPLY_CODEC,
     CancelGet,
+    ForgetKeys,
     GetValue,
     PutValue,
     StoreReply,
@@ -60,8 +61,12 @@ class Rendezvous(ABC):
         """The value of ``key`` if there is one now."""
         return self.request(GetValue(0, key, wait=False))
 
+    def forget(self, prefix: str) -> None:
+        """Drop the values of all keys that begin with ``prefix``."""
+        self.request(ForgetKeys(0, prefix))
+
     @abstractmethod
-    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
         """Have a request served; returns the answer's value, if any. ``timeout_seconds``: for a Get that waits."""
 
     @abstractmethod
@@ -76,8 +81,13 @@ class LocalRendezvous(Rendezvous):
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
-    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
         """Serve a request; raises TimeoutError."""
+        if isinstance(message, ForgetKeys):
+            with self._changed:
+                for key in [key for key in self._values if key.startswith(message.prefix)]:
+                    del self._values[key]
+            return None
         key, values = message.key, self._values
         check_entry(message)
         with self._changed:
@@ -104,9 +114,12 @@ class PrefixRendezvous(Rendezvous):
     def __init__(self, rendezvous: Rendezvous, name: str) -> None:
         self._rendezvous, self._name = rendezvous, name
 
-    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
         """Have a request served under the key in this room."""
-        message = msgspec.structs.replace(message, key=f"{self._name}/{message.key}")
+        if isinstance(message, ForgetKeys):
+            message = msgspec.structs.replace(message, prefix=f"{self._name}/{message.prefix}")
+        else:
+            message = msgspec.structs.replace(message, key=f"{self._name}/{message.key}")
         return self._rendezvous.request(message, timeout_seconds)
 
     def close(self) -> None:
@@ -149,7 +162,7 @@ class RendezvousClient(Rendezvous):
             raise self._lost(error) from None
         self._host = self._stream.peer
 
-    def request(self, message: PutValue | GetValue, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
         """Have a request served; one that does not wait, within the constructor's ``timeout_seconds``.
 
         Raises:
@@ -157,20 +170,21 @@ class RendezvousClient(Rendezvous):
             PeerLostError: the launcher has gone.
             TimeoutError: it did not answer in time, or nobody put the value.
         """
-        check_entry(message)
+        if not isinstance(message, ForgetKeys):
+            check_entry(message)
         seconds = timeout_seconds if isinstance(message, GetValue) and message.wait else self._timeout_seconds
         with self._lock:
             self._num_requests += 1
             reply = self._call(msgspec.structs.replace(message, request=self._num_requests), seconds)
         if reply.problem:
-            raise ArgumentError(f"rendezvous key {message.key!r}: {reply.problem}")
+            raise ArgumentError(f"rendezvous key {_key_of(message)!r}: {reply.problem}")
         return reply.value
 
     def close(self) -> None:
         """Leave; all values stay. May be called twice."""
         self._stream.close()
 
-    def _call(self, message: PutValue | GetValue, timeout_seconds: float) -> StoreReply:
+    def _call(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float) -> StoreReply:
         deadline = time.monotonic() + timeout_seconds
         try:
             self._stream.send(REQUEST_CODEC.encode(message), deadline)
@@ -180,7 +194,7 @@ class RendezvousClient(Rendezvous):
                     return reply
         except TimeoutError:
             self._give_up(message.request)
-            raise _key_timeout_error(message.key, timeout_seconds) from None
+            raise _key_timeout_error(_key_of(message), timeout_seconds) from None
         except OSError as error:
             raise self._lost(error) from None
 
@@ -222,6 +236,10 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not (port.isascii() and port.isdigit()):
         raise ConfigError(f"the rendezvous address {address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _key_of(message: PutValue | GetValue | ForgetKeys) -> str:
+    return message.prefix if isinstance(message, ForgetKeys) else message.key
 
 
 def _key_timeout_error(key: str, timeout_seconds: float) -> TimeoutError:

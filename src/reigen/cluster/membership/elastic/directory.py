@@ -30,6 +30,15 @@ _CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
 
 
+#: Views in a row that were decided and did not run, with the one before them.
+_MOST_PASSED_VIEWS = 8
+
+
+def meeting_name(epoch: int) -> str:
+    """Return the name under which the members of a view meet at the rendezvous."""
+    return f"view {epoch}"
+
+
 def meet_first_view(
     node: ElasticNode, rendezvous: Rendezvous, rank: int, size: int, sizes: tuple[int, int], timeout_seconds: float
 ) -> View:
@@ -103,8 +112,14 @@ class ViewDirectory:
         self._look: Callable[[View], bool] | None = None
 
     def announce(self, view: View) -> None:
-        """Put a view that runs."""
-        self._do(lambda: self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view)))
+        """Put a view that runs, and drop what members of views that have passed have put in order to meet."""
+
+        def announce() -> None:
+            self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view))
+            for epoch in range(max(1, view.epoch - _MOST_PASSED_VIEWS), view.epoch - 1):
+                self._rendezvous.forget(f"{meeting_name(epoch)}/")
+
+        self._do(announce)
 
     def look_for_view(self, found: Callable[[View], bool]) -> None:
         """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread."""
