@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from msgspec import structs
 from numpy.typing import NDArray
@@ -24,11 +24,9 @@ from reigen.backends.base import MemoryRegion
 from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
 from reigen.backends.selection import choose_backends
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
-from reigen.cluster.environ import PREFIXED_VARIABLE, JobInfo, detect_job
-from reigen.cluster.membership.place import ElasticPlace
+from reigen.cluster.environ import ELASTIC_VARIABLE, PREFIXED_VARIABLE, JobInfo, detect_job
 from reigen.cluster.topology import Topology
 from reigen.config import Config, load_config
-from reigen.elastic_job import ElasticJob, join_elastic_job
 from reigen.engine import operation_builders
 from reigen.engine.control_channel import NoteListener
 from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
@@ -46,6 +44,10 @@ from reigen.observe.timeline import Timeline
 from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.startup import count_generation, join_rendezvous, log_job
 from reigen.types import DType, ReduceOp
+
+if TYPE_CHECKING:  # elastic jobs alone load it
+    from reigen.cluster.membership.place import ElasticPlace
+    from reigen.elastic_job import ElasticJob
 
 __all__ = [
     "CollectiveResult",
@@ -559,7 +561,7 @@ def init(
             _register_fork_hook()
             occupy_standard_descriptors()
             environ = os.environ if environ is None else environ
-            elastic_place = ElasticPlace.find(environ) if job is None else None
+            elastic_place = _find_elastic_place(environ) if job is None else None
             if job is None and elastic_place is not None:
                 job = elastic_place.candidate_job(environ)
             job, config = job or detect_job(environ), load_config(environ, arguments)
@@ -584,9 +586,19 @@ def _join(job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Seque
     return context
 
 
+def _find_elastic_place(environ: Mapping[str, str]) -> ElasticPlace | None:
+    if environ.get(ELASTIC_VARIABLE) != "1":
+        return None
+    from reigen.cluster.membership.place import ElasticPlace
+
+    return ElasticPlace.find(environ)
+
+
 def _join_elastic(
     place: ElasticPlace, job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None
 ) -> Context:
+    from reigen.elastic_job import join_elastic_job
+
     global _elastic, _has_left  # noqa: PLW0603
     if _has_left:
         raise ConfigError("this process has left its elastic job by shutdown(), and cannot come back")

@@ -138,13 +138,15 @@ class ElasticJob(Generic[_Context]):
         """
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
-            self._driver = ViewDriver.start_candidate(node, self, self._access.connect(), timeouts)
+            self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
+            self._driver.wait_for_view()
             return
         with closing(first.rendezvous):
             sizes, layout = (self._place.min_size, self._place.max_size), first.layout
             timeout = config.start_timeout_seconds
             view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout)
-        self._driver = ViewDriver.start_first(node, view, self, self._access.connect(), timeouts)
+        self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
+        self._driver.begin(view)
 
     # -- the program's thread ------------------------------------------------------------------------------------------
 

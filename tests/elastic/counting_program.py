@@ -7,22 +7,23 @@ an average over ranks of equal values. Arguments: number of steps, seconds a ste
 import sys
 import time
 
-import torch
+import numpy as np
 
-import reigen.torch as hvd
+import reigen as hvd
+from reigen.elastic import ObjectState, run
 
 
 def main() -> None:
     num_steps, seconds = int(sys.argv[1]), float(sys.argv[2])
     hvd.init()
-    state = hvd.elastic.TorchState(model=torch.nn.Linear(1, 1, bias=False), step=0, total=0.0)
+    state = ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0.0)
 
-    @hvd.elastic.run
+    @run
     def train(state: object) -> None:
         while state.step < num_steps:
-            value = hvd.allreduce(torch.full((1000,), float(state.step)), name="value")
+            value = hvd.allreduce(np.full(1000, state.step, np.float32), name="value")
             time.sleep(seconds)
-            state.total += value[0].item()
+            state.total += float(value[0])
             state.step += 1
             line = f"STEP {state.step} {hvd.rank()} {hvd.size()} {state.total} {time.monotonic()}"
             print(line, flush=True)

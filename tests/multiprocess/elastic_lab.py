@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from reigen.cluster.membership.control_service import ControlService
@@ -144,13 +145,12 @@ def run_member(options: dict[str, Any]) -> None:
     rendezvous = RendezvousClient(options["rendezvous"], SECRET, me.slot, 10.0)
     node = ElasticNode(me, options["host"], "127.0.0.1", secret, options["voter"], peer_timeout_seconds=5.0)
     timeouts = ViewTimeouts(**options.get("timeouts", {}))
+    driver = plane.driver = ViewDriver(node, plane, rendezvous, timeouts)
     if options.get("candidate"):
-        driver = ViewDriver.start_candidate(node, plane, rendezvous, timeouts)
+        driver.wait_for_view()
     else:
         sizes = tuple(options["sizes"])
-        view = meet_first_view(node, rendezvous, me.slot, options["size"], sizes, 20.0)
-        driver = ViewDriver.start_first(node, view, plane, rendezvous, timeouts)
-    plane.driver = driver
+        driver.begin(meet_first_view(node, rendezvous, me.slot, options["size"], sizes, 20.0))
     threading.Thread(target=obey, args=(options["orders"], driver, log), daemon=True).start()
     plane.train(options.get("finishing", {}).get(str(me.slot), options.get("last", 1 << 31)))
     driver.finish()
@@ -172,6 +172,8 @@ def obey(fd: int, driver: ViewDriver, log: Callable[..., None]) -> None:
                     driver.report(Evidence(MemberId(slot, incarnation), Verdict.STUCK, "did not come"))
                 case ["change", reason]:
                     driver.request_change(reason)
+                case ["count"]:
+                    log("count", len([*Path("/proc/self/fd").iterdir()]))
                 case ["ask"]:
                     log("state", driver.state.value, sorted(map(list, driver.finished)))
 

@@ -7,6 +7,7 @@ import random
 import signal
 import statistics
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -67,6 +68,47 @@ def test_deaths_at_random_moments() -> None:
     seconds.sort()
     print(f"death to the next view: median {statistics.median(seconds):.3f} s, worst {seconds[-1]:.3f} s")
     assert statistics.median(seconds) < 1.0
+
+
+def test_faults_of_all_kinds_together() -> None:
+    """Deaths, stops, notices, changes for nothing and candidates that die, each in the middle of what another began."""
+    rng = random.Random(_SEED)
+    with elastic_lab(["a", "a", "a", "b"], timeouts={"stuck": 1.0, "kill": 0.1}) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        for number in range(_ROUNDS // 4):
+            gone: list[LabProcess] = []
+            for kind in rng.sample(["kill", "stop", "leave", "change", "candidate"], 2):
+                victim = rng.choice(members)
+                if kind == "change":
+                    victim.order("change", "for nothing")
+                elif kind == "candidate":
+                    lab.candidate(5, incarnation=number).signal(signal.SIGKILL)
+                elif len(members) > 1 and keep_a_quorum([victim], members):
+                    members.remove(victim)
+                    gone.append(victim)
+                    end(kind, victim, members[0])
+                time.sleep(rng.random() * 0.02)  # any moment of the change
+            epoch, _ = lab.run_view(members, epoch - 1)
+            lab.make_steps(members, 2)
+            for each in gone:
+                with suppress(ProcessLookupError):
+                    each.signal(signal.SIGCONT)
+                assert lab.exit_code(each) in {0, 75, -signal.SIGKILL}
+            members += refill(lab, gone, number)
+            epoch, _ = lab.run_view(members, epoch - 1)
+            lab.make_steps(members, 2)
+        check_steps(lab)
+
+
+def end(kind: str, victim: LabProcess, witness: LabProcess) -> None:
+    """Let a member die, be stopped for long, or leave."""
+    if kind == "leave":
+        victim.order("leave")
+        return
+    victim.signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    if kind == "stop":
+        witness.order("stuck", *victim.id)
 
 
 def keep_a_quorum(victims: list[LabProcess], members: list[LabProcess]) -> list[LabProcess]:
@@ -302,6 +344,29 @@ def test_same_members_in_another_view() -> None:
         lab.make_steps(members)
         assert members[1].runs()[-1][4] == "rank 1: the engine gave up"
         assert all("asked for it" in members[rank].runs()[-1][4] for rank in (0, 2)), lab.story()
+
+
+def test_changes_leave_nothing_behind() -> None:
+    """Descriptors, after members have come, died, and changed for nothing."""
+    with elastic_lab(["a"] * 3) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        counts = []
+        for number in range(9):
+            members[0].order("change", "for nothing")
+            epoch, _ = lab.run_view(members, epoch)
+            if number % 3 == 2:
+                slot = members[2].slot
+                kill([members[2]], members)
+                epoch, _ = lab.run_view(members, epoch)
+                members.append(lab.candidate(slot, incarnation=number))
+                epoch, _ = lab.run_view(members, epoch)
+                lab.make_steps(members)
+                before = len(members[0].told("count"))
+                members[0].order("count")
+                lab.until(lambda before=before: len(members[0].told("count")) > before, "it counts")
+                counts.append(members[0].told("count")[-1][0])
+        assert max(counts) <= counts[0] + 1, counts
 
 
 def test_build_that_fails_is_tried_again() -> None:

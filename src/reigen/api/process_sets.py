@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from reigen import context
@@ -112,9 +113,12 @@ class ProcessSet:
     def registered(self, job: context.Context, number: int, ranks: Sequence[int]) -> None:
         """The job knows it by this number from now on."""
         self._job, self._number, self._ranks = weakref.ref(job), number, tuple(ranks)
+        _registered.setdefault(job, []).append(self)
 
     def removed(self) -> None:
         """The job knows it no more."""
+        if (job := self._context()) is not None and self in _registered.get(job, ()):
+            _registered[job].remove(self)
         self._job = None
 
     def _context(self) -> context.Context | None:
@@ -145,6 +149,9 @@ class _AllRanks(ProcessSet):
     def _context(self) -> context.Context | None:
         return _current_or_none()
 
+
+#: by job, the sets that it knows
+_registered: weakref.WeakKeyDictionary[context.Context, list[ProcessSet]] = weakref.WeakKeyDictionary()
 
 #: All ranks of the job.
 global_process_set: ProcessSet = _AllRanks()
@@ -193,6 +200,43 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _require_dynamic().remove_process_set(number)
     process_set.removed()
     return True
+
+
+@dataclass(frozen=True)
+class RegisteredSets:
+    """Process sets of a view of an elastic job, and this rank's number there."""
+
+    rank: int
+    sets: list[ProcessSet]
+
+
+def follow_members(before: RegisteredSets | None) -> RegisteredSets:
+    """Collective: register the sets of the view before that are not yet registered in this one, with the ranks that are left.
+
+    That is those of `add_process_set`. Sets whose ranks are all gone stay unregistered: their use is an error.
+
+    Args:
+        before: what this function returned in that view; None for a rank that was not in it.
+
+    Returns:
+        What the same function is to be given in the next view.
+    """
+    job = context.current()
+    left = [] if before is None else [each for each in before.sets if each.process_set_id is None]
+    own = None if before is None else (before.rank, [(each._number, each.ranks or []) for each in left])
+    answers = allgather_object(job, own, "elastic.process_sets")
+    here = {answer[0]: rank for rank, answer in enumerate(answers) if answer is not None}
+    described: list[tuple[int, list[int]]] = next((answer[1] for answer in answers if answer is not None), [])
+    mine = {each._number: each for each in left}
+    for number, old_ranks in described:
+        ranks = tuple(sorted(here[rank] for rank in old_ranks if rank in here))
+        if not ranks:
+            continue
+        known = {members: each for each, members in job.process_sets.items()}
+        new = known[ranks] if ranks in known else job.add_process_set(ranks)
+        if number in mine:
+            mine[number].registered(job, new, ranks)
+    return RegisteredSets(job.rank, _registered.setdefault(job, []))
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:

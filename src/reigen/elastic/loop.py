@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Concatenate, ParamSpec, TypeVar
 
+from reigen.api.process_sets import RegisteredSets, follow_members
 from reigen.elastic import membership
 from reigen.elastic.state import State
 from reigen.errors import CollectiveError, DeviceError, HostsUpdatedInterrupt, JoinedError, MismatchError, ReplicaError
@@ -106,11 +107,14 @@ class _Loop:
     def __init__(self, state: State) -> None:
         self._state = state
         self.skips_sync = False
+        self._process_sets: RegisteredSets | None = None
         #: commits at the last failure that was the program's own
         self._num_commits: int | None = None
 
     def synchronize(self) -> None:
         """Collective, unless all members are known to hold the same."""
+        if membership.is_elastic():
+            self._process_sets = follow_members(self._process_sets)
         if not self.skips_sync:
             self._state.sync()
             membership.step_applied()

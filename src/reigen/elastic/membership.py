@@ -5,12 +5,14 @@ The functions here do nothing in a job that is not elastic.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reigen import context
 from reigen.api import job
-from reigen.elastic_job import ElasticJob
 from reigen.errors import HostsUpdatedInterrupt
+
+if TYPE_CHECKING:  # elastic jobs alone load it
+    from reigen.elastic_job import ElasticJob
 
 
 class Membership(Protocol):

@@ -10,6 +10,7 @@ from reigen.api.collectives import poll, synchronize
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
 from reigen.errors import HorovodInternalError
+from reigen.jax import elastic
 from reigen.jax import ops as _ops
 from reigen.jax.compression import Compression
 from reigen.jax.native import collective_errors, shutdown
@@ -25,6 +26,7 @@ __all__ = [
     "broadcast_parameters",
     "collective_errors",
     "distributed",
+    "elastic",
     "grad",
     "join",
     "poll",

@@ -58,7 +58,7 @@ from reigen.cluster.membership.views.record import (
 from reigen.cluster.membership.views.slots import NUM_SLOTS, decode_slots, encode_slot
 
 NUM_BUCKETS = 2
-TIMEOUTS = ViewTimeouts(retry=0.2, stuck=1.0, kill=0.3, change=12.0, wait=12.0)
+TIMEOUTS = ViewTimeouts(retry=0.2, stuck=1.0, install=1.0, kill=0.3, change=12.0, wait=12.0)
 PEER_SECONDS = 0.6
 DEADLINE_SECONDS = 1.5
 #: Kinds of faults, and how often they are drawn.

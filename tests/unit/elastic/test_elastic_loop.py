@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import reigen
 from reigen.elastic import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
@@ -61,8 +62,10 @@ def member() -> Iterator[type[Scripted]]:
             super().__init__(*args, **kwargs)
             membership.use(self)
 
+    reigen.init()
     yield Used
     membership.use(None)
+    reigen.shutdown()
 
 
 class Logged(ObjectState):

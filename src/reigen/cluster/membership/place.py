@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from reigen.cluster.environ import RENDEZVOUS_VARIABLE, SECRET_VARIABLE, parse_secret
+from reigen.cluster.environ import (
+    CANDIDATE_VARIABLE,
+    ELASTIC_TIMEOUT_VARIABLE,
+    ELASTIC_VARIABLE,
+    INCARNATION_VARIABLE,
+    MAX_SIZE_VARIABLE,
+    MIN_SIZE_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    SECRET_VARIABLE,
+    SLOT_VARIABLE,
+    VOTER_FD_VARIABLE,
+    parse_secret,
+)
 from reigen.cluster.launcher_detection import JobInfo, VariableReader
 from reigen.cluster.membership.views.record import MemberId
 
-ELASTIC_VARIABLE = "REIGEN_ELASTIC"
-#: Set to 1 for a process that was started later than the first ones: it has no rank until a view has it.
-CANDIDATE_VARIABLE = "REIGEN_ELASTIC_CANDIDATE"
-SLOT_VARIABLE, INCARNATION_VARIABLE = "REIGEN_SLOT", "REIGEN_INCARNATION"
-MIN_SIZE_VARIABLE, MAX_SIZE_VARIABLE = "REIGEN_MIN_SIZE", "REIGEN_MAX_SIZE"
-TIMEOUT_VARIABLE = "REIGEN_ELASTIC_TIMEOUT"
-#: Descriptor of the memory in which this host's voter keeps what it has promised.
-VOTER_FD_VARIABLE = "REIGEN_VOTER_FD"
+#: Where the launcher names no bound.
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +55,10 @@ class ElasticPlace:
         if environ.get(ELASTIC_VARIABLE) != "1":
             return None
         reader = VariableReader(environ, "the launcher of an elastic job")
-        names = (SLOT_VARIABLE, INCARNATION_VARIABLE, MIN_SIZE_VARIABLE, MAX_SIZE_VARIABLE, VOTER_FD_VARIABLE)
-        slot, incarnation, min_size, max_size, voter_fd = (reader.number(name) for name in names)
-        timeout = reader.number(TIMEOUT_VARIABLE)
+        names = (SLOT_VARIABLE, INCARNATION_VARIABLE, MIN_SIZE_VARIABLE, VOTER_FD_VARIABLE)
+        slot, incarnation, min_size, voter_fd = (reader.number(name) for name in names)
+        max_size = reader.optional(MAX_SIZE_VARIABLE) or _MOST_RANKS
+        timeout = _read_seconds(reader, ELASTIC_TIMEOUT_VARIABLE)
         reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
         is_candidate = environ.get(CANDIDATE_VARIABLE) == "1"
         return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd)
@@ -71,3 +78,13 @@ class ElasticPlace:
         return JobInfo(
             slot, max(slot + 1, self.max_size), rendezvous, secret, "reigen run", f"{CANDIDATE_VARIABLE} is set"
         )
+
+
+def _read_seconds(reader: VariableReader, name: str) -> float:
+    """Read a variable that must be there and be a number of seconds."""
+    text = reader.text(name)
+    try:
+        return float(text or 0)
+    except ValueError:
+        reader.problems.append(f"{name} is {text!r}, not a number of seconds")
+        return 0.0

@@ -5,7 +5,6 @@ All of it is at the rendezvous of the launcher:
 ``elastic/card/RANK``  where a process of the first view listens
 ``elastic/view``       the latest view that runs, by its rank 0
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
-``elastic/finished/S`` incarnation of the process in slot S whose program is done
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost
@@ -24,8 +24,7 @@ from reigen.net.codec import MessageCodec
 
 _log = logging.getLogger(__name__)
 
-VIEW_KEY, FINISHED_KEY = "elastic/view", "elastic/finished"
-#: A view as bytes, as at `VIEW_KEY`.
+#: A view as bytes, as at `ELASTIC_VIEW_KEY`.
 VIEW_RECORD_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 _CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
@@ -105,7 +104,7 @@ class ViewDirectory:
 
     def announce(self, view: View) -> None:
         """Put a view that runs."""
-        self._do(lambda: self._rendezvous.put(VIEW_KEY, VIEW_RECORD_CODEC.encode(view)))
+        self._do(lambda: self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view)))
 
     def look_for_view(self, found: Callable[[View], bool]) -> None:
         """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread."""
@@ -117,8 +116,7 @@ class ViewDirectory:
 
         def tell() -> None:
             try:
-                self._rendezvous.put(f"{FINISHED_KEY}/{member.slot}", str(member.incarnation).encode())
-                self._rendezvous.put(FINISHED_KEY, str(member.slot).encode())
+                self._rendezvous.put(ELASTIC_FINISHED_KEY, str(member.slot).encode())
             finally:
                 done()
 
@@ -154,6 +152,6 @@ class ViewDirectory:
                 _log.debug("the rendezvous of an elastic job: %s", error)
 
     def _look_once(self) -> None:
-        data = self._rendezvous.peek(VIEW_KEY)
+        data = self._rendezvous.peek(ELASTIC_VIEW_KEY)
         if data is not None and self._look is not None and self._look(VIEW_RECORD_CODEC.decode(data)):
             self._look = None

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from reigen.cluster.membership.elastic.directory import ViewDirectory
 from reigen.cluster.membership.elastic.links import MemberLinks, first_reachable
@@ -86,8 +86,15 @@ _CALM = {ElasticState.RUNNING, ElasticState.LEAVING, ElasticState.WAITING}
 class ViewDriver:
     """One process of an elastic job, from its first view, or from the lobby, until its end.
 
-    Made by `start_first` or `start_candidate`, and ended by `close`. It closes its node. Methods may be called by any
-    thread but the driver's, unless they say otherwise, and never with a lock held that the plane's methods take.
+    It is started by `begin` or `wait_for_view`, and ended by `close`; it closes its node. Methods may be called by any
+    thread, and never with a lock held that the plane's methods take.
+
+    Args:
+        node: this process.
+        plane: its collectives; methods of it may be called before `begin` and its like have returned.
+        rendezvous: where rank 0 says which view runs; used by one other thread, so that nothing else waits for it.
+            Stays the caller's, and is closed after the driver.
+        timeouts: see there; `DRIVER_TIMEOUTS`, with the user's.
 
     Attributes:
         me: who this process is.
@@ -96,7 +103,9 @@ class ViewDriver:
         reason: why the latest change began, for the user; empty before the first.
     """
 
-    def __init__(self, node: ElasticNode, plane: ViewPlane, rendezvous: Rendezvous, timeouts: ViewTimeouts) -> None:
+    def __init__(
+        self, node: ElasticNode, plane: ViewPlane, rendezvous: Rendezvous, timeouts: ViewTimeouts = DRIVER_TIMEOUTS
+    ) -> None:
         self.me = node.me
         self.finished: frozenset[MemberId] = frozenset()
         self.reason = ""
@@ -120,54 +129,35 @@ class ViewDriver:
         #: actions are being carried out: what happens meanwhile is taken in afterwards
         self._is_working = False
         #: the end of members whose programs are done, as long as no change needs to know
-        self._held: list[Evidence] = []
+        self._held: dict[MemberId, Evidence] = {}
         #: this process's program is done; who does not know yet
         self._is_finished = False
         self._unaware: set[MemberId] = set()
         self._all_know = threading.Event()
         self._num_failed_views = 0
+        #: why the voter has not answered at last
+        self._voter_problem = ""
         self._has_ended = self._is_closed = False
         close_in_children(self)
 
-    @classmethod
-    def start_first(
-        cls,
-        node: ElasticNode,
-        view: View,
-        plane: ViewPlane,
-        rendezvous: Rendezvous,
-        timeouts: ViewTimeouts = DRIVER_TIMEOUTS,
-    ) -> Self:
+    def begin(self, view: View) -> None:
         """Start as a member of the job's first view, which `meet_first_view` has made.
 
         `ViewPlane.build` is called for it at once, `ViewPlane.run` when all members have built it.
 
         Args:
-            node: this process.
             view: the first view; this process is in it.
-            plane: what is told.
-            rendezvous: where rank 0 says which view runs; used by one other thread, so that nothing else waits for it.
-                Stays the caller's, and is closed after the driver.
-            timeouts: see there; `DRIVER_TIMEOUTS`, with the user's.
         """
-        driver = cls(node, plane, rendezvous, timeouts)
-        driver._post(partial(driver._join, view))
-        driver._thread.start()
-        return driver
+        self._post(partial(self._join, view))
+        self._thread.start()
 
-    @classmethod
-    def start_candidate(
-        cls, node: ElasticNode, plane: ViewPlane, rendezvous: Rendezvous, timeouts: ViewTimeouts = DRIVER_TIMEOUTS
-    ) -> Self:
+    def wait_for_view(self) -> None:
         """Start as a process that wants to become a member: it looks for the members, and asks them.
 
         `ViewPlane.build` is called when a view has it, `ViewPlane.end` with 1 if none has after ``timeouts.wait``.
-        Arguments as of `start_first`.
         """
-        driver = cls(node, plane, rendezvous, timeouts)
-        driver._post(driver._wait_for_view)
-        driver._thread.start()
-        return driver
+        self._post(self._look_for_view)
+        self._thread.start()
 
     @property
     def view(self) -> View | None:
@@ -198,11 +188,12 @@ class ViewDriver:
                 return True
             actions = machine.handle(StepApplied(step))
             self._actions.extend(actions)
-            if machine.state not in _STEPPING:
+            is_over = machine.state not in _STEPPING  # a moment later it may run the next view
+            if is_over:
                 self._explain_change(StepApplied(step))
         if actions:
             self._loop.wake()
-        return machine.state not in _STEPPING
+        return is_over
 
     def request_change(self, reason: str, epoch: int | None = None) -> None:
         """Have the members change to another view, perhaps of the same ones: something failed here.
@@ -247,10 +238,10 @@ class ViewDriver:
         """Stop the thread and close everything. May be called twice, and by any thread."""
         self._is_closed = True
         self._loop.wake()
-        if self._thread is not threading.current_thread():
-            if self._thread.ident is not None:
-                self._thread.join(_CLOSE_SECONDS)
-            self._directory.close()
+        if self._thread.ident is None:  # it was never started
+            self._release()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
 
     def close_descriptors(self) -> None:
         """Close the loop only; see `reigen.net.fork_safety`."""
@@ -267,12 +258,15 @@ class ViewDriver:
         except Exception as error:  # noqa: BLE001  a thread's last word
             self._fail(error)
         finally:
-            self._has_ended = True
-            self._all_know.set()
-            self._links.close()
-            self._node.close()
-            self._loop.close()
-            self._directory.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._has_ended = True
+        self._all_know.set()
+        self._links.close()
+        self._node.close()
+        self._loop.close()
+        self._directory.close()
 
     def _post(self, job: Callable[[], None]) -> None:
         """Have the thread do something, by any thread."""
@@ -401,7 +395,9 @@ class ViewDriver:
         try:
             reply = self._node.voter.handle(message)
         except (ReigenError, OSError) as error:
-            _log.warning("the voter of host %s does not answer: %s", self._node.host, error)
+            if str(error) != self._voter_problem:  # it is asked again and again
+                self._voter_problem = str(error)
+                _log.warning("the voter of host %s does not answer: %s", self._node.host, error)
             return
         if reply is None:
             return
@@ -446,7 +442,7 @@ class ViewDriver:
                 self._note_aware(evidence.member)
             is_expected = evidence.member in self.finished or self._is_finished
             if is_expected and self._machine.state in _CALM:
-                self._held.append(evidence)
+                self._held[evidence.member] = evidence
                 return
             self._dispatch(evidence)
 
@@ -506,14 +502,14 @@ class ViewDriver:
 
     def _take_in_finished(self, event: MemberEvent) -> None:
         """A change begins or goes on: it must know whose programs are done, this one's too."""
-        held, self._held = self._held, []
-        self._events.extend(held)
+        self._events.extend(self._held.values())
+        self._held.clear()
         if self._is_finished and self._machine.state is ElasticState.CHANGING and not isinstance(event, LeaveRequested):
             self._events.appendleft(LeaveRequested())
 
     # -- a candidate --------------------------------------------------------------------------------------------------
 
-    def _wait_for_view(self) -> None:
+    def _look_for_view(self) -> None:
         self._directory.look_for_view(self._on_view_found)
         self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
 

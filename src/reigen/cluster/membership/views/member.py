@@ -90,6 +90,8 @@ class ViewTimeouts:
         retry: between two sendings of what was not answered.
         stuck: until who leads takes members for stuck that do not answer, and others take a leader for stuck after
             twice as long; the job's deadline, or ``--eject-after``.
+        install: until rank 0 takes members for stuck that have not built what a view needs, and others take rank 0 for
+            stuck after twice as long.
         kill: until a killed process of the host is not waited for any more.
         change: without a decision, until a member stops.
         wait: for more members.
@@ -98,6 +100,7 @@ class ViewTimeouts:
 
     retry: float = 0.1
     stuck: float = 5.0
+    install: float = 60.0
     kill: float = 0.5
     change: float = 600.0
     wait: float = 600.0
@@ -366,7 +369,7 @@ class ElasticMember:
     def _begin_install(self, installation: Installation) -> list[MemberAction]:
         self.state, self._installation = ElasticState.INSTALLING, installation
         actions: list[MemberAction] = [
-            StartTimer(ViewTimer.STUCK, self._timeouts.stuck * (1 if self.rank == 0 else 2)),
+            StartTimer(ViewTimer.STUCK, self._timeouts.install * (1 if self.rank == 0 else 2)),
             StartTimer(ViewTimer.RETRY, self._timeouts.retry),
         ]
         if installation.dying:
@@ -543,7 +546,8 @@ class ElasticMember:
             if member != self.me:
                 self.lost[member] = Evidence(member, Verdict.STUCK)
         leads = self._leader is not None or self.rank == 0
-        return [StartTimer(ViewTimer.STUCK, self._timeouts.stuck * (1 if leads else 2)), *self._react()]
+        seconds = self._timeouts.install if self.state is ElasticState.INSTALLING else self._timeouts.stuck
+        return [StartTimer(ViewTimer.STUCK, seconds * (1 if leads else 2)), *self._react()]
 
     def _on_back_off(self) -> list[MemberAction]:
         if self.state is not ElasticState.CHANGING or self._leader is None or not self._leader.is_preempted:

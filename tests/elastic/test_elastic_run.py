@@ -1,0 +1,57 @@
+"""`reigen run` with an elastic job of a Horovod script: a process is killed, hosts come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, until
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("horovod_program.py")
+
+
+def test_a_horovod_script_survives_a_kill_and_follows_the_discovery(tmp_path: Path):
+    hosts, script, enough = tmp_path / "hosts", tmp_path / "discover.sh", tmp_path / "enough"
+    hosts.write_text("localhost:2\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    options = ["--as-horovod", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script)]
+    more = ["--blacklist", "seat", "--blacklist-cooldown-range", "1", "1"]
+    output = tmp_path / "output"
+    with (
+        output.open("wb") as file,
+        launched(
+            *options, *more, sys.executable, str(PROGRAM), str(enough), stdout=file, stderr=subprocess.STDOUT
+        ) as launcher,
+    ):
+
+        def batches(size: int) -> list[list[str]]:
+            found = [line.split("BATCH ")[1].split() for line in output.read_text().splitlines() if "BATCH " in line]
+            return [each for each in found if len(each) == 4 and each[2] == str(size)]
+
+        def pids(size: int) -> set[int]:
+            return {int(each[3]) for each in batches(size)}
+
+        until(lambda: len(batches(2)) > 10)
+        first = pids(2)
+        survivor = min(first)
+        os.kill(max(first), signal.SIGKILL)
+        until(lambda: len(pids(2)) == 3)  # one goes on, and one is new
+        hosts.write_text("localhost:3\n")
+        until(lambda: len(batches(3)) > 10)
+        hosts.write_text("localhost:2\n")
+        before = len(batches(2))
+        until(lambda: len(batches(2)) > before + 10)
+        enough.touch()
+        assert launcher.process.wait(DEADLINE_SECONDS) == 0, output.read_text()
+    numbers = [int(line.split()[-4]) for line in output.read_text().splitlines() if line.endswith(f" {survivor}")]
+    assert sorted(set(numbers)) == list(range(1, max(numbers) + 1))  # no batch is missing
+    assert len(numbers) - len(set(numbers)) <= 2  # two deaths, and each makes one batch anew
+    assert "killed by SIGKILL" in output.read_text()
