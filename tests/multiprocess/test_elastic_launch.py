@@ -235,6 +235,25 @@ def test_later_failures_of_a_discovery_script_are_a_warning(tmp_path):
     )
 
 
+def test_hosts_that_do_not_suffice(ssh):
+    does = {"FAKE_SSH_DOES": "echo nothing works >&2; exit 255"}
+    status, out, err = run("--min-np", "2", "-H", "localhost:1,a.invalid:2", *ssh, "true", env=does)
+    assert (status, out) == (1, "")
+    first, second = err.splitlines()
+    problem = "ssh failed: nothing works (try it by hand: ssh a.invalid true)"
+    assert first == f"reigen run: host a.invalid cannot take part: {problem}; it is called again in 10 s"
+    needed = "the hosts that can take part have 1 slots, and 2 processes are needed at least"
+    assert second == f"reigen run: {needed}; nothing was started"
+
+
+def test_commands_that_do_not_exist_and_programs_that_know_nothing_of_elastic_jobs():
+    assert run("--min-np", "1", "-np", "2", "nosuchcmd") == (127, "", "reigen run: no such command: nosuchcmd\n")
+    assert run("--min-np", "1", "-np", "2", "true") == (0, "", "")
+    status, _, err = run("--min-np", "1", "-np", "2", "sh", "-c", "exit 3")
+    assert status == 3
+    assert "failed first: exit code 3" in err
+
+
 def test_ctrl_c_ends_a_job_that_waits_for_hosts(tmp_path):
     discover = script(tmp_path / "discover", f"touch {tmp_path}/asked; echo localhost:1")
     with launched("--min-np", "2", "--host-discovery-script", discover, "true") as launcher:

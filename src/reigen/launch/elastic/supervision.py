@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from reigen.cluster.environ import CANDIDATE_VARIABLE, ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY, SECRET_VARIABLE
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, View
-from reigen.errors import LaunchError, WireError
+from reigen.errors import ConfigError, LaunchError, WireError
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.remote_start import find_scripts, is_dial_back, is_own_variable
@@ -183,11 +184,15 @@ class ElasticSupervision:
         """Choose the address of the launcher's service; hosts that appear later have to reach it, too."""
         interfaces = self._options.network.interfaces
         agents = [self._owner.agents[name] for name in others if name in self._owner.agents]
-        clients = [agent.hello.client for agent in agents if agent.hello is not None]
-        if others:
-            return choose_own_address(interfaces, self._plan.addresses.get(others[0], others[0]), clients)[0]
-        if self._elastic.discovery is not None and interfaces:
+        clients = {agent.host: agent.hello.client for agent in agents if agent.hello is not None}
+        if clients:
+            first = next(iter(clients))
+            return choose_own_address(interfaces, self._plan.addresses.get(first, first), list(clients.values()))[0]
+        if interfaces and (others or self._elastic.discovery is not None):
             return choose_address(interfaces, _LOOPBACK)[0]
+        for name in others:  # none has come; the job says why, and they may come later
+            with suppress(ConfigError):
+                return choose_own_address(interfaces, self._plan.addresses.get(name, name), [])[0]
         return _LOOPBACK
 
     def begin(self, services: JobServices, heard_at: Callable[[int], float]) -> None:
