@@ -211,9 +211,9 @@ class RegisteredSets:
 
 
 def follow_members(before: RegisteredSets | None) -> RegisteredSets:
-    """Collective: register the sets of the view before that are not yet registered in this one, with the ranks that are left.
+    """Collective: register the sets of the view before again that are not registered in this one, with the ranks left.
 
-    That is those of `add_process_set`. Sets whose ranks are all gone stay unregistered: their use is an error.
+    Those are the sets of `add_process_set`. Sets whose ranks are all gone stay unregistered: their use is an error.
 
     Args:
         before: what this function returned in that view; None for a rank that was not in it.

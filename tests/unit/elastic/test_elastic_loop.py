@@ -49,6 +49,9 @@ class Scripted:
         if not self.views:
             raise PeerLostError("the training has ended elsewhere")
 
+    def fail(self) -> None:
+        self.calls.append("fail")
+
     def _look(self) -> None:
         self.count += 1
         if self.count in self.changes:
@@ -209,6 +212,7 @@ def test_other_exceptions_leave_and_so_does_the_end_of_the_job(member: Any) -> N
         with pytest.raises(error, match="here"):
             train(state, error)
     assert "reset" not in job.calls
+    assert job.calls.count("fail") == 2
     with pytest.raises(PeerLostError, match="ended elsewhere"):
         train(state, HorovodInternalError)
     assert job.calls.count("reset") == 2
