@@ -8,6 +8,7 @@ from signal import SIGKILL, SIGTERM
 import pytest
 
 from reigen.launch.elastic.job import (
+    FIRST_VIEW_SECONDS,
     LEAVE_SECONDS,
     ORPHANED_SECONDS,
     CallHost,
@@ -43,10 +44,16 @@ TEN_SECONDS = Cooldown(10, 10, max_failures=None)
 
 
 class Job:
-    """An elastic job under a virtual clock; hosts that are called are ready at once, but for those that are not to."""
+    """An elastic job under a virtual clock; hosts that are called are ready at once, but for those that are not to.
 
-    def __init__(self, options: ElasticOptions, *hosts: tuple[str, int], chance: float = 0.0) -> None:
+    The first view is announced as soon as its processes are started, if it ``begins``.
+    """
+
+    def __init__(
+        self, options: ElasticOptions, *hosts: tuple[str, int], chance: float = 0.0, begins: bool = True
+    ) -> None:
         self.now = 0.0
+        self.begins = begins
         self.unusable: set[str] = set()
         self.state = ElasticJobState(options, lambda: chance, self.now)
         self.started: list[tuple[int, int, str, int]] = []
@@ -63,6 +70,8 @@ class Job:
                 instructions += self.handle(answer)
             elif isinstance(each, StartSlots):
                 self.started += [(one.slot, one.incarnation, one.host, one.local_rank) for one in each.starts]
+                if self.begins and any(one.first_size for one in each.starts):
+                    self.handle(ViewAnnounced(1, tuple((one.slot, one.incarnation) for one in each.starts)))
             elif isinstance(each, SayToUser):
                 self.texts.append(each.text)
         return instructions
@@ -431,7 +440,7 @@ def test_an_excluded_process_is_no_failure_of_the_job() -> None:
 
 
 def test_a_program_that_does_not_know_of_elastic_jobs_may_just_end() -> None:
-    job = Job(options(), ("h1", 2))
+    job = Job(options(), ("h1", 2), begins=False)
     job.exit(0, 0)
     job.exit(1, 0)
     assert job.end() == FinishJob(0, None, None)
@@ -450,13 +459,20 @@ def test_candidates_alone_are_no_job() -> None:
     assert job.end().exit_code == 1
 
 
-def test_a_job_without_a_first_view_ends_with_its_first_processes() -> None:
-    job = Job(options(1), ("h1", 2))
+def test_a_job_whose_first_view_cannot_be_ends() -> None:
+    job = Job(options(1), ("h1", 2), begins=False)
     job.exit(1, 3)
+    job.at(FIRST_VIEW_SECONDS)
+    assert job.end().exit_code == 3
+
+
+def test_a_first_view_may_be_announced_after_a_death() -> None:
+    job = Job(options(1), ("h1", 2), begins=False)
+    job.exit(1, 3)
+    job.at(FIRST_VIEW_SECONDS - 1)
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
     job.at(10)
     assert job.running == {0, 1}
-    job.exit(0, 4)
-    assert job.end().exit_code == 3
 
 
 def test_a_view_that_is_announced_late_saves_the_job() -> None:

@@ -10,7 +10,7 @@ c. A host vanishes, or has fewer places: the processes there are asked to leave,
    killed if they do not.
 d. A member has finished (MemberFinished): nothing is started any more; those who are no members are asked to leave.
    When all have ended, so has the job, with 0, or with the exit code of a member that failed meanwhile.
-e. The job fails: when no process is left; when no process is left that holds the state of the training; when there were
+e. The job fails: when a process has died and there is still no view; when no process is left; when no process is left that holds the state of the training; when there were
    fewer than `min_ranks` for too long, or there can never be as many again; when members changed too often.
 
 Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
@@ -56,6 +56,8 @@ FENCED_EXIT_CODE = 75
 LEAVE_SECONDS = 30.0
 #: How long candidates may run when the last member that the launcher knows of has gone: another view may be on its way.
 ORPHANED_SECONDS = 30.0
+#: How long the first view may take to be announced after a process of it has died: it may be on its way.
+FIRST_VIEW_SECONDS = 5.0
 #: How long a host that could not take part is not called again: at first, doubled each time, and at most.
 _REFUSED_SECONDS, _MOST_REFUSED_SECONDS = 10.0, 600.0
 #: Horovod's words.
@@ -170,6 +172,8 @@ class ElasticJobState(JobState):
         self._deaths: list[_Death] = []
         #: Since when there are fewer processes than needed; None: there are enough.
         self._short_since: float | None = now
+        #: Since when a first process is dead, and no view was announced: the others wait for it in vain.
+        self._doomed_since: float | None = None
         #: Since when no member is known to run.
         self._orphaned_since: float | None = None
         #: Changes of members: deaths by the epoch in which they happened, and views.
@@ -211,6 +215,7 @@ class ElasticJobState(JobState):
             return inf
         ends = [self.slots.next_due(self._now)]
         ends += [] if self._short_since is None else [self._short_since + self._timeout_seconds]
+        ends += [] if self._doomed_since is None else [self._doomed_since + FIRST_VIEW_SECONDS]
         ends += [] if self._orphaned_since is None else [self._orphaned_since + ORPHANED_SECONDS]
         return min(ends)
 
@@ -256,7 +261,7 @@ class ElasticJobState(JobState):
             return
         if self.epoch is not None and self._options.counts_resizes and self._counted_epoch != self.epoch:
             self._num_resets += 1
-        self.epoch, self.members = epoch, members
+        self.epoch, self.members, self._doomed_since = epoch, members, None
         self._deaths.clear()
 
     def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
@@ -308,6 +313,8 @@ class ElasticJobState(JobState):
         return [each for each in self.slots.hosts[slot.host].slots if each.state is SlotState.RUNNING]
 
     def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
+        if self.epoch is None and self._doomed_since is None:
+            self._doomed_since = self._now
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
         if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
@@ -361,6 +368,8 @@ class ElasticJobState(JobState):
             return "-"
         hold_seconds = 0.0 if self.epoch is None else ORPHANED_SECONDS  # without a first view there is no second one
         if self._orphaned_since is not None and self._now >= self._orphaned_since + hold_seconds:
+            return "-"
+        if self._doomed_since is not None and self._now >= self._doomed_since + FIRST_VIEW_SECONDS:
             return "-"
         if self._short_since is not None and self._now >= self._short_since + self._timeout_seconds:
             return MIN_RANKS_TEXT.format(options.min_ranks)
