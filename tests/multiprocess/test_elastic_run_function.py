@@ -6,10 +6,13 @@ import os
 import signal
 import threading
 
+import msgspec
 import pytest
 
 import reigen
+from reigen.cluster.environ import ELASTIC_VIEW_KEY
 from reigen.cluster.membership.rendezvous import RendezvousClient
+from reigen.cluster.membership.views.record import StepBase, View, ViewHost, ViewMember
 from reigen.errors import LaunchError, RankFailedError
 
 pytestmark = pytest.mark.slow
@@ -31,6 +34,10 @@ def test_a_place_is_filled_again_and_the_results_are_those_of_the_last_processes
             os.kill(os.getpid(), signal.SIGKILL)
         client = rendezvous()
         if incarnation:
+            members = (ViewMember(0, 0, 1), ViewMember(2, 0, 1), ViewMember(1, 1, 2))
+            host = ViewHost("h", 1, "127.0.0.1", members)
+            view = View.make(2, [host], base=StepBase(), sizes=(2, 3))
+            client.put(ELASTIC_VIEW_KEY, msgspec.msgpack.encode(view))
             client.put("second", b"")
         client.get("second", 30.0)
         return base + slot, incarnation, "REIGEN_ELASTIC_CANDIDATE" in os.environ

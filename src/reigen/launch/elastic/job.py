@@ -10,8 +10,9 @@ c. A host vanishes, or has fewer places: the processes there are asked to leave,
    killed if they do not.
 d. A member has finished (MemberFinished): nothing is started any more; those who are no members are asked to leave.
    When all have ended, so has the job, with 0, or with the exit code of a member that failed meanwhile.
-e. The job fails: when a process has died and there is still no view; when no process is left; when no process is left that holds the state of the training; when there were
-   fewer than `min_ranks` for too long, or there can never be as many again; when members changed too often.
+e. The job fails: when a process has died and there is still no view; when no process is left; when no process is left
+   that holds the state of the training; when there were fewer than `min_ranks` for too long, or there can never be as
+   many again; when members changed too often.
 
 Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
 a view it is the end of a program that does not know of elastic jobs. A process that its fellows excluded (exit code 75)
