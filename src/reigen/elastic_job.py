@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
-from reigen.cluster.membership.elastic.directory import meet_first_view, meeting_name
+from reigen.cluster.membership.elastic.directory import meet_first_view, rendezvous_name
 from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, ViewDriver
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.place import ElasticPlace
@@ -269,7 +269,7 @@ class ElasticJob(Generic[_Context]):
             hosts.append(tuple(range(len(names), len(names) + len(host.members))))
             names += [host.name] * len(host.members)
         layout = HostLayout(view.ranks[self._place.member], tuple(hosts), tuple(names))
-        return self._access.meet(layout, meeting_name(view.epoch))
+        return self._access.meet(layout, rendezvous_name(view.epoch))
 
     def roll(self, _: View, done: Callable[[], None]) -> None:
         """Bring the program's state to the view's step: nothing here, the program itself does that when it goes on."""

@@ -34,7 +34,7 @@ _LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
 _MOST_PASSED_VIEWS = 8
 
 
-def meeting_name(epoch: int) -> str:
+def rendezvous_name(epoch: int) -> str:
     """Return the name under which the members of a view meet at the rendezvous."""
     return f"view {epoch}"
 
@@ -117,7 +117,7 @@ class ViewDirectory:
         def announce() -> None:
             self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view))
             for epoch in range(max(1, view.epoch - _MOST_PASSED_VIEWS), view.epoch - 1):
-                self._rendezvous.forget(f"{meeting_name(epoch)}/")
+                self._rendezvous.forget(f"{rendezvous_name(epoch)}/")
 
         self._do(announce)
 
