@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 #: How often in a row a view is built anew that cannot be built though its members are there.
 _MAX_FAILED_BUILDS = 3
+#: In the names of hosts in views, before what distinguishes hosts of one name.
+_MARK = "@"
 #: Between looks whether members have finished.
 _LOOK_SECONDS = 0.2
 
@@ -267,7 +269,7 @@ class ElasticJob(Generic[_Context]):
         names: list[str] = []
         for host in view.hosts:
             hosts.append(tuple(range(len(names), len(names) + len(host.members))))
-            names += [host.name] * len(host.members)
+            names += [host.name.partition(_MARK)[0]] * len(host.members)
         layout = HostLayout(view.ranks[self._place.member], tuple(hosts), tuple(names))
         return self._access.meet(layout, rendezvous_name(view.epoch))
 
@@ -322,7 +324,7 @@ def join_elastic_job(
     host_id, hostname = host_identity(config.host_id or "")
     node = ElasticNode(
         place.member,
-        f"{hostname}@{hashlib.sha256(host_id.encode()).hexdigest()[:8]}",
+        f"{hostname}{_MARK}{hashlib.sha256(host_id.encode()).hexdigest()[:8]}",
         address,
         job.secret,
         place.voter_fd,

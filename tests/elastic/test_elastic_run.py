@@ -55,3 +55,19 @@ def test_a_horovod_script_survives_a_kill_and_follows_the_discovery(tmp_path: Pa
     assert sorted(set(numbers)) == list(range(1, max(numbers) + 1))  # no batch is missing
     assert len(numbers) - len(set(numbers)) <= 2  # two deaths, and each makes one batch anew
     assert "killed by SIGKILL" in output.read_text()
+
+
+def test_the_example_reaches_its_accuracy_though_a_process_dies(tmp_path: Path):
+    output = tmp_path / "output"
+    example = Path(__file__).parents[2] / "examples" / "torch_elastic.py"
+    command = ["-np", "3", "--min-np", "2", sys.executable, str(example)]
+    with (
+        output.open("wb") as file,
+        launched(*command, stdout=file, stderr=subprocess.STDOUT, env={"EPOCHS": "20"}) as launcher,
+    ):
+        until(lambda: "epoch   2/" in output.read_text())
+        found = [line.split() for line in output.read_text().splitlines() if " is rank 0 of 3" in line]
+        os.kill(int(found[0][found[0].index("process") + 1]), signal.SIGKILL)
+        assert launcher.process.wait(DEADLINE_SECONDS) == 0, output.read_text()
+    assert "2 ranks go on at epoch" in output.read_text()
+    assert "test accuracy 0.9" in output.read_text()
