@@ -106,7 +106,7 @@ def test_members_stop_at_one_step_for_those_who_come_and_leave(monkeypatch: pyte
 
 
 def _stop_at_once(self: ElasticMember) -> list[Any]:
-    is_there = self._change_at is not None and self._applied >= self._change_at
+    is_there = self._stop.is_due(self._applied)
     return self._begin_change() if is_there and self.state.value in {"running", "leaving"} else []
 
 

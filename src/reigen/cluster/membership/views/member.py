@@ -48,6 +48,7 @@ from reigen.cluster.membership.views.messages import (
     ViewMessage,
     ViewPromise,
 )
+from reigen.cluster.membership.views.planned_stop import PlannedStop
 from reigen.cluster.membership.views.record import MemberId, View, VoterId
 
 _MOST_BACK_OFF_DOUBLINGS = 6
@@ -147,11 +148,9 @@ class ElasticMember:
         self._candidates: dict[MemberId, MemberReady] = {}
         self._installation = Installation(me, view)
         self._applied = 0
-        #: at which step to stop for a change, and who has said that it leaves
-        self._change_at: int | None = None
+        #: at which step to stop for a change; and who has said that it leaves
+        self._stop = PlannedStop(me, view)
         self._leaving: set[MemberId] = set()
-        #: members that have said to this one that they are there; rank 0 counts them
-        self._reached: set[MemberId] = set()
 
     def start(self) -> list[MemberAction]:
         """Return the first actions."""
@@ -310,9 +309,6 @@ class ElasticMember:
             return [SendTo(sender, ViewDecided(self.view.epoch, self.view))]
         return [SendTo(sender, BehindView(epoch, self.view.epoch))] if epoch > self.view.epoch else []
 
-    def _on_behind(self, message: BehindView, sender: MemberId | VoterId) -> list[MemberAction]:
-        return self._answer_late(message.known, sender) if message.known < self.view.epoch else []
-
     def _on_revoke(self, message: RevokeView, sender: MemberId | VoterId) -> list[MemberAction]:
         if message.epoch != self.view.epoch:
             return self._answer_late(message.epoch, sender)
@@ -357,8 +353,7 @@ class ElasticMember:
         gone = {member for member in old.neighbours(self.me) if member not in view.ranks}
         installation = Installation(self.me, view, self._installation.dying | gone - dead)
         kills = installation.kill(self._leaving)
-        self._leader, self._change_at, self._progress = None, None, None
-        self._reached.clear()
+        self._leader, self._progress, self._stop = None, None, PlannedStop(self.me, view)
         known = self._known_lost()  # of others' word the leader has made what it could
         self.lost = {each: evidence for each, evidence in self.lost.items() if each in view.ranks and each in known}
         self._candidates = {each: ready for each, ready in self._candidates.items() if each not in view.ranks}
@@ -428,36 +423,27 @@ class ElasticMember:
 
     def _consider_pause(self) -> list[MemberAction]:
         """Run no more steps if the one is applied at which all stop."""
-        if self.state not in _STEPPING or self._change_at is None or self._applied < self._change_at:
+        if self.state not in _STEPPING or not self._stop.is_due(self._applied):
             return []
         self.state = ElasticState.PAUSED
-        self._reached.add(self.me)
+        self._stop.reached.add(self.me)
         timers: list[MemberAction] = [
             StartTimer(ViewTimer.RETRY, self._timeouts.retry),
             StartTimer(ViewTimer.STUCK, self._timeouts.stuck),
         ]
-        return [*self._say_reached(), *timers] if self.rank else [*timers, *self._count_reached()]
-
-    def _say_reached(self) -> list[MemberAction]:
-        """Tell rank 0 that this member has stopped, or, as rank 0, those others at which step to stop that have not."""
-        assert self._change_at is not None
-        if self.rank:
-            return [SendTo(self.view.members[0], StepReached(self.view.epoch, self._change_at, self.me))]
-        message = ChangeAt(self.view.epoch, self._change_at)
-        return [SendTo(member, message) for member in self.view.members if member not in self._reached]
+        return [*self._stop.messages(), *timers] if self.rank else [*timers, *self._count_reached()]
 
     def _count_reached(self) -> list[MemberAction]:
         """Begin the change, as rank 0, when all have stopped."""
-        has_all = self._reached >= self.view.ranks.keys()
-        return self._begin_change() if self.state is ElasticState.PAUSED and has_all else []
+        return self._begin_change() if self.state is ElasticState.PAUSED and self._stop.is_complete else []
 
     def _on_reached(self, message: StepReached, sender: MemberId | VoterId) -> list[MemberAction]:
         if message.epoch != self.view.epoch or self.rank != 0:
             return self._answer_late(message.epoch, sender)
         if self.state is ElasticState.CHANGING:
             return [SendTo(message.member, RevokeView(self.view.epoch))]
-        self._reached.add(message.member)
-        self._change_at = min(self._change_at or message.step, message.step)
+        self._stop.reached.add(message.member)
+        self._stop.name(message.step)
         return [*self._consider_pause(), *self._count_reached()]
 
     def _on_leave(self, _: LeaveRequested | None = None) -> list[MemberAction]:
@@ -469,15 +455,11 @@ class ElasticMember:
         self.state = ElasticState.LEAVING
         return self._change_soon(self.me)
 
-    def _on_change_requested(self, event: ChangeRequested) -> list[MemberAction]:
-        """Begin a change, unless the view has passed: what failed there is over."""
-        return self._begin_change() if event.epoch == self.view.epoch else []
-
     def _change_soon(self, leaving: MemberId | None) -> list[MemberAction]:
         """Name a step at which all stop; some may be one step ahead, and the message takes time."""
-        if self._change_at is None or leaving is not None:
-            self._change_at = min(self._change_at or self._applied + 2, self._applied + 2)
-            return [*self._send_all(ChangeAt(self.view.epoch, self._change_at, leaving))]
+        if self._stop.step is None or leaving is not None:
+            step = self._stop.name(self._applied + 2)
+            return [*self._send_all(ChangeAt(self.view.epoch, step, leaving))]
         return []
 
     def _on_change_at(self, message: ChangeAt, sender: MemberId | VoterId) -> list[MemberAction]:
@@ -485,7 +467,7 @@ class ElasticMember:
             return self._answer_late(message.epoch, sender) if message.epoch < self.view.epoch else []
         if message.leaving is not None:
             self._leaving.add(message.leaving)
-        self._change_at = min(self._change_at or message.step, message.step)
+        self._stop.name(message.step)
         return self._consider_pause()
 
     def _on_ready(self, message: MemberReady, sender: MemberId | VoterId) -> list[MemberAction]:
@@ -508,9 +490,6 @@ class ElasticMember:
 
     # -- timers -------------------------------------------------------------------------------------------------------
 
-    def _on_timer(self, event: TimerFired) -> list[MemberAction]:
-        return self._TIMER_HANDLERS[event.timer](self)
-
     def _on_retry(self) -> list[MemberAction]:
         """Send again what may have been lost."""
         again: list[MemberAction] = [StartTimer(ViewTimer.RETRY, self._timeouts.retry)]
@@ -521,7 +500,7 @@ class ElasticMember:
         if self.state is ElasticState.INSTALLING:
             return [*self._say_installed(), *again]
         if self.state is ElasticState.PAUSED:
-            return [*self._say_reached(), *again]
+            return [*self._stop.messages(), *again]
         return []
 
     def _on_stuck(self) -> list[MemberAction]:
@@ -554,9 +533,6 @@ class ElasticMember:
             return []
         self._leader.try_again()
         return [*self._leader.requests()]
-
-    def _on_kill_timeout(self) -> list[MemberAction]:
-        return [*self._installation.give_up_killing()] if self.state is ElasticState.INSTALLING else []
 
     def _on_change_timeout(self) -> list[MemberAction]:
         if self.state is not ElasticState.CHANGING:
@@ -597,8 +573,9 @@ class ElasticMember:
         Rolled: _on_rolled,
         StepApplied: _on_step_applied,
         LeaveRequested: _on_leave,
-        ChangeRequested: _on_change_requested,
-        TimerFired: _on_timer,
+        # what failed in a view that has passed is over
+        ChangeRequested: lambda self, event: self._begin_change() if event.epoch == self.view.epoch else [],
+        TimerFired: lambda self, event: self._TIMER_HANDLERS[event.timer](self),
     }
     _MESSAGE_HANDLERS: ClassVar[dict[type[Any], Callable[..., list[MemberAction]]]] = {
         RevokeView: _on_revoke,
@@ -607,7 +584,9 @@ class ElasticMember:
         ViewPromise: _on_voter_reply,
         ViewAccepted: _on_voter_reply,
         BallotPreempted: _on_voter_reply,
-        BehindView: _on_behind,
+        BehindView: lambda self, message, sender: (
+            self._answer_late(message.known, sender) if message.known < self.view.epoch else []
+        ),
         ViewDecided: lambda self, message, _: self._adopt(message.value),
         ViewInstalled: _on_installed,
         ViewGo: _on_go,
@@ -619,7 +598,9 @@ class ElasticMember:
         ViewTimer.RETRY: _on_retry,
         ViewTimer.STUCK: _on_stuck,
         ViewTimer.BACK_OFF: _on_back_off,
-        ViewTimer.KILL: _on_kill_timeout,
+        ViewTimer.KILL: lambda self: (
+            [*self._installation.give_up_killing()] if self.state is ElasticState.INSTALLING else []
+        ),
         ViewTimer.CHANGE: _on_change_timeout,
         ViewTimer.WAIT: _on_wait_timeout,
     }
