@@ -107,6 +107,8 @@ def test_what_is_forgotten_is_gone_and_makes_room(ranks):
     for key in ("view 1/a", "view 1/b", "view 10/a"):
         one.put(key, b"value")
     PrefixRendezvous(other, "view 1").forget("")
+    with pytest.raises(ArgumentError, match="1 to 256 bytes"):
+        other.forget("")
     assert [one.peek(key) for key in ("view 1/a", "view 1/b", "view 10/a")] == [None, None, b"value"]
 
 

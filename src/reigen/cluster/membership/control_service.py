@@ -80,7 +80,7 @@ class CancelGet(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unkn
 
 
 class ForgetKeys(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drop the values of all keys that begin with ``prefix``."""
+    """Drop the values of all keys that begin with ``prefix``, which is not empty."""
 
     request: int
     prefix: str
@@ -122,14 +122,14 @@ class RendezvousStore:
         if isinstance(message, CancelGet):
             self._forget(lambda waiter, request: (waiter, request) == (owner, message.request))
             return []
-        if isinstance(message, ForgetKeys):
-            for key in [key for key in self._values if key.startswith(message.prefix)]:
-                self._num_bytes -= len(self._values.pop(key))
-            return [(owner, StoreReply(message.request))]
         try:
             check_entry(message)
         except ArgumentError as error:
             return [(owner, StoreReply(message.request, problem=str(error)))]
+        if isinstance(message, ForgetKeys):
+            for key in [key for key in self._values if key.startswith(message.prefix)]:
+                self._num_bytes -= len(self._values.pop(key))
+            return [(owner, StoreReply(message.request))]
         if isinstance(message, PutValue):
             return self._put(owner, message)
         if message.key in self._values:
@@ -299,9 +299,9 @@ class ControlService:
                 self._gone(client, silent=False)
 
 
-def check_entry(message: PutValue | GetValue) -> None:
-    """Raise ArgumentError if a key or a value is too large."""
-    num_key_bytes = len(message.key.encode())
+def check_entry(message: PutValue | GetValue | ForgetKeys) -> None:
+    """Raise ArgumentError if a key is empty, or a key or a value too large."""
+    num_key_bytes = len((message.prefix if isinstance(message, ForgetKeys) else message.key).encode())
     if not 0 < num_key_bytes <= MAX_KEY_BYTES:
         raise ArgumentError(f"a rendezvous key must have 1 to {MAX_KEY_BYTES} bytes, not {num_key_bytes}")
     if isinstance(message, PutValue) and len(message.value) > MAX_VALUE_BYTES:

@@ -83,13 +83,13 @@ class LocalRendezvous(Rendezvous):
 
     def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
         """Serve a request; raises TimeoutError."""
+        check_entry(message)
         if isinstance(message, ForgetKeys):
             with self._changed:
                 for key in [key for key in self._values if key.startswith(message.prefix)]:
                     del self._values[key]
             return None
         key, values = message.key, self._values
-        check_entry(message)
         with self._changed:
             if isinstance(message, PutValue) and not (message.only_first and key in values):
                 values[key] = message.value
@@ -170,8 +170,7 @@ class RendezvousClient(Rendezvous):
             PeerLostError: the launcher has gone.
             TimeoutError: it did not answer in time, or nobody put the value.
         """
-        if not isinstance(message, ForgetKeys):
-            check_entry(message)
+        check_entry(message)
         seconds = timeout_seconds if isinstance(message, GetValue) and message.wait else self._timeout_seconds
         with self._lock:
             self._num_requests += 1
