@@ -60,6 +60,7 @@ class Client:
 
     def container_of(self, rank: int):
         """The container in which a rank runs, by what it has printed."""
+        self.printed(f"rank {rank} in container_")
         name = re.search(rf"rank {rank} in (container_\w+)", self.output)[1]
         return self.application.containers[name]
 
