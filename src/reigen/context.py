@@ -33,21 +33,14 @@ from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
 from reigen.engine.messages import JOIN_NAME, UNNAMED, Operation, OperationKind, Topic
 from reigen.engine.observer import EngineObserver
 from reigen.engine.operation_builders import OperationBuilder, ReductionSpec, build_operation
-from reigen.engine_factory import (
-    JobRendezvous,
-    create_multi_host_engine,
-    create_single_host_engine,
-    create_single_rank_engine,
-)
 from reigen.errors import ArgumentError, CollectiveError, ConfigError, NotInitializedError
-from reigen.observe.timeline import Timeline
 from reigen.resources.stdio import occupy_standard_descriptors
-from reigen.startup import count_generation, join_rendezvous, log_job
 from reigen.types import DType, ReduceOp
 
-if TYPE_CHECKING:  # elastic jobs alone load it
+if TYPE_CHECKING:  # loaded by those who join a job, or an elastic one: to import a framework's package takes no longer
     from reigen.cluster.membership.place import ElasticPlace
     from reigen.elastic_job import ElasticJob
+    from reigen.engine_factory import JobRendezvous
 
 __all__ = [
     "CollectiveResult",
@@ -95,6 +88,9 @@ class Context:
     """
 
     def __init__(self, config: Config, job_rendezvous: JobRendezvous | None = None) -> None:
+        from reigen import engine_factory
+        from reigen.observe.timeline import Timeline
+
         topology = Topology.alone() if job_rendezvous is None else job_rendezvous.layout.topology()
         self.rank, self.size = topology.rank, topology.size
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
@@ -128,11 +124,11 @@ class Context:
         #: whether collectives go on while this rank computes: on another processor than its thread, or on the network
         self.overlaps = self.has_network or len(cpus) > 1
         if job_rendezvous is None or self.size == 1:
-            self._engine = create_single_rank_engine(config)
+            self._engine = engine_factory.create_single_rank_engine(config)
         elif choice.network is None:
-            self._engine, self._release = create_single_host_engine(job_rendezvous, config)
+            self._engine, self._release = engine_factory.create_single_host_engine(job_rendezvous, config)
         else:
-            self._engine, self._release = create_multi_host_engine(job_rendezvous, choice, config)
+            self._engine, self._release = engine_factory.create_multi_host_engine(job_rendezvous, choice, config)
         #: backend for memory of devices, as far as it takes it; everything else is staged through the host
         self.device: DeviceBackend | None = self._engine.device
         #: of all ranks' collectives; see `Timeline.start`
@@ -572,17 +568,21 @@ def init(
             else:
                 _current = _join_elastic(elastic_place, job, config, environ, ranks)
             if _current.rank == 0:
+                from reigen.startup import log_job
+
                 log_job(job, config, environ, _current.size, (_current.backend, _current.backend_reason))
             atexit.register(_shutdown_at_exit)
         return _current
 
 
 def _join(job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Context:
-    job_rendezvous = join_rendezvous(job, config, environ, ranks)
+    from reigen import startup
+
+    job_rendezvous = startup.join_rendezvous(job, config, environ, ranks)
     if job_rendezvous is None:
         return Context(config)
     context = _create(config, job_rendezvous)
-    count_generation(job_rendezvous)
+    startup.count_generation(job_rendezvous)
     return context
 
 
