@@ -8,6 +8,7 @@
 #   make test-frameworks  the tests of reigen.tensorflow, reigen.keras and reigen.jax, with all of them in one environment
 #   make test-engines     the tests of reigen.ray, reigen.spark, reigen.dask and of YARN, in the same environment (Spark needs Java)
 #   make lint       everything that reads the code without running it
+#   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make bench      Reigen and its peers, alternately, in one run
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
 
@@ -30,7 +31,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-all test-engines test-frameworks test-mxnet lint bench bench-network clean
+.PHONY: demo test test-all test-engines test-frameworks test-mxnet lint nightly-elastic bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -94,6 +95,10 @@ test-frameworks: $(FRAMEWORKS_VENV)/.stamp
 
 test-engines: $(FRAMEWORKS_VENV)/.stamp
 	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/engines)
+
+SCHEDULES ?= 1000000
+nightly-elastic: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.unit.cluster.views_nightly --count $(SCHEDULES)
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)

@@ -1,28 +1,39 @@
 """Elastic jobs under random schedules of faults, and each rule that is broken on purpose is found.
 
-REIGEN_SIM_SEED=<seed> replays one schedule. `python -m tests.unit.cluster.test_views_simulator FIRST COUNT` plays so
-many from a seed on, as a nightly run does.
+REIGEN_SIM_SEED=<seed> replays one schedule. `views_nightly` plays a million of them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from reigen.cluster.membership.views import planning
-from reigen.cluster.membership.views.events import PlaneRevoked, RevokePlane
+from reigen.cluster.membership.views.candidate import ElasticCandidate
+from reigen.cluster.membership.views.events import (
+    Copied,
+    EndProcess,
+    Evidence,
+    PlaneRevoked,
+    RevokePlane,
+    Rolled,
+    RunView,
+    Verdict,
+)
 from reigen.cluster.membership.views.installation import Installation
-from reigen.cluster.membership.views.member import ElasticMember
+from reigen.cluster.membership.views.member import ElasticMember, ElasticState
 from reigen.cluster.membership.views.messages import HeldSums, MemberReport, StepProgress
 from reigen.cluster.membership.views.record import Cursor, MemberId, StepBase, View, ViewHost
+from tests.unit.cluster.views_nightly import BLOCK_SIZE, Block, blocks_to_play, play_block, read_blocks, summarize
 from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simulator, make_plan, play
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
@@ -64,13 +75,27 @@ def test_schedules() -> None:
         assert transitions >= TRANSITIONS
 
 
-def test_members_go_on_soon_after_a_death() -> None:
-    """No message is lost, no host silent: what the others wait for is evidence (0.1 s at most), and a few messages."""
+def seconds_after_a_death() -> float:
+    """Return the longest time from a death until all run again, where no message is lost and no host is silent."""
+    longest = 0.0
     for seed in range(100):
         plan = make_plan(random.Random(seed))
         plan.faults, plan.loss, plan.travel, plan.min_size = ["kill"], 0.0, 0.002, 1
-        simulator = Simulator(seed, plan=plan).run()
-        assert simulator.resume_seconds < 0.25, seed
+        longest = max(longest, Simulator(seed, plan=plan).run().resume_seconds)
+    return longest
+
+
+def test_members_go_on_soon_after_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others wait for is evidence (0.1 s at most), and a few messages; without evidence, for a deadline."""
+    assert seconds_after_a_death() < 0.25
+
+    on_evidence = ElasticMember._on_evidence
+
+    def doubt(self: ElasticMember, event: Evidence) -> Any:
+        return [] if event.verdict is Verdict.DEAD else on_evidence(self, event)
+
+    monkeypatch.setitem(ElasticMember._HANDLERS, Evidence, doubt)
+    assert seconds_after_a_death() > 1.0
 
 
 def test_one_cut_connection_costs_one_host() -> None:
@@ -290,8 +315,80 @@ def test_a_view_needs_a_member_with_the_state(monkeypatch: pytest.MonkeyPatch) -
     hunt(("3:", "4:", "6:"), hosts=(1, 1), faults="join join kill kill kill")
 
 
-if __name__ == "__main__":
-    first, count = (int(argument) for argument in sys.argv[1:])
-    began = time.perf_counter()
-    print(dict(run_schedules(range(first, first + count))[0]))
-    print(f"{count} schedules in {time.perf_counter() - began:.0f} s")
+def test_only_stable_steps_are_written_to_checkpoints() -> None:
+    hunt("5:", Rules(checkpoints_are_stable=False), hosts=(1, 1, 1), faults="cut host kill")
+
+
+def test_no_step_is_run_with_fewer_than_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_rolled = ElasticMember._on_rolled
+
+    def never_wait(self: ElasticMember, event: Any) -> Any:
+        actions = on_rolled(self, event)
+        if self.state is ElasticState.WAITING:
+            self.state, actions = ElasticState.RUNNING, [RunView(self.view)]
+        return actions
+
+    monkeypatch.setitem(ElasticMember._HANDLERS, Rolled, never_wait)
+    hunt("6:")
+
+
+def test_who_is_fenced_ends() -> None:
+    class Immortal(Simulator):
+        def _carry(self, process: Process, actions: list[Any]) -> None:
+            super()._carry(process, [action for action in actions if not isinstance(action, EndProcess)])
+
+    hunt("8:", hosts=(1, 1), faults="cut stop cut", kind=Immortal)
+
+
+def test_a_candidate_is_ready_only_with_the_digest_of_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = ElasticCandidate.handle
+
+    def trust(self: ElasticCandidate, event: Any) -> Any:
+        return handle(self, Copied(event.step, matches=True) if isinstance(event, Copied) else event)
+
+    monkeypatch.setattr(ElasticCandidate, "handle", trust)
+    hunt(("3:", "4:"), hosts=(1, 1), faults="join join")
+
+
+def test_members_do_not_stop_because_a_candidate_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def react(self: ElasticMember) -> Any:
+        if self.state is ElasticState.CHANGING:
+            return [*self._consider_leading(), *self._advance()]
+        return self._begin_change() if self.lost else []
+
+    monkeypatch.setattr(ElasticMember, "_react", react)
+    hunt("9:", hosts=(1, 1), faults="join host join host", seconds=2.0)
+
+
+def test_whoever_ends_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = ElasticMember._end
+    monkeypatch.setattr(ElasticMember, "_end", lambda self, state, code, _: end(self, state, code, ""))
+    hunt("10:")
+
+
+# -- a nightly run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_nightly_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    file = tmp_path / "played"
+    whole = [Block(0, BLOCK_SIZE), Block(2 * BLOCK_SIZE, BLOCK_SIZE, violations={"2007": "4: twice"})]
+    file.write_text("".join(json.dumps(asdict(block)) + "\n" for block in whole) + '{"first": 3000, "cou')
+
+    done = read_blocks(file)
+
+    assert done == whole
+    assert [*blocks_to_play(done, 0, 4 * BLOCK_SIZE)] == [(BLOCK_SIZE, BLOCK_SIZE), (3 * BLOCK_SIZE, BLOCK_SIZE)]
+    assert "2000 schedules" in summarize(done)
+    assert "1 violation(s)\n  seed 2007: 4: twice" in summarize(done)
+
+
+def test_a_nightly_block_tells_the_story_of_what_it_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(View, "has_quorum", lambda self, voters: (len({*voters}) * 2 >= len(self.voters), "half"))
+
+    block = play_block(1_000, 300, tmp_path / "played")
+
+    assert block.violations
+    for seed, text in block.violations.items():
+        assert text
+        assert "fault" in (tmp_path / f"played.{seed}").read_text()
+    assert 0 < block.seen["step"] <= 300 - len(block.violations)

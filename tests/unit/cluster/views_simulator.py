@@ -91,6 +91,7 @@ class Rules:
 
     epoch_in_frames: bool = True
     copies_are_stable: bool = True
+    checkpoints_are_stable: bool = True
     #: who might write to memory in use is looked at, and not only what comes of it
     memory_is_checked: bool = True
 
@@ -213,6 +214,8 @@ class Simulator:
         self.views: dict[int, View] = {}
         self.bases: dict[int, tuple[int, ...]] = {}
         self.stable: tuple[int, ...] = ()
+        #: by step, the history that the first checkpoint of that step holds
+        self.checkpoints: dict[int, tuple[int, ...]] = {}
         self.is_calm = False
         self.steps_since_calm = 0
         #: how long after the last fault all ran again, and the last member began a new view
@@ -563,6 +566,8 @@ class Simulator:
         if view.epoch == max(self.views):  # who was stopped may apply what it had: it is in no later view
             self._check_stable(process)
         self.seen["step"] += 1
+        if not self.rules.checkpoints_are_stable:
+            self._write_checkpoint(process)
         self.steps_since_calm += self.is_calm
         self.do(process, StepApplied(step))
         if process.is_alive and process.member.state in {ElasticState.RUNNING, ElasticState.LEAVING}:
@@ -603,6 +608,14 @@ class Simulator:
         if process.applied > len(self.stable):
             self._check_stable(process)
             self.stable = process.history
+        if self.rules.checkpoints_are_stable:
+            self._write_checkpoint(process)
+
+    def _write_checkpoint(self, process: Process) -> None:
+        """A member writes its state down, and may not know that it was left out; nobody takes that back."""
+        known = self.checkpoints.setdefault(process.applied, process.history)
+        if known != process.history:
+            raise Violation(f"5: checkpoints of step {process.applied} hold {known} and {process.history}")
 
     def _check_stable(self, process: Process) -> None:
         both = min(process.applied, len(self.stable))
@@ -779,6 +792,7 @@ class Simulator:
                 self.seen["joined"] += 1
                 self.do(process, Copied(stable, matches=True))
                 return
+            process.history = (-1,) * stable
             self.do(process, Copied(stable, matches=False))
         self.at(0.2, lambda: self._copy(process))
 
@@ -818,6 +832,9 @@ class Simulator:
             raise Violation(f"7: after {SETTLE_SECONDS} s there are still {stuck}")
         latest = self.views[max(self.views)]
         self.seen["goes on" if members else "ends"] += 1
+        for step, held in self.checkpoints.items():
+            if held != self.stable[:step]:
+                raise Violation(f"5: a checkpoint holds {held}, stable is {self.stable}")
         for process in self.processes.values():
             if process.exit is not None and not process.exit.reason:
                 raise Violation(f"10: {process.id} does not say why it ends")

@@ -194,7 +194,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         """Number of each member's host."""
         return {member.id: number for number, host in enumerate(self.hosts) for member in host.members}
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
