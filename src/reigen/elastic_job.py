@@ -28,7 +28,7 @@ from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.place import ElasticPlace
 from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousClient, split_address
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
-from reigen.cluster.membership.views.record import Cursor, View
+from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.config import Config
 from reigen.engine_factory import JobRendezvous
 from reigen.errors import ArgumentError, CollectiveError, PeerLostError
@@ -226,7 +226,7 @@ class ElasticJob(Generic[_Context]):
         if context is not None and not is_programs:
             context.close()
         step = self._step if self._has_state else 0
-        return StepProgress(step, Cursor(0, step), Cursor(0, step), HeldSums(epoch))
+        return StepProgress(step, SamplePosition(0, step), SamplePosition(0, step), HeldSums(epoch))
 
     def build(self, view: View, done: Callable[[], None]) -> None:
         """Begin to build a view's context."""

@@ -31,7 +31,7 @@ from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.cluster.membership.views.events import Evidence, Verdict
 from reigen.cluster.membership.views.member import ViewTimeouts
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
-from reigen.cluster.membership.views.record import Cursor, MemberId, View
+from reigen.cluster.membership.views.record import MemberId, SamplePosition, View
 
 SECRET = b"e" * 32
 MAX_SLOTS = 16
@@ -77,7 +77,7 @@ class LabPlane:
             self.view = None
             step = self.applied if self.has_state else 0
         self.log("revoke", epoch, step)
-        return StepProgress(step, Cursor(0, step), Cursor(0, step + 1), HeldSums(epoch))
+        return StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), HeldSums(epoch))
 
     def _begin(self, what: str, view: View, done: Callable[[], None]) -> None:
         def work() -> None:

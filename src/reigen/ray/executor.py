@@ -7,7 +7,7 @@ from typing import Any
 
 from reigen.errors import LaunchError
 from reigen.ray.connection import require_ray
-from reigen.ray.job import Call, Job, JobRequest, make_job
+from reigen.ray.job import Call, ExecutorJob, JobRequest, make_job
 from reigen.ray.settings import RaySettings, check_gpus, request_workers
 
 Callback = Callable[[Any], object]
@@ -98,7 +98,7 @@ class RayExecutor:
             max_workers=max_workers,
         )
         self._use_current_group = use_current_placement_group
-        self._job: Job | None = None
+        self._job: ExecutorJob | None = None
 
     @property
     def num_workers(self) -> int:
@@ -181,7 +181,7 @@ class RayExecutor:
         return self._started.run_single(Call(fn, with_state=True, ranks=(0,)))
 
     @property
-    def _started(self) -> Job:
+    def _started(self) -> ExecutorJob:
         if self._job is None:
             raise LaunchError("there are no workers: start() comes first")
         return self._job

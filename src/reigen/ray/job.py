@@ -129,7 +129,7 @@ class RayJob:
             self._placement.release()
 
 
-class Job(Protocol):
+class ExecutorJob(Protocol):
     """Ranks on Ray, for the driver, wherever they are supervised."""
 
     def start(self) -> None:
@@ -148,7 +148,7 @@ class Job(Protocol):
         """End the ranks and give everything back; may be called again."""
 
 
-def make_job(request: JobRequest) -> Job:
+def make_job(request: JobRequest) -> ExecutorJob:
     """Make the job of this driver.
 
     Raises:

@@ -62,8 +62,8 @@ from reigen.cluster.membership.views.planning import plan_view
 from reigen.cluster.membership.views.quorum import QuorumRule, choose_rule, count_voters, has_quorum
 from reigen.cluster.membership.views.record import (
     MAX_VIEW_BYTES,
-    Cursor,
     MemberId,
+    SamplePosition,
     StepBase,
     View,
     ViewHost,
@@ -81,7 +81,9 @@ def member(slot: int, incarnation: int = 1) -> MemberId:
 
 
 def progress(applied: int, *buckets: int, epoch: int = 1) -> StepProgress:
-    return StepProgress(applied, Cursor(0, applied * 10), Cursor(0, applied * 10 + 10), HeldSums(epoch, buckets, 2))
+    return StepProgress(
+        applied, SamplePosition(0, applied * 10), SamplePosition(0, applied * 10 + 10), HeldSums(epoch, buckets, 2)
+    )
 
 
 def reports(view: View, *applied: int, **changes: Any) -> dict[MemberId, MemberReport]:
@@ -151,7 +153,9 @@ def test_a_view_of_1024_ranks_is_small(num_hosts: int, ranks_each: int) -> None:
         )
         for host in range(num_hosts)
     ]
-    base = StepBase(1 << 40, Cursor(1 << 20, 1 << 40), 1 << 40, sums_epoch=1, completes=True, sum_sources=(1023,) * 200)
+    base = StepBase(
+        1 << 40, SamplePosition(1 << 20, 1 << 40), 1 << 40, sums_epoch=1, completes=True, sum_sources=(1023,) * 200
+    )
     view = View.make(1 << 15, hosts, base=base, sizes=(1, 1024))
     view.validate()
     data = VIEW_CODEC.encode(ViewDecided(view.epoch, view))
@@ -249,7 +253,7 @@ def test_the_latest_step_goes_to_all() -> None:
     view = make_view(3)
     found, reason = planned(view, reports(view, 4, 5, 4))
 
-    assert found.base == StepBase(5, Cursor(0, 50), stable_step=4, behind=(0, 2))
+    assert found.base == StepBase(5, SamplePosition(0, 50), stable_step=4, behind=(0, 2))
     assert found.base.target == 5
     assert reason.endswith("step 5 goes on to those who had not applied it")
 
@@ -263,7 +267,7 @@ def test_a_step_is_completed_if_all_its_sums_are_there() -> None:
 
     said[member(1)] = msgspec.structs.replace(said[member(1)], progress=progress(4, 0))
     found, reason = planned(view, said)
-    assert found.base == StepBase(4, Cursor(0, 40), 4, (), True, 1, (1, 0))
+    assert found.base == StepBase(4, SamplePosition(0, 40), 4, (), True, 1, (1, 0))
     assert found.base.target == 5
     assert reason.endswith("step 5 is completed: all its sums are there")
 

@@ -32,7 +32,7 @@ from reigen.cluster.membership.views.events import (
 from reigen.cluster.membership.views.installation import Installation
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState
 from reigen.cluster.membership.views.messages import HeldSums, MemberReport, StepProgress
-from reigen.cluster.membership.views.record import Cursor, MemberId, StepBase, View, ViewHost
+from reigen.cluster.membership.views.record import MemberId, SamplePosition, StepBase, View, ViewHost
 from tests.unit.cluster.views_nightly import BLOCK_SIZE, Block, blocks_to_play, play_block, read_blocks, summarize
 from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simulator, make_plan, play
 
@@ -263,7 +263,7 @@ def test_who_has_reported_goes_no_further() -> None:
                 super()._carry(process, [action])
                 if isinstance(action, RevokePlane):
                     step, held = process.applied, HeldSums(process.held_epoch, tuple(process.held), NUM_BUCKETS)
-                    progress = StepProgress(step, Cursor(0, step), Cursor(0, step + 1), held)
+                    progress = StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), held)
                     self.do(process, PlaneRevoked(action.epoch, progress))
 
     hunt("", hosts=(1, 1), faults="kill join", kind=Hasty)

@@ -40,7 +40,7 @@ from reigen.cluster.membership.views.leader import ChangeLeader
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.paxos import Acceptor
-from reigen.cluster.membership.views.record import Cursor, MemberId, View, VoterId
+from reigen.cluster.membership.views.record import MemberId, SamplePosition, View, VoterId
 
 DEAD = -1
 _SETTLED = {ElasticState.RUNNING, ElasticState.WAITING}
@@ -243,7 +243,9 @@ class Exploration:
         if isinstance(event, PlaneRevoked):
             step = len(plane.history)
             held = HeldSums(0, (), 1)
-            event = PlaneRevoked(event.epoch, StepProgress(step, Cursor(0, step), Cursor(0, step + 1), held))
+            event = PlaneRevoked(
+                event.epoch, StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), held)
+            )
             state = self._with_plane(state, place, plane._replace(running=0))
         elif isinstance(event, Rolled):
             rolled = self._roll(state, place, event.epoch)
@@ -340,7 +342,7 @@ class Exploration:
             case SendTo(receiver, message) if state.members[self._place(receiver)] != DEAD:
                 yield Happening(self._place(receiver), 0, Received(me, message))
             case RevokePlane(epoch):
-                empty = StepProgress(0, Cursor(0, 0), Cursor(0, 0), HeldSums(0))
+                empty = StepProgress(0, SamplePosition(0, 0), SamplePosition(0, 0), HeldSums(0))
                 yield Happening(place, 0, PlaneRevoked(epoch, empty))
             case BuildLayouts(view):
                 yield Happening(place, 0, LayoutsBuilt(view.epoch))

@@ -46,8 +46,8 @@ from reigen.cluster.membership.views.member import ElasticMember, ElasticState, 
 from reigen.cluster.membership.views.messages import VIEW_CODEC, HeldSums, StepProgress
 from reigen.cluster.membership.views.paxos import Acceptor
 from reigen.cluster.membership.views.record import (
-    Cursor,
     MemberId,
+    SamplePosition,
     StepBase,
     View,
     ViewHost,
@@ -409,7 +409,9 @@ class Simulator:
         held = HeldSums(process.held_epoch, tuple(sorted(process.held)), NUM_BUCKETS)
         step = process.applied
         self.stops.setdefault(epoch, set()).add(step)
-        self.do(process, PlaneRevoked(epoch, StepProgress(step, Cursor(0, step), Cursor(0, step + 1), held)))
+        self.do(
+            process, PlaneRevoked(epoch, StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), held))
+        )
 
     def _build(self, process: Process, view: View) -> None:
         process.inbox.clear()

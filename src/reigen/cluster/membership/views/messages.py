@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from reigen.cluster.membership.messages import Count
-from reigen.cluster.membership.views.record import Cursor, MemberId, View, ViewHost
+from reigen.cluster.membership.views.record import MemberId, SamplePosition, View, ViewHost
 from reigen.net.codec import MessageCodec
 
 #: A view is the largest; with more than 1,024 ranks there is still room.
@@ -125,8 +125,8 @@ class StepProgress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """
 
     applied: Count
-    cursor: Cursor
-    next_cursor: Cursor
+    cursor: SamplePosition
+    next_cursor: SamplePosition
     held: HeldSums
 
 

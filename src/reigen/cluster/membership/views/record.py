@@ -96,7 +96,7 @@ class Witness(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return VoterId(self.name, self.incarnation)
 
 
-class Cursor(NamedTuple):
+class SamplePosition(NamedTuple):
     """Place in the samples: pass over the data set, and samples of it that were taken."""
 
     pass_number: int
@@ -117,7 +117,7 @@ class StepBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """
 
     step: Count = 0
-    cursor: Cursor = Cursor(0, 0)
+    cursor: SamplePosition = SamplePosition(0, 0)
     stable_step: Count = 0
     behind: tuple[Count, ...] = ()
     completes: bool = False
