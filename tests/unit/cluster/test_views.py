@@ -482,6 +482,7 @@ def test_a_leader_that_was_preempted_tries_again_later() -> None:
     each.handle(PlaneRevoked(1, progress(7)))
     actions = each.handle(Received(VoterId("h0", 1), BallotPreempted(2, Ballot(1, 0), Ballot(4, 2))))
     assert actions == [StartTimer(ViewTimer.BACK_OFF, 0.04)]
+    assert each.handle(Evidence(member(3), Verdict.UNREACHABLE)) == [], "what happens meanwhile does not put it off"
     actions = each.handle(TimerFired(ViewTimer.BACK_OFF))
 
     assert SendTo(VoterId("h0", 1), PrepareView(2, Ballot(5, 0))) in actions
@@ -497,6 +498,18 @@ def test_who_was_stopped_is_killed_before_its_memory_is_used() -> None:
     assert not any(isinstance(action, BuildLayouts) for action in actions)
 
     assert each.handle(Evidence(member(0), Verdict.DEAD)) == [BuildLayouts(each.view)]
+
+
+def test_who_was_taken_for_stuck_and_has_reported_since_is_a_member_like_the_others() -> None:
+    """Otherwise each view would be followed by another one: the two need never speak with each other."""
+    each = running(1)
+    each.handle(Evidence(member(0), Verdict.STUCK))
+    each.handle(Evidence(member(3), Verdict.UNREACHABLE))
+    each.handle(PlaneRevoked(1, progress(7)))
+    decide(each, 0, 1, 2)
+
+    assert each.state is ElasticState.INSTALLING
+    assert not each.lost
 
 
 def test_who_does_not_die_loses_its_memory() -> None:

@@ -33,7 +33,15 @@ from reigen.cluster.membership.views.installation import Installation
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState
 from reigen.cluster.membership.views.messages import HeldSums, MemberReport, StepProgress
 from reigen.cluster.membership.views.record import MemberId, SamplePosition, StepBase, View, ViewHost
-from tests.unit.cluster.views_nightly import BLOCK_SIZE, Block, blocks_to_play, play_block, read_blocks, summarize
+from tests.unit.cluster.views_nightly import (
+    BLOCK_SIZE,
+    Block,
+    blocks_to_play,
+    plan_of,
+    play_block,
+    read_blocks,
+    summarize,
+)
 from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simulator, make_plan, play
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
@@ -73,6 +81,14 @@ def test_schedules() -> None:
         assert set(seen) == EVENTS
         assert min(seen[what] for what in EVENTS - {"fresh segments"}) >= 15, seen
         assert transitions >= TRANSITIONS
+
+
+def test_schedules_with_more_hosts_and_faults() -> None:
+    """As `views_nightly` plays them: from six members on, there are some that never speak with each other."""
+    for seed in (4 * number for number in range(100)):
+        Simulator(seed, plan=plan_of(seed)).run()
+    for seed in (1011392, 1016576, 1019888, 1025748, 1042056):  # views without end, and a leader that was never heard
+        Simulator(seed, plan=plan_of(seed)).run()
 
 
 def seconds_after_a_death() -> float:

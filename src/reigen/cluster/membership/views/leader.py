@@ -31,6 +31,7 @@ class ChangeLeader:
         proposer: the latest attempt.
         reports: of members that have answered.
         reason: why there is no decision yet, or what was proposed.
+        backs_off: it waits to begin another attempt.
     """
 
     def __init__(self, view: View, me: MemberId) -> None:
@@ -38,6 +39,7 @@ class ChangeLeader:
         self.proposer = Proposer(view, Ballot(1, view.ranks[me]))
         self.reports: dict[MemberId, MemberReport] = {}
         self.reason = ""
+        self.backs_off = False
 
     @property
     def is_preempted(self) -> bool:
@@ -49,6 +51,7 @@ class ChangeLeader:
         preempted = self.proposer.preempted or self.proposer.ballot
         attempt = max(preempted.attempt, self.proposer.ballot.attempt) + 1
         self.proposer = Proposer(self._view, Ballot(attempt, self._view.ranks[self._me]))
+        self.backs_off = False
 
     def requests(self) -> Iterator[SendTo]:
         """Yield what voters and members are asked and have not answered."""

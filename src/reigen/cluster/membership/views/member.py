@@ -252,7 +252,10 @@ class ElasticMember:
         leader.reports[self.me] = self._report()
         actions: list[MemberAction] = [*leader.advance(self._known_lost(), self._candidates, self._voter_lives)]
         self.reason = leader.reason
+        if leader.is_preempted and leader.backs_off:
+            return actions  # what happens meanwhile must not put it off
         if leader.is_preempted:
+            leader.backs_off = True
             doublings = min(leader.proposer.ballot.attempt, _MOST_BACK_OFF_DOUBLINGS)
             seconds = self._timeouts.back_off * (self.rank + 1) * 2**doublings
             return [*actions, StartTimer(ViewTimer.BACK_OFF, seconds)]
@@ -354,8 +357,10 @@ class ElasticMember:
         installation = Installation(self.me, view, self._installation.dying | gone - dead)
         kills = installation.kill(self._leaving)
         self._leader, self._progress, self._stop = None, None, PlannedStop(self.me, view)
-        known = self._known_lost()  # of others' word the leader has made what it could
-        self.lost = {each: evidence for each, evidence in self.lost.items() if each in view.ranks and each in known}
+        # of others' word the leader has made what it could, and whoever was silent has answered it
+        silent = {each for each, evidence in self.lost.items() if evidence.verdict is Verdict.STUCK}
+        known = (self._known_lost() - silent) & view.ranks.keys()
+        self.lost = {each: evidence for each, evidence in self.lost.items() if each in known}
         self._candidates = {each: ready for each, ready in self._candidates.items() if each not in view.ranks}
         actions: list[MemberAction] = [*kills, *self._begin_install(installation)]
         self._leaving &= view.ranks.keys()
