@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
-from reigen.cluster.membership.elastic.directory import meet_first_view, rendezvous_name
+from reigen.cluster.membership.elastic.directory import meet_first_view
 from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, ViewDriver
 from reigen.cluster.membership.elastic.node import ElasticNode
+from reigen.cluster.membership.elastic.view_service import ViewService, view_service_address, view_service_name
 from reigen.cluster.membership.place import ElasticPlace
-from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousClient, split_address
+from reigen.cluster.membership.rendezvous import RendezvousClient, split_address
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.config import Config
@@ -60,7 +61,7 @@ class ViewContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobAccess:
-    """Access to the control service of the job's launcher.
+    """Access to the control service of the job's launcher, where processes begin: views have services of their own.
 
     Attributes:
         address: ``host:port``.
@@ -79,11 +80,6 @@ class JobAccess:
     def connect(self) -> RendezvousClient:
         """Return a connection of its own; errors of `RendezvousClient`."""
         return RendezvousClient(self.address, self.secret, self.slot, self.timeout_seconds, self.tls)
-
-    def meet(self, layout: HostLayout, name: str) -> JobRendezvous:
-        """Return the rendezvous of these ranks under a name that only they use."""
-        rendezvous = PrefixRendezvous(self.connect(), name)
-        return JobRendezvous(layout, rendezvous, address=self.address, secret=self.secret, namespace=name, tls=self.tls)
 
 
 _Context = TypeVar("_Context", bound=ViewContext)
@@ -126,6 +122,7 @@ class ElasticJob(Generic[_Context]):
         self.renumbered: dict[int, int] = {}
         self.has_failed = False
         self._driver: ViewDriver
+        self._service: ViewService
 
     def start(self, node: ElasticNode, first: JobRendezvous | None, config: Config) -> None:
         """Become a member of the first view, or ask the members to be one of a later view.
@@ -138,6 +135,7 @@ class ElasticJob(Generic[_Context]):
         Raises:
             DeadlineError: ranks of the first view did not come.
         """
+        self._service = ViewService(node, self._access.secret, self._access.tls)
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
             self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
@@ -208,6 +206,7 @@ class ElasticJob(Generic[_Context]):
             contexts, self._contexts = list(self._contexts.values()), {}
         for context in contexts:
             context.close()
+        self._service.close()
         self._driver.close()
 
     # -- the driver's thread; see `ViewPlane` --------------------------------------------------------------------------
@@ -271,7 +270,14 @@ class ElasticJob(Generic[_Context]):
             hosts.append(tuple(range(len(names), len(names) + len(host.members))))
             names += [host.name.partition(_MARK)[0]] * len(host.members)
         layout = HostLayout(view.ranks[self._place.member], tuple(hosts), tuple(names))
-        return self._access.meet(layout, rendezvous_name(view.epoch))
+        return JobRendezvous(
+            layout,
+            self._service.meet(view, self._access.timeout_seconds),
+            address=view_service_address(view),
+            secret=self._access.secret,
+            namespace=view_service_name(view.epoch),
+            tls=self._access.tls,
+        )
 
     def roll(self, _: View, done: Callable[[], None]) -> None:
         """Bring the program's state to the view's step: nothing here, the program itself does that when it goes on."""

@@ -84,6 +84,10 @@ class ElasticProcesses:
         self._service.close()
         os.close(self._voter_fd)
 
+    def end_service(self) -> None:
+        """Ends the launcher's service, as the launcher's death would."""
+        self._service.close()
+
     def start_first(self, size: int, environs: Mapping[int, Mapping[str, str]] | None = None) -> list[Member]:
         """Starts the members of the first view; ``environs``: more variables of some ranks. Returns all processes."""
         for rank in range(size):

@@ -81,6 +81,20 @@ def test_survivors_go_on_in_their_processes():
         assert len(numbers) - len(set(numbers)) <= 3
 
 
+def test_views_change_without_a_launcher():
+    """Nothing of a view is the launcher's: rank 0 serves it, and when that dies, the next one does."""
+    with ElasticProcesses(COUNTING, "200", "0.005") as job:
+        members = job.start_first(4)
+        job.wait_for("STEP 5 ")
+        job.end_service()
+        kill(job, members[2])
+        kill(job, members[0])
+        rest = [members[1], members[3]]
+        job.wait_for("DONE", rest)
+        assert [member.wait() for member in rest] == [0, 0]
+        check_counts(members)
+
+
 @pytest.mark.parametrize("victims", [(0, 2), (1, 2, 3)], ids=str)
 def test_several_die_at_once(victims: tuple[int, ...]):
     with ElasticProcesses(COUNTING, "300", "0.005") as job:

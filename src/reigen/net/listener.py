@@ -198,7 +198,8 @@ class MessageListener:
     """A listener and its connections: hands over the messages of authenticated ends. One thread calls `turn`.
 
     Args:
-        address: host and port to listen on, of one interface; port 0: the kernel chooses.
+        address: host and port to listen on, of one interface; port 0: the kernel chooses. Or the socket, from
+            `open_listening_socket`, which is closed with the listener.
         options: of the connections.
         receive: called with each message; an AuthenticationError or WireError ends that connection.
         gone: called when a connection has ended, and with whether the peer's whole host is silent.
@@ -215,7 +216,7 @@ class MessageListener:
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | socket.socket,
         options: ConnectionOptions,
         receive: Callable[[Connection, bytes], None],
         gone: Callable[[Connection, bool], None],
@@ -227,7 +228,10 @@ class MessageListener:
         self._receive, self._gone, self._must_speak = receive, gone, must_speak
         self._clients: set[Connection] = set()
         self._is_ending = False
-        listening, self.address = open_listening_socket(*address, port_is_held=port_is_held)
+        if isinstance(address, socket.socket):
+            listening, self.address = address, join_address(*address.getsockname()[:2])
+        else:
+            listening, self.address = open_listening_socket(*address, port_is_held=port_is_held)
         self._loop = EventLoop()
         self._listener = Listener(
             self._loop, listening, options, self._on_authenticated, handshake_seconds=handshake_seconds

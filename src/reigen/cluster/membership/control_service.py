@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -176,6 +177,7 @@ class ControlService:
         secret: the job's 32 bytes.
         host: the address to listen on, of one interface.
         port: where; 0: the kernel chooses.
+        listening: a socket that listens already, instead of the two; closed with the service.
         me: who hosts it: the launcher, or a rank.
         table: the members of one job; None: of jobs of ranks, as they come.
         on_put: called in the serving thread with key and value of what somebody puts, before that is answered.
@@ -190,6 +192,7 @@ class ControlService:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
+        listening: socket.socket | None = None,
         me: Identity = _LAUNCHER,
         table: MembershipTable | None = None,
         handshake_seconds: float = HANDSHAKE_SECONDS,
@@ -202,7 +205,7 @@ class ControlService:
         self._on_put = on_put
         self._store, self._members = RendezvousStore(), table or GroupTable()
         self._listener = MessageListener(
-            (host, port),
+            listening or (host, port),
             ConnectionOptions(secret, me, MAX_MESSAGE_BYTES, tls, peer_timeout_seconds),
             self._receive,
             self._gone,
@@ -218,6 +221,11 @@ class ControlService:
     def heard_at(self, agent: int) -> float:
         """Return the time (``time.monotonic()``) of an agent's last message, by the agent's number; -inf: none came."""
         return self._heard_at.get(agent, -math.inf)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of connections whose other ends have proven themselves."""
+        return self._listener.num_clients
 
     def turn(self, until: float | None = None) -> bool:
         """Wait for what happens next, at most until ``until``, and handle it; False: it is time to end."""

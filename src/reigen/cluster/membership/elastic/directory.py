@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY
@@ -28,15 +29,6 @@ _log = logging.getLogger(__name__)
 VIEW_RECORD_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 _CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
-
-
-#: Views in a row that were decided and did not run, with the one before them.
-_MOST_PASSED_VIEWS = 8
-
-
-def rendezvous_name(epoch: int) -> str:
-    """Return the name under which the members of a view meet at the rendezvous."""
-    return f"view {epoch}"
 
 
 def meet_first_view(
@@ -112,14 +104,8 @@ class ViewDirectory:
         self._look: Callable[[View], bool] | None = None
 
     def announce(self, view: View) -> None:
-        """Put a view that runs, and drop what members of views that have passed have put in order to meet."""
-
-        def announce() -> None:
-            self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view))
-            for epoch in range(max(1, view.epoch - _MOST_PASSED_VIEWS), view.epoch - 1):
-                self._rendezvous.forget(f"{rendezvous_name(epoch)}/")
-
-        self._do(announce)
+        """Put a view that runs."""
+        self._do(partial(self._rendezvous.put, ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view)))
 
     def look_for_view(self, found: Callable[[View], bool]) -> None:
         """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread."""

@@ -37,6 +37,7 @@ class ElasticNode:
     Attributes:
         me, host, address, peer_timeout_seconds: as above.
         port: where it listens; connections queue there from now on.
+        serving: socket at which it serves views of which it is rank 0; the same is true of it.
         voter: the host's.
 
     Raises:
@@ -67,12 +68,18 @@ class ElasticNode:
         except BaseException:
             self.voter.close()
             raise
+        try:
+            self.serving = open_listening_socket(address)[0]
+        except BaseException:
+            self.voter.close()
+            self.listening.close()
+            raise
         self.port: int = self.listening.getsockname()[1]
         close_in_children(self)
 
     def card(self) -> ViewHost:
         """Return the host with this process alone."""
-        member = ViewMember(*self.me, 1, self.port)
+        member = ViewMember(*self.me, 1, self.port, self.serving.getsockname()[1])
         return ViewHost(*self.voter.id, self.address, (member,), self._failure_domain)
 
     def hello(self, *, is_finished: bool) -> LinkHello:
@@ -91,8 +98,9 @@ class ElasticNode:
         self.voter.close()
 
     def close_descriptors(self) -> None:
-        """Close the socket only; see `reigen.net.fork_safety`."""
+        """Close the sockets only; see `reigen.net.fork_safety`."""
         self.listening.close()
+        self.serving.close()
 
 
 def identify_member(peer: Identity) -> MemberId | None:

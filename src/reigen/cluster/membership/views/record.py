@@ -14,6 +14,7 @@ from reigen.cluster.membership.views.quorum import QuorumRule, choose_rule, coun
 #: Of an encoded view with 1,024 ranks, and of what voters keep. A larger job needs more.
 MAX_VIEW_BYTES = 1 << 16
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class MemberId(NamedTuple):
@@ -47,12 +48,14 @@ class ViewMember(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         slot, incarnation: `MemberId`.
         joined: epoch of the view since which it has gone on with the state.
         port: where it listens, on its host.
+        service_port: where it serves the members of a view of which it is rank 0; it listens there from its start.
     """
 
     slot: Count
     incarnation: Count
     joined: Count
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    port: _Port = 0
+    service_port: _Port = 0
 
     @property
     def id(self) -> MemberId:

@@ -1,0 +1,103 @@
+"""Control service of views, hosted by the process that is their rank 0.
+
+The members of a view meet there, and learn there of each other's ends. Where it listens is in the view. So a change of
+members needs no process but theirs, and the death of the service is that of rank 0: another view follows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.elastic.node import ElasticNode
+from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousClient
+from reigen.cluster.membership.views.record import View
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.listener import join_address
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
+
+#: How long the service is kept for members that are still in their last step when the program is done in this process.
+_LAST_SECONDS, _LOOK_SECONDS = 1.0, 0.01
+
+
+def view_service_address(view: View) -> str:
+    """Return where rank 0 of a view serves its members, as ``host:port``."""
+    host = view.hosts[0]
+    return join_address(host.address, host.members[0].service_port)
+
+
+def view_service_name(epoch: int) -> str:
+    """Return the name of a view at the service: that of the rendezvous of its members."""
+    return f"view {epoch}"
+
+
+class ViewService:
+    """Service of the views of which this process is rank 0. It is started with the first of them.
+
+    Args:
+        node: this process.
+        secret: the job's 32 bytes.
+        tls: encrypt everything; so must all.
+    """
+
+    def __init__(self, node: ElasticNode, secret: bytes, tls: TlsContext | None) -> None:
+        self._node, self._secret, self._tls = node, secret, tls
+        self._lock = threading.Lock()
+        self._service: ControlService | None = None
+        #: epochs of views that have met here
+        self._served: set[int] = set()
+        self._is_closed = False
+
+    def meet(self, view: View, timeout_seconds: float) -> PrefixRendezvous:
+        """Return the rendezvous of a view's members, of which this process is one; as rank 0, serve it.
+
+        What members of earlier views have put is dropped.
+
+        Args:
+            view: the view.
+            timeout_seconds: see `RendezvousClient`, which also says what is raised.
+        """
+        rank = view.ranks[self._node.me]
+        if rank == 0:
+            self._start()
+        client = RendezvousClient(view_service_address(view), self._secret, rank, timeout_seconds, self._tls)
+        try:
+            if rank == 0:
+                with self._lock:
+                    passed = {epoch for epoch in self._served if epoch < view.epoch}
+                    self._served = self._served - passed | {view.epoch}
+                for epoch in sorted(passed):
+                    client.forget(f"{view_service_name(epoch)}/")
+        except BaseException:
+            client.close()
+            raise
+        return PrefixRendezvous(client, view_service_name(view.epoch))
+
+    def close(self) -> None:
+        """Stop serving, when the others have left, or a second later. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            service = self._service
+        if service is None:
+            return
+        until = time.monotonic() + _LAST_SECONDS
+        while service.num_clients and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        service.close()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._service is not None or self._is_closed:
+                return
+            self._service = ControlService(
+                self._secret,
+                listening=self._node.serving,
+                me=Identity(ProcessRole.RANK, 0),
+                peer_timeout_seconds=self._node.peer_timeout_seconds,
+                tls=self._tls,
+            )
+            self._service.start()
