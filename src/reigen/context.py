@@ -20,7 +20,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen import log
-from reigen.backends.base import MemoryRegion
+from reigen.backends.base import BlockJournal, MemoryRegion
 from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
 from reigen.backends.selection import choose_backends
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
@@ -152,6 +152,7 @@ class Context:
         process_set: int = 0,
         blocking: bool = False,
         deliver: Callable[[CollectiveResult], Any] | None = None,
+        journal: BlockJournal | None = None,
     ) -> Handle[Any]:
         """Begin the collective that a builder of `operation_builders` makes of a tensor and the ``argument`` it has.
 
@@ -166,6 +167,7 @@ class Context:
             process_set: likewise.
             blocking: likewise.
             deliver: makes the handle's result of the outcome.
+            journal: see `allreduce`.
         """
         ranks = self._members(process_set) if process_set else self._all_ranks
         if name is not None and type(name) is not str:
@@ -178,7 +180,8 @@ class Context:
         if target is None:
             task = TensorTableEntry(flat, None, None, make_output)
         else:
-            task = TensorTableEntry(flat, flat if source is target else target.reshape(-1), target)
+            out = flat if source is target else target.reshape(-1)
+            task = TensorTableEntry(flat, out, target, journal=journal)
         handle = Handle(self._engine, operation.name, task, deliver)
         self._engine.submit(operation, handle, blocking)
         return handle
@@ -224,6 +227,7 @@ class Context:
         prescale: float = 1.0,
         postscale: float = 1.0,
         region: MemoryRegion | None = None,
+        journal: BlockJournal | None = None,
         divide_by_active: bool = False,
         **options: Unpack[CollectiveOptions],
     ) -> Handle:
@@ -237,6 +241,7 @@ class Context:
             prescale: factor of each contribution.
             postscale: factor of the result.
             region: registered memory of which source and target are one view; then nothing is copied.
+            journal: keeps account of the reduction in that memory.
             divide_by_active: AVERAGE divides by the number of ranks that have not joined.
             options: see `CollectiveOptions`.
 
@@ -248,7 +253,8 @@ class Context:
             raise ArgumentError("registered memory is reduced in place: source must be target")
         offset = -1 if region is None else operation_builders.region_offset(region, target)
         reduction = (op, prescale, postscale, offset, divide_by_active)
-        return self.start(operation_builders.build_allreduce, source, dtype, reduction, target=target, **options)
+        build = operation_builders.build_allreduce
+        return self.start(build, source, dtype, reduction, target=target, journal=journal, **options)
 
     def grouped_allreduce(
         self,
@@ -321,11 +327,13 @@ class Context:
         name: str,
         process_set: int = 0,
         blocking: bool = False,
+        journal: BlockJournal | None = None,
     ) -> Handle:
         """Reduce registered memory in place; of the result each owner (`MemoryRegion.owned`) gets its part alone."""
         size = len(self._members(process_set))
         operation = operation_builders.build_reduce_to_owners(array, dtype, parts, size, process_set)
-        return self._submit(self._name(operation, name), TensorTableEntry(array.reshape(-1), output=array), blocking)
+        task = TensorTableEntry(array.reshape(-1), output=array, journal=journal)
+        return self._submit(self._name(operation, name), task, blocking)
 
     def barrier(self, *, name: str | None = None, process_set: int = 0, blocking: bool = False) -> Handle:
         """Done when every rank has submitted it. Other outstanding operations need not be."""

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import CollectiveError, SharedMemoryError
-from reigen.kernels.reduce import Reduction
+from reigen.kernels.reduce import BlockReducer, Reduction
 
 #: A flat array in a storage dtype.
 Array = NDArray[Any]
@@ -87,6 +87,13 @@ class MemoryRegion:
         return next((owner for owner, array in enumerate(self.owned) if array.ctypes.data == own), None)
 
 
+class BlockJournal(Protocol):
+    """Account of how far a reduction in registered memory has come, by which others can finish it."""
+
+    def reduce(self, reducer: BlockReducer) -> None:
+        """Reduce this rank's slice of all ranks' copies."""
+
+
 class ReduceBuffer(msgspec.Struct, frozen=True):
     """Tensor of an allreduce.
 
@@ -94,11 +101,13 @@ class ReduceBuffer(msgspec.Struct, frozen=True):
         source: this rank's contribution.
         target: array for the result, of the same size; may be ``source``.
         offset: position in registered memory if source and target are that memory, on every rank; else -1.
+        journal: reduces this rank's slice there, and keeps account of it; None: without any.
     """
 
     source: Array
     target: Array
     offset: int = -1
+    journal: BlockJournal | None = None
 
 
 @dataclass(frozen=True, slots=True)

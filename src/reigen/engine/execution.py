@@ -71,7 +71,7 @@ def execute_allreduce(
         for part, agreed, piece in parts:
             assert isinstance(piece.source, np.ndarray)
             assert isinstance(piece.target, np.ndarray)
-            buffer = ReduceBuffer(piece.source, piece.target, part.offset if agreed.in_place else -1)
+            buffer = ReduceBuffer(piece.source, piece.target, part.offset if agreed.in_place else -1, piece.journal)
             count = (response.num_active if part.divide_by_active else 0) or num_ranks
             key = (part.dtype, part.op, count, part.prescale, part.postscale, agreed.in_place)
             runs.setdefault(key, []).append(buffer)
@@ -125,7 +125,8 @@ def _execute_in_place(
         backend.broadcast(array if backend.rank == root else None, target, root, deadline)
     else:
         reduction = get_reduction(operation.dtype, operation.op, backend.size, operation.prescale, operation.postscale)
-        backend.reduce_to_owners(ReduceBuffer(array, array, operation.offset), operation.splits, reduction, deadline)
+        buffer = ReduceBuffer(array, array, operation.offset, task.journal)
+        backend.reduce_to_owners(buffer, operation.splits, reduction, deadline)
     return CollectiveResult(task.output)
 
 

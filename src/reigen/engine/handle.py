@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.backends.base import MemoryRegion
+from reigen.backends.base import BlockJournal, MemoryRegion
 from reigen.backends.device import HostOrDeviceArray
 from reigen.errors import CollectiveError
 
@@ -50,6 +50,7 @@ class TensorTableEntry(msgspec.Struct, eq=False):
         output: the target in its shape.
         make_output: gives an array of a shape where it is not.
         members: of a group, in its order.
+        journal: of a reduction in registered memory; see `reigen.backends.base.ReduceBuffer`.
     """
 
     source: HostOrDeviceArray | None = None
@@ -57,6 +58,7 @@ class TensorTableEntry(msgspec.Struct, eq=False):
     output: HostOrDeviceArray | None = None
     make_output: Callable[[tuple[int, ...]], HostOrDeviceArray] | None = None
     members: tuple[TensorTableEntry, ...] = ()
+    journal: BlockJournal | None = None
 
     @property
     def parts(self) -> tuple[TensorTableEntry, ...]:

@@ -5,6 +5,8 @@ small enough for its cache, it adds that slice of all copies in rank order and w
 reads S and writes S bytes for a buffer of S bytes, whatever the number of ranks. One barrier at the end: that
 every rank's data is there is known before the call (engine: it was announced because all ranks had submitted it).
 
+In elastic jobs a `reigen.backends.shm.reduction_journal` does that, by which others can finish what a dead rank began.
+
 Ordinary arrays are staged: every rank has four slots in its segment, used in turn. Chunk by chunk the ranks put what
 others will reduce into a slot, reduce their own slice (their own contribution to it stays where it is), and collect
 the slices of the others. Small messages, and all between two ranks, are not cut into slices: every rank puts all of it
@@ -243,6 +245,9 @@ class ShmBackend:
         return views
 
     def _reduce_in_place(self, buffer: ReduceBuffer, reducer: BlockReducer, reduction: Reduction) -> None:
+        if buffer.journal is not None:
+            buffer.journal.reduce(reducer)
+            return
         storage = reduction.dtype.storage
         copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
         low, high = rank_slice(buffer.target.size, self.rank, self.size, storage.itemsize)
@@ -261,12 +266,15 @@ class ShmBackend:
     ) -> None:
         """Implement `Backend.reduce_to_owners`. Each rank reads a part of every copy, and writes it in its own."""
         reducer, storage = BlockReducer(reduction), reduction.dtype.storage
-        copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
-        low, high = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
-        block = BLOCK_BYTES // storage.itemsize
-        for begin in range(low, high, block):
-            end = min(high, begin + block)
-            reducer.reduce([copy[begin:end] for copy in copies], copies[self.rank][begin:end])
+        if buffer.journal is not None:
+            buffer.journal.reduce(reducer)
+        else:
+            copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
+            low, high = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
+            block = BLOCK_BYTES // storage.itemsize
+            for begin in range(low, high, block):
+                end = min(high, begin + block)
+                reducer.reduce([copy[begin:end] for copy in copies], copies[self.rank][begin:end])
         self._ended("SHM_REDUCE")
         self._wait_reduced(deadline)
 
