@@ -38,6 +38,7 @@ from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.types import DType, ReduceOp
 
 if TYPE_CHECKING:  # loaded by those who join a job, or an elastic one: to import a framework's package takes no longer
+    from reigen.backends.shm.step_sums import StepSums
     from reigen.cluster.membership.place import ElasticPlace
     from reigen.elastic_job import ElasticJob
     from reigen.engine_factory import JobRendezvous
@@ -109,6 +110,10 @@ class Context:
         self.layer_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         #: registered memory that was not given back: by process set and offset, where it lies
         self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        #: whether sums of gradients are made so that others can finish them: see `reigen.elastic.forward`
+        self.keeps_journals = False
+        #: sums of gradients of which that is true
+        self.step_sums: list[StepSums] = []
         self._release: Callable[[], None] = lambda: None
         #: called when this rank leaves the job: methods of objects that may be gone by then
         self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []

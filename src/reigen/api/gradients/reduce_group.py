@@ -9,6 +9,7 @@ import numpy as np
 from reigen.api.adapter import Array
 from reigen.api.collectives import parse_op
 from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.backends.base import BlockJournal
 from reigen.backends.device import HostOrDeviceArray
 from reigen.context import Context, Handle, MemoryRegion
 from reigen.engine.operation_builders import OwnerReduction, ReductionSpec
@@ -60,6 +61,7 @@ class ReduceGroup:
         region: MemoryRegion | None = None,
         *,
         blocking: bool = False,
+        journal: BlockJournal | None = None,
     ) -> Handle:
         """Reduce gradients in place; ``region`` is the registered memory in which they lie, if they do."""
         reduction = self.reduction
@@ -72,6 +74,7 @@ class ReduceGroup:
             prescale=reduction.prescale,
             postscale=reduction.postscale,
             region=region,
+            journal=journal,
             divide_by_active=self.context.counts_active and reduction.op is ReduceOp.AVERAGE,
             process_set=self.number,
             blocking=blocking,
@@ -101,12 +104,29 @@ class ReduceGroup:
         return [self.ranks[place] for place in np.flatnonzero(flags)]
 
     def reduce_to_owners(
-        self, array: Array, dtype: DType, part: str, region: MemoryRegion, counts: tuple[int, ...], *, blocking: bool
+        self,
+        array: Array,
+        dtype: DType,
+        part: str,
+        region: MemoryRegion,
+        counts: tuple[int, ...],
+        *,
+        blocking: bool,
+        journal: BlockJournal | None = None,
     ) -> Handle:
         """Reduce gradients in registered memory in place, each owner's part (of ``counts`` elements) for it alone."""
         parts = OwnerReduction(region, counts, self.reduction.op, self.reduction.prescale, self.reduction.postscale)
         name = f"{self.name}.{part}"
-        return self.context.reduce_to_owners(array, dtype, parts, name=name, process_set=self.number, blocking=blocking)
+        return self.context.reduce_to_owners(
+            array, dtype, parts, name=name, process_set=self.number, blocking=blocking, journal=journal
+        )
+
+    @property
+    def keeps_journals(self) -> bool:
+        """Return whether survivors of this group can finish its sums in registered memory."""
+        context, op = self.context, self.reduction.op
+        is_one_host = context.backend == "shm" and not self.number
+        return context.keeps_journals and is_one_host and self.size > 1 and op is not ReduceOp.ADASUM
 
     def barrier(self, part: str) -> None:
         """Wait until all have come."""

@@ -1,4 +1,4 @@
-"""Journal of reductions in registered memory, by which others can finish what a dead rank began.
+"""Journal of reductions in registered memory, from which survivors finish the part of a dead rank.
 
 Each rank of a host has mapped the copies of all others, and a copy outlives the process that filled it. So a gradient
 bucket that all ranks had filled can still be reduced when one of them dies, if it is known which blocks were written
@@ -44,6 +44,7 @@ _PASS_SHIFT = 32
 _STATE_MASK = (1 << _PASS_SHIFT) - 1
 #: Word of a rank that does not know any more what its copy holds. No pass has such a number.
 _VOID = (1 << 64) - 1
+_VOID_PASS = _VOID >> _PASS_SHIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +114,18 @@ class BucketJournal:
         self._publish, _ = memory_fences()
 
     def fill(self) -> None:
-        """Step a: this rank's gradients of the next pass are in its copy."""
+        """Take step a: this rank's gradients of the next pass are in its copy."""
         word = self._words[self._rank]
         if word[0] != _VOID:
             self._publish()
             _store(word, (self.pass_number + 1) << _PASS_SHIFT)
 
     def make_void(self) -> None:
-        """This rank does not know any more what its copy holds."""
+        """Say that the contents of this rank's copy are unknown."""
         _store(self._words[self._rank], _VOID)
 
     def reduce(self, reducer: BlockReducer) -> None:
-        """Steps b to e, for this rank's slice."""
+        """Take steps b to e, for this rank's slice."""
         self.finish_slice(self._rank, reducer)
 
     @property
@@ -137,10 +138,16 @@ class BucketJournal:
         """Return whether this rank's slice is done."""
         return self._is_done(self._rank)
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all slices are done: this rank has all sums that it was to get."""
-        return self.can_finish(self.pass_number) and all(map(self._is_done, range(len(self._words))))
+    def is_whole(self, pass_number: int) -> bool:
+        """Return whether all slices of a pass are done, and this rank's copy has not been filled for the next one.
+
+        Others may have filled theirs: they do so when the pass is over at them, and then all slices are done.
+        """
+        passes = [word[0] >> _PASS_SHIFT for word in self._words]
+        return passes[self._rank] == pass_number and all(
+            pass_number < number < _VOID_PASS or (number == pass_number and self._is_done(rank))
+            for rank, number in enumerate(passes)
+        )
 
     def ranks_without(self, pass_number: int) -> list[int]:
         """Return the ranks that have not filled their copies for a pass."""
@@ -155,7 +162,7 @@ class BucketJournal:
         return self._words[rank][0] != _VOID and bool(self._words[rank][0] & 1)
 
     def finish_slice(self, rank: int, reducer: BlockReducer) -> None:
-        """Do what is left of a rank's slice; nobody else does."""
+        """Finish a rank's slice; one rank at a time may."""
         word, (low, high), block = self._words[rank], self._slices[rank], self._block
         value, publish = word[0], self._publish
         copies, scratch = self._copies, self._scratch[rank]
@@ -220,7 +227,7 @@ class ReductionJournal:
                 bucket.make_void()
 
     def finish(self, ranks: Iterable[int], buckets: Iterable[int]) -> None:
-        """Do what these ranks have left of their slices; they have stopped, and nobody else does it.
+        """Finish the slices of these ranks, which have stopped; one rank at a time may.
 
         Args:
             ranks: by their numbers in the journal.

@@ -7,7 +7,8 @@ fill it, and a reader of the gradients lets its stream wait for the reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,8 +20,11 @@ from reigen.api.gradients.compressed_buckets import CompressedBuckets
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ShardAssignment, ShardGranularity, assign_shards
 from reigen.backends.device import DeviceArray, DeviceStream
+from reigen.backends.shm.reduction_journal import BucketExtent, BucketJournal, ReductionJournal, journal_bytes
+from reigen.backends.shm.step_sums import StepSums
 from reigen.compression import Codec
 from reigen.context import CollectiveResult, Handle, MemoryRegion
+from reigen.engine.process_set import get_reduction
 from reigen.errors import CollectiveError, JoinedError
 from reigen.torch.adapter import TorchAdapter
 from reigen.torch.cuda_tensors import TorchDevice, TorchDeviceTensorAdapter
@@ -41,11 +45,16 @@ class BucketMemory:
 
     kind = "cpu"
     is_registered = False
+    #: of the sums, for survivors of this rank, where there is one
+    _journal: ReductionJournal | None = None
 
     def __init__(self, places: BucketViews) -> None:
         self._places = places
         self._plan = BucketPlan((), 0, (), {})
         self._region: MemoryRegion | None = None
+        #: buckets that were filled in this pass
+        self._filled: set[int] = set()
+        self._sums: StepSums | None = None
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return whether a place in it could be the parameter's gradient, being on the same device."""
@@ -53,9 +62,47 @@ class BucketMemory:
 
     def register(self, reduce_group: ReduceGroup, plan: BucketPlan) -> None:
         """Lay the buckets out, for all passes to come. Collective."""
-        self._region = reduce_group.allocate(plan.nbytes)
+        extents = self._extents(reduce_group, plan) if reduce_group.keeps_journals else []
+        self._region = reduce_group.allocate(plan.nbytes + (journal_bytes(len(extents)) if extents else 0))
         self._lay_out(plan, self._region.array)
         self.is_registered = True
+        if extents:
+            owner = self._region.owner
+            assert owner is not None
+            self._journal = ReductionJournal(self._region.owned, owner, extents)
+            self._sums = StepSums(self._journal)
+            reduce_group.context.step_sums.append(self._sums)
+
+    def _extents(self, reduce_group: ReduceGroup, plan: BucketPlan) -> list[BucketExtent]:
+        """Return the buckets as a journal needs them."""
+        spec, size = reduce_group.reduction, reduce_group.size
+        return [
+            BucketExtent(
+                bucket.offset,
+                bucket.nbytes,
+                get_reduction(bucket.dtype, spec.op, size, spec.prescale, spec.postscale),
+            )
+            for bucket in plan.buckets
+        ]
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Return whether survivors can finish sums of this memory."""
+        return self._journal is not None
+
+    def fill(self, buckets: Iterable[int]) -> None:
+        """The gradients of these buckets are complete in this pass, and are going to be reduced."""
+        if self._journal is not None:
+            for bucket in buckets:
+                if bucket not in self._filled:
+                    self._filled.add(bucket)
+                    self._journal.buckets[bucket].fill()
+
+    def end_pass(self, *, is_reduced: bool) -> None:
+        """A pass is over."""
+        self._filled.clear()
+        if self._journal is not None and is_reduced:
+            self._journal.check_reduced()
 
     def allocate_for_pass(self, plan: BucketPlan) -> None:
         """Lay them out for one pass, in memory that the gradients keep alive for as long as it is needed."""
@@ -77,6 +124,10 @@ class BucketMemory:
     def release(self, reduce_group: ReduceGroup) -> None:
         """Give registered memory back."""
         region, self._region, self.is_registered = self._region, None, False
+        if self._sums is not None:
+            reduce_group.context.step_sums.remove(self._sums)
+            self._sums = self._journal = None
+            self._filled.clear()
         if region is not None:
             reduce_group.free(region)
 
@@ -85,7 +136,11 @@ class BucketMemory:
         self._places.lay_out(plan, memory)
 
     def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
-        return reduce_group.reduce(self._places.arrays[bucket], dtype, part, self._region, blocking=blocking)
+        array, journal = self._places.arrays[bucket], self._bucket_journal(bucket)
+        return reduce_group.reduce(array, dtype, part, self._region, blocking=blocking, journal=journal)
+
+    def _bucket_journal(self, bucket: int) -> BucketJournal | None:
+        return None if self._journal is None else self._journal.buckets[bucket]
 
 
 class ShardedBucketMemory(BucketMemory):
@@ -115,6 +170,11 @@ class ShardedBucketMemory(BucketMemory):
         super().register(reduce_group, plan)
         self.shares = assign_shards(plan, len(self.region.owned), SHARD_ALIGNMENT_BYTES, self.division)
 
+    def _extents(self, reduce_group: ReduceGroup, plan: BucketPlan) -> list[BucketExtent]:
+        shares = assign_shards(plan, reduce_group.size, SHARD_ALIGNMENT_BYTES, self.division)
+        extents = super()._extents(reduce_group, plan)
+        return [replace(extent, counts=counts) for extent, counts in zip(extents, shares.counts, strict=True)]
+
     def gather(self, reduce_group: ReduceGroup) -> None:
         """Gather the other owners' sums into this rank's buckets; collective, with no reduction on its way."""
         for bucket, counts in zip(self._plan.buckets, self.shares.counts, strict=True):
@@ -127,7 +187,10 @@ class ShardedBucketMemory(BucketMemory):
 
     def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
         array, counts = self._places.arrays[bucket], self.shares.counts[bucket]
-        return reduce_group.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
+        journal = self._bucket_journal(bucket)
+        return reduce_group.reduce_to_owners(
+            array, dtype, part, self.region, counts, blocking=blocking, journal=journal
+        )
 
 
 class DeviceBucketMemory(BucketMemory):

@@ -174,6 +174,7 @@ class Reducer:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             failure.add_note(f"The gradients in it: {', '.join(names[:8])}{more}.")
             _hint_at_uneven_data(failure)
+        self._memory.end_pass(is_reduced=failure is None)
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
         if failure is None and not self._options.owned:
@@ -187,6 +188,11 @@ class Reducer:
                 raise failure
         finally:
             del failure, failures  # they hold this frame
+
+    def recovered(self) -> None:
+        """The sums that failed were completed where the gradients lie: go on as behind `wait`."""
+        if not self._options.owned:
+            self._deliver_all()
 
     def gather(self) -> None:
         """Collective: every ``p.grad`` becomes the whole reduced gradient, where so far each owner had its part."""
@@ -348,6 +354,7 @@ class Reducer:
         parameter.grad = pending(gradient)
 
     def _submit(self, buckets: tuple[int, ...], *, in_backward: bool = False) -> None:
+        self._memory.fill(buckets)
         if in_backward:
             kept_back = self._kept_back(buckets)
             self.tracker.failed(kept_back)
@@ -355,8 +362,10 @@ class Reducer:
         for position, bucket in enumerate(buckets):
             try:
                 self._reduce(bucket, blocking=not in_backward)
-            except BaseException:
+            except BaseException as error:
                 self.tracker.failed(buckets[position:])
+                if in_backward and isinstance(error, CollectiveError) and self._memory.keeps_journal:
+                    return  # step() fails, or completes the step: that needs all gradients
                 raise
 
     def _kept_back(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
