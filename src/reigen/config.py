@@ -73,6 +73,7 @@ def _choice_of(words: tuple[str, ...]) -> _Kind:
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _TEXT = _Kind("a text", str)
 _SECONDS = _Kind("a number of seconds greater than 0", float, lambda value: 0 < value < 1e9)
+_SECONDS_FROM_ZERO = _Kind("a number of seconds, at least 0", float, lambda value: 0 <= value < 1e9)
 _SECONDS_OR_OFF = _Kind("a number of seconds, 0 for off", float, lambda value: 0 <= value < 1e9)
 _COUNT = _Kind("a whole number, at least 0", int, lambda value: value >= 0)
 _COUNT_ABOVE_0 = _Kind("a whole number, at least 1", int, lambda value: value >= 1)
@@ -129,6 +130,7 @@ class Config:
         tcp_algorithm: how the TCP backend reduces.
         tcp_sockets: connections between two ranks of different hosts.
         peer_timeout_seconds: how long another host may be silent before it counts as lost.
+        notice_grace_seconds: in an elastic job: from SIGTERM to the end of a process, which leaves in good order.
         host_id: replaces the host's identity: with different ones, ranks of one host count as ranks of several.
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
         tensorflow_native: collectives in graphs of TensorFlow are operations of our own: ``0`` never, ``1`` without a
@@ -181,6 +183,7 @@ class Config:
     tcp_algorithm: str = _knob("auto", _choice_of(TCP_ALGORITHMS), "REIGEN_TCP_ALGORITHM")
     tcp_sockets: int = _knob(1, _SOCKETS, "REIGEN_TCP_SOCKETS")
     peer_timeout_seconds: float = _knob(20.0, _SECONDS, "REIGEN_PEER_TIMEOUT")
+    notice_grace_seconds: float = _knob(30.0, _SECONDS_FROM_ZERO, "REIGEN_NOTICE_GRACE")
     host_id: str | None = _knob(None, _TEXT, "REIGEN_HOST_ID")
     nccl: bool = _knob(True, _SWITCH, "REIGEN_NCCL")
     tensorflow_native: str = _knob("auto", _choice_of(("auto", "0", "1")), "REIGEN_TENSORFLOW_NATIVE")

@@ -674,7 +674,7 @@ def shutdown() -> None:
     with _lock:
         context, _current = _current, None
         job, _elastic = _elastic, None
-    if job is not None and not job.has_failed:
+    if job is not None and not (job.has_failed or job.has_left):
         job.finish()
     if context is not None:
         atexit.unregister(_shutdown_at_exit)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
@@ -32,7 +34,7 @@ from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.config import Config
 from reigen.engine_factory import JobRendezvous
-from reigen.errors import ArgumentError, CollectiveError, PeerLostError
+from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError
 from reigen.net.interfaces import choose_address
 from reigen.startup import job_tls, join_rendezvous
 
@@ -45,6 +47,10 @@ _log = logging.getLogger(__name__)
 _MAX_FAILED_BUILDS = 3
 #: In the names of hosts in views, before what distinguishes hosts of one name.
 _MARK = "@"
+#: A member that leaves names the second step from now on, behind the one that is under way.
+_STEPS_TO_LEAVE = 3
+#: The others are told, and go on, within this time.
+_LEAST_GRACE_SECONDS = 1.0
 #: Between looks whether members have finished.
 _LOOK_SECONDS = 0.2
 
@@ -97,6 +103,7 @@ class ElasticJob(Generic[_Context]):
         epoch: of the view whose context the program has; 0: none yet.
         renumbered: ranks in that view, by ranks in the one that the program had before.
         has_failed: the program has ended by an exception: this process's end is a loss.
+        has_left: this process has left the job, and ends; its program is not done.
     """
 
     def __init__(
@@ -120,7 +127,12 @@ class ElasticJob(Generic[_Context]):
         self._step, self._has_state = 0, False
         self.epoch = 0
         self.renumbered: dict[int, int] = {}
-        self.has_failed = False
+        self.has_failed = self.has_left = False
+        #: when the last step was applied, and how long it took
+        self._applied_at, self._step_seconds = 0.0, 0.0
+        #: when a process that leaves ends, whatever its program does
+        self._leaves_by, self._grace_seconds = 0.0, 0.0
+        self._notices: NoticeHandler | None = None
         self._driver: ViewDriver
         self._service: ViewService
 
@@ -136,10 +148,12 @@ class ElasticJob(Generic[_Context]):
             DeadlineError: ranks of the first view did not come.
         """
         self._service = ViewService(node, self._access.secret, self._access.tls)
+        self._grace_seconds = config.notice_grace_seconds
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
             self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
             self._driver.wait_for_view()
+            self._notices = NoticeHandler(self)
             return
         with closing(first.rendezvous):
             sizes, layout = (self._place.min_size, self._place.max_size), first.layout
@@ -147,6 +161,7 @@ class ElasticJob(Generic[_Context]):
             view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout)
         self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
         self._driver.begin(view)
+        self._notices = NoticeHandler(self)
 
     # -- the program's thread ------------------------------------------------------------------------------------------
 
@@ -156,11 +171,14 @@ class ElasticJob(Generic[_Context]):
         Raises:
             ReigenError: the first view cannot be built, or another one time and again; or a member has finished the
                 program, so that there is no next view.
+            JobLeft: this process has left the job.
         """
         with self._changed:
             while (view := self._next_view()) is None:
                 if self._error is not None:
                     raise self._error
+                if self.has_left:
+                    self._raise_left()
                 if self._driver.finished:
                     raise PeerLostError("other members have finished the program: there is no next view")
                 self._changed.wait(_LOOK_SECONDS)
@@ -168,6 +186,12 @@ class ElasticJob(Generic[_Context]):
             self.renumbered = {rank: view.ranks[member] for member, rank in old.items() if member in view.ranks}
             self._entered, self.epoch, self._step = view, view.epoch, view.base.target
             return self._contexts[view.epoch]
+
+    def _raise_left(self) -> None:
+        self._driver.wait_until_leaving_is_known()
+        view = self._entered
+        rank, size = (0, 0) if view is None else (view.ranks[self._place.member], view.size)
+        raise JobLeft(rank, size, all_leave=self._driver.all_leave)
 
     def _next_view(self) -> View | None:
         """Return the view that runs, if the program does not have it yet."""
@@ -190,11 +214,27 @@ class ElasticJob(Generic[_Context]):
         """Count that the program has applied a step; return True if the members change now."""
         self._step += 1
         self._has_state = True
+        now = time.monotonic()
+        self._step_seconds = now - self._applied_at if self._applied_at else 0.0
+        self._applied_at = now
         return self.is_changing()
 
     def is_changing(self) -> bool:
         """Return whether the members change now, at the step that the program has applied last."""
         return self._driver.step_applied(self._step, self.epoch) and not self._driver.finished
+
+    def leave(self, grace_seconds: float | None = None) -> None:
+        """Leave the job in good order, after the step that is under way and one more, if there is time for two.
+
+        Returns at once; may be called by a signal handler, and twice. The program goes on until `enter` raises JobLeft.
+
+        Args:
+            grace_seconds: then this process ends, whatever its program does; None: REIGEN_NOTICE_GRACE.
+        """
+        if not self._leaves_by:
+            grace_seconds = max(_LEAST_GRACE_SECONDS, self._grace_seconds if grace_seconds is None else grace_seconds)
+            self._leaves_by = time.monotonic() + grace_seconds
+            self._driver.leave(grace_seconds, at_once=grace_seconds < _STEPS_TO_LEAVE * self._step_seconds)
 
     def finish(self) -> None:
         """Tell all that the program is done: this process's end is no loss."""
@@ -202,6 +242,8 @@ class ElasticJob(Generic[_Context]):
 
     def close(self) -> None:
         """End the part of this process; its contexts are closed."""
+        if self._notices is not None:
+            self._notices.close()
         with self._changed:
             contexts, self._contexts = list(self._contexts.values()), {}
         for context in contexts:
@@ -290,12 +332,59 @@ class ElasticJob(Generic[_Context]):
             self._changed.notify_all()
 
     def end(self, exit_code: int, reason: str) -> None:
-        """End this process; nothing that the program does can hold it up."""
+        """End this process; nothing that the program does can hold it up.
+
+        One that leaves in good order ends by itself, as long as its grace lasts.
+        """
+        left_seconds = self._leaves_by - time.monotonic()
+        if exit_code == 0 and left_seconds > 0:  # the program hears of it when it waits for the next view
+            _log.info("this process leaves the job: %s", reason)
+            overdue = threading.Timer(left_seconds, self._exit, (0,))
+            overdue.daemon = True
+            overdue.start()
+            with self._changed:
+                self.has_left = True
+                self._changed.notify_all()
+            return
         _log.error("this process ends (exit code %d): %s", exit_code, reason)
+        self._exit(exit_code)
+
+    @staticmethod
+    def _exit(exit_code: int) -> None:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(exit_code)
+
+
+class NoticeHandler:
+    """Handler of SIGTERM in a process of an elastic job: it leaves the job.
+
+    Only where the program has no handler of its own, and for the main thread, which alone can have one.
+
+    Args:
+        job: this process's part.
+    """
+
+    def __init__(self, job: ElasticJob[Any]) -> None:
+        self._job, self._pid = job, os.getpid()
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_installed = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, signum: int, _: object) -> None:
+        if os.getpid() == self._pid:
+            self._job.leave()
+            return
+        signal.signal(signum, signal.SIG_DFL)  # a child of this process, which the signal is to end
+        os.kill(os.getpid(), signum)
+
+    def close(self) -> None:
+        """Let the signal end the process again; where another thread does this, it stays."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._is_installed and is_main and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def join_elastic_job(

@@ -25,6 +25,8 @@
     +-- HostsUpdatedInterrupt (RuntimeError)    the hosts of an elastic job have changed
     +-- HorovodVersionMismatchError (ImportError)   a framework of another version than the one that was built for
 
+Beside it stands JobLeft (SystemExit): the end of a process that has left its elastic job in good order.
+
 Facts are fields; the message is made from them, so that programs never parse English.
 """
 
@@ -273,6 +275,19 @@ class HostsUpdatedInterrupt(ReigenError, RuntimeError):  # noqa: N818  Horovod's
     def __init__(self, skip_sync: bool = False) -> None:
         self.skip_sync = skip_sync
         super().__init__("the hosts of the job have changed")
+
+
+class JobLeft(SystemExit):
+    """End of this process, which has left its elastic job in good order; the exit code is 0.
+
+    Attributes:
+        rank, size: what they were in the last view; 0 and 0: it was in none.
+        all_leave: so have all other members; nobody goes on.
+    """
+
+    def __init__(self, rank: int, size: int, *, all_leave: bool) -> None:
+        self.rank, self.size, self.all_leave = rank, size, all_leave
+        super().__init__(0)
 
 
 class HorovodVersionMismatchError(ReigenError, ImportError):

@@ -18,6 +18,8 @@ def main() -> None:
     hvd.init()
     state = ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0.0)
 
+    state.register_leave_callbacks([lambda left: print(f"LEFT {state.step} {left}", flush=True)])
+
     @run
     def train(state: object) -> None:
         while state.step < num_steps:

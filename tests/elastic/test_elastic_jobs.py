@@ -176,6 +176,98 @@ def test_a_member_that_was_stopped_for_long_is_left_behind_and_ends():
         check_counts(members)
 
 
+# -- who leaves --------------------------------------------------------------------------------------------------------
+
+
+def check_nothing_was_made_again(members: list[Member]) -> None:
+    for member in members:
+        numbers = [int(step[0]) for step in steps_of(member)]
+        assert numbers == list(range(1, len(numbers) + 1))
+    check_counts(members)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_is_told_to_end_leaves_after_its_step(rank: int):
+    with ElasticProcesses(COUNTING, "100000000", "0.002") as job:
+        members = job.start_first(3)
+        job.wait_for("STEP 5 ")
+        leaving = members[rank]
+        rest = [member for member in members if member is not leaving]
+        leaving.kill(signal.SIGTERM)
+        leaving.kill(signal.SIGTERM)  # an engine and a launcher may both say it
+        assert leaving.wait() == 0
+        wait_for_steps(rest, 3)
+        check_nothing_was_made_again(members)
+        assert leaving.says(f"Departure(rank={rank}, size=3, all_leave=False)")
+        (left,) = [line.split() for line in leaving.lines if line.startswith("LEFT")]
+        assert left[1] == steps_of(leaving)[-1][0]
+        assert {step[2] for step in steps_of(rest[0])[int(left[1]) :]} == {"2"}
+
+
+def test_where_all_are_told_to_end_the_state_of_one_step_is_saved():
+    with ElasticProcesses(COUNTING, "100000000", "0.05") as job:
+        members = job.start_first(3)
+        job.wait_for("STEP 3 ")
+        for member in members:
+            member.kill(signal.SIGTERM)
+        assert [member.wait() for member in members] == [0, 0, 0]
+        check_nothing_was_made_again(members)
+        assert len({steps_of(member)[-1][0] for member in members}) == 1
+        for rank, member in enumerate(members):
+            assert member.says(f"LEFT {steps_of(member)[-1][0]} Departure(rank={rank}, size=3, all_leave=True)")
+
+
+def test_the_last_member_leaves_after_its_step():
+    with ElasticProcesses(COUNTING, "100000000", "0.01") as job:
+        (member,) = job.start_first(1)
+        job.wait_for("STEP 3 ")
+        member.kill(signal.SIGTERM)
+        assert member.wait() == 0
+        assert member.says(f"LEFT {steps_of(member)[-1][0]} Departure(rank=0, size=1, all_leave=True)")
+
+
+def test_without_grace_a_member_leaves_at_once_and_the_others_make_the_step_again():
+    with ElasticProcesses(COUNTING, "100000000", "1.0", REIGEN_NOTICE_GRACE="0") as job:
+        members = job.start_first(3)
+        job.wait_for("STEP 2 ")
+        at = time.monotonic()
+        members[1].kill(signal.SIGTERM)
+        assert members[1].wait() == 0
+        assert time.monotonic() - at < 2.5  # two steps and what is left of one may take three
+        wait_for_steps([members[0], members[2]], 2)
+        check_counts(members)
+
+
+def test_a_member_that_makes_no_step_is_gone_when_its_grace_is_over():
+    with ElasticProcesses(COUNTING, "100000000", "2.0") as job:
+        members = job.start_first(2, {1: {"REIGEN_NOTICE_GRACE": "1"}})
+        job.wait_for("STEP 1 ")
+        members[1].kill(signal.SIGTERM)
+        assert members[1].wait() == 0
+        wait_for_steps(members[:1], 2)
+        assert steps_of(members[0])[-1][2] == "1"
+        check_counts(members)
+
+
+def test_a_candidate_that_is_told_to_end_disturbs_nobody():
+    with ElasticProcesses(COUNTING, "100000000", "0.002", max_size=2) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 5 ")
+        newcomer = job.start_candidate(2)
+        until(lambda: handles_notices(newcomer.pid))
+        newcomer.kill(signal.SIGTERM)
+        assert newcomer.wait() == 0
+        wait_for_steps(members, 3)
+        check_nothing_was_made_again(members)
+
+
+def handles_notices(pid: int) -> bool:
+    """True if a process has a handler for SIGTERM."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_a_short_stop_changes_nothing():
     with ElasticProcesses(COUNTING, "300", "0.002") as job:
         members = job.start_first(2)

@@ -18,6 +18,7 @@ __all__ = [
     "CANDIDATE_VARIABLE",
     "DEPARTURE_FD_VARIABLE",
     "ELASTIC_FINISHED_KEY",
+    "ELASTIC_LEAVING_KEY",
     "ELASTIC_TIMEOUT_VARIABLE",
     "ELASTIC_VARIABLE",
     "ELASTIC_VIEW_KEY",
@@ -66,6 +67,8 @@ VOTER_FD_VARIABLE = "REIGEN_VOTER_FD"
 #: Keys of the rendezvous by which the members of an elastic job tell the launcher of their view, and of their ends.
 ELASTIC_VIEW_KEY = "elastic/view"
 ELASTIC_FINISHED_KEY = "elastic/finished"
+#: Under this key a process says that it leaves: its slot and incarnation.
+ELASTIC_LEAVING_KEY = "elastic/leaving"
 #: Set to 1 where the launcher writes its rank before each line of a process's output.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
 #: Set to 1 where the launcher holds the scheduler's port against other users (`launch.supervision.spawn.reserve_port`).

@@ -4,15 +4,18 @@ Frameworks add states of their own: `reigen.torch.elastic`, `reigen.keras.elasti
 """
 
 from reigen.elastic.loop import run, run_fn
-from reigen.elastic.state import HostUpdateResult, ObjectState, State
+from reigen.elastic.membership import leave
+from reigen.elastic.state import Departure, HostUpdateResult, ObjectState, State
 from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
+    "Departure",
     "HorovodInternalError",
     "HostUpdateResult",
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "leave",
     "run",
     "run_fn",
 ]

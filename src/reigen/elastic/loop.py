@@ -10,8 +10,16 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from reigen.api.process_sets import RegisteredSets, follow_members
 from reigen.elastic import membership
-from reigen.elastic.state import State
-from reigen.errors import CollectiveError, DeviceError, HostsUpdatedInterrupt, JoinedError, MismatchError, ReplicaError
+from reigen.elastic.state import Departure, State
+from reigen.errors import (
+    CollectiveError,
+    DeviceError,
+    HostsUpdatedInterrupt,
+    JobLeft,
+    JoinedError,
+    MismatchError,
+    ReplicaError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +102,11 @@ def repeat_in_views(
                 if not is_elastic():
                     raise
                 skips_sync = interrupt.skip_sync
-            reset()
+            try:
+                reset()
+            except JobLeft as left:
+                state.on_leave(Departure(left.rank, left.size, left.all_leave))
+                raise
             state.on_reset()
             loop.skips_sync = skips_sync and not membership.needs_sync()
 

@@ -33,6 +33,9 @@ class Membership(Protocol):
     def fail(self) -> None:
         """Do the work of the function of this name."""
 
+    def leave(self, grace_seconds: float | None) -> None:
+        """Do the work of the function of this name."""
+
 
 class _JobMembership:
     """Membership in the job of this process's context."""
@@ -54,6 +57,9 @@ class _JobMembership:
 
     def fail(self) -> None:
         self._elastic.has_failed = True
+
+    def leave(self, grace_seconds: float | None) -> None:
+        self._elastic.leave(grace_seconds)
 
     @staticmethod
     def _interrupt(*, is_changing: bool) -> None:
@@ -109,6 +115,21 @@ def reset() -> None:
     """
     if (member := _member()) is not None:
         member.reset()
+
+
+def leave(grace_seconds: float | None = None) -> None:
+    """Have this process leave its elastic job in good order; the others go on, and nothing is done again.
+
+    The program goes on to the commit, one or two steps ahead, at which the members change. There the state's callbacks
+    for that (`State.register_leave_callbacks`) are called, and the process ends with exit code 0, by SystemExit.
+    SIGTERM does the same, unless the program has its own handler. Outside of an elastic job this does nothing.
+
+    Args:
+        grace_seconds: then the process ends, wherever it is; steps that take longer are not waited for, so that the
+            others do the present one again. None: REIGEN_NOTICE_GRACE (30).
+    """
+    if (member := _member()) is not None:
+        member.leave(grace_seconds)
 
 
 def fail() -> None:

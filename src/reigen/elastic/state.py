@@ -6,6 +6,7 @@ import copy
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from reigen.elastic import membership
@@ -23,6 +24,20 @@ class HostUpdateResult(enum.IntFlag):
     mixed = removed | added
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Departure of a process that leaves its elastic job in good order, after a notice.
+
+    Attributes:
+        rank, size: what they were. There is no rank and no size any more, and there are no collectives.
+        all_leave: so do all other members at this commit: nobody goes on with the state.
+    """
+
+    rank: int
+    size: int
+    all_leave: bool
+
+
 class State(ABC):
     """Base of states, from which a training function goes on where it was.
 
@@ -35,6 +50,7 @@ class State(ABC):
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._leave_callbacks: list[Callable[[Departure], None]] = []
         self._update: HostUpdateResult | None = None
         #: how often `commit` was called
         self.num_commits = 0
@@ -45,6 +61,23 @@ class State(ABC):
         They find the new ``rank()`` and ``size()``: the place to scale a learning rate, or to divide data anew.
         """
         self._reset_callbacks.extend(callbacks)
+
+    def register_leave_callbacks(self, callbacks: Iterable[Callable[[Departure], None]]) -> None:
+        """Have functions called, in this order, when this process leaves the job after a notice, before it ends.
+
+        The state is that of the last commit, and has been applied by all members: the place for a checkpoint, where
+        nobody goes on with it::
+
+            state.register_leave_callbacks([lambda left: save(state) if left.all_leave and left.rank == 0 else None])
+
+        The process is ended when its grace is over (REIGEN_NOTICE_GRACE).
+        """
+        self._leave_callbacks.extend(callbacks)
+
+    def on_leave(self, departure: Departure) -> None:
+        """Follow the departure of this process: the callbacks."""
+        for callback in self._leave_callbacks:
+            callback(departure)
 
     def on_reset(self) -> None:
         """Follow a change of members: `reset`, then the callbacks."""

@@ -26,6 +26,7 @@ _ON = frozenset({"1", "true", "yes", "on"})
 _INTERFACES = ("REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE", "SM_NETWORK_INTERFACE_NAME")
 _PEER_TIMEOUT_SECONDS = 20.0
 _START_TIMEOUT_SECONDS = 30.0
+_NOTICE_GRACE_SECONDS = 30.0
 _LONGEST_SILENCE_SECONDS = 3600.0
 
 
@@ -74,6 +75,11 @@ class NetworkOptions:
         from reigen.net.tls import TlsContext  # loads OpenSSL
 
         return TlsContext()
+
+
+def notice_grace_seconds(environ: Mapping[str, str]) -> float:
+    """Return how long a rank of an elastic job may take from SIGTERM to its end, a knob of the ranks, too."""
+    return _parse_seconds(_first(environ, "REIGEN_NOTICE_GRACE"), _NOTICE_GRACE_SECONDS)
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:

@@ -48,6 +48,7 @@ _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
 EVENTS = {
     *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave", "request"),
+    "all leave",
     *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
 }
 
@@ -112,6 +113,14 @@ def test_members_go_on_soon_after_a_death(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(ElasticMember._HANDLERS, Evidence, doubt)
     assert seconds_after_a_death() > 1.0
+
+
+def test_where_all_leave_all_end_in_good_order() -> None:
+    for seed in range(60):
+        plan = make_plan(random.Random(seed))
+        plan.faults, plan.loss = ["all leave"], (0.0, 0.1)[seed % 2]
+        simulator = Simulator(seed, plan=plan).run()
+        assert {each.member.state for each in simulator.processes.values()} == {ElasticState.GONE}, seed
 
 
 def test_one_cut_connection_costs_one_host() -> None:

@@ -71,6 +71,7 @@ FAULTS = {
     "host": 1,
     "join": 1,
     "leave": 1,
+    "all leave": 1,
     "pause": 1,
     "tear": 1,
     "forget": 1,
@@ -662,7 +663,7 @@ class Simulator:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def _fault(self, kind: str) -> None:  # noqa: C901  one table
+    def _fault(self, kind: str) -> None:  # noqa: C901, PLR0912  one table
         members = [each for each in self.processes.values() if each.is_member]
         if not members:
             return
@@ -684,8 +685,10 @@ class Simulator:
             case "join":
                 self._join()
             case "leave":
-                victim.wants_to_leave = True
-                self.do(victim, LeaveRequested())
+                self._leave(victim)
+            case "all leave":
+                for member in members:
+                    self._leave(member)
             case "request":
                 assert isinstance(victim.member, ElasticMember)
                 self.do(victim, ChangeRequested(victim.member.view.epoch - self.rng.choice((0, 0, 1)), "asked for"))
@@ -700,6 +703,10 @@ class Simulator:
                 host.acceptor, host.slots, host.tears = Acceptor(VoterId(name, life + 1)), [b""] * NUM_SLOTS, False
             case "pause":
                 self._pause(self.hosts[self.rng.choice([*self.hosts])])
+
+    def _leave(self, process: Process) -> None:
+        process.wants_to_leave = True
+        self.do(process, LeaveRequested())
 
     def _stop(self, process: Process) -> None:
         if process.waiting is None:

@@ -8,6 +8,7 @@ from signal import SIGKILL, SIGTERM
 import pytest
 
 from reigen.launch.elastic.job import (
+    ALL_LEFT_TEXT,
     FIRST_VIEW_SECONDS,
     LEAVE_SECONDS,
     ORPHANED_SECONDS,
@@ -15,16 +16,19 @@ from reigen.launch.elastic.job import (
     ElasticEvent,
     ElasticInstruction,
     ElasticJobState,
+    HostNoticed,
     HostPrepared,
     HostsFound,
     HostUnusable,
     MemberFinished,
+    MemberLeaving,
     SayToUser,
     StartSlots,
     TimePassed,
     ViewAnnounced,
 )
 from reigen.launch.elastic.options import NEVER, Cooldown, ElasticOptions
+from reigen.launch.elastic.slots import SlotState
 from reigen.launch.job_state import (
     FinishJob,
     HostLost,
@@ -35,7 +39,6 @@ from reigen.launch.job_state import (
     ProcessExited,
     SignalProcesses,
     SignalReceived,
-    TerminateProcesses,
 )
 
 DISCOVERED = "discover.sh"
@@ -220,7 +223,7 @@ def test_failures_long_ago_are_forgotten() -> None:
 def test_a_failure_takes_its_host_out_of_the_job_as_with_horovod() -> None:
     job = Job(options(blacklist="host", cooldown=NEVER), ("h1", 2), ("h2", 2))
     instructions = job.exit(2)
-    assert TerminateProcesses((3,)) in instructions
+    assert SignalProcesses((3,), SIGTERM) in instructions
     assert job.texts == ["slot 2 (host h2): exit code 1; host h2 is not used any more; 2 processes go on"]
     job.exit(3, -SIGTERM)
     job.at(3600)
@@ -277,7 +280,7 @@ def test_hosts_that_appear_are_used() -> None:
 def test_hosts_that_vanish_are_left() -> None:
     job = Job(options(discovery=DISCOVERED), ("h1", 2), ("h2", 2))
     instructions = job.find(("h1", 2))
-    assert TerminateProcesses((2, 3)) in instructions
+    assert SignalProcesses((2, 3), SIGTERM) in instructions
     assert job.texts == ["host h2 has vanished: slots 2, 3 are asked to leave"]
     job.exit(2, 0)
     job.exit(3, -SIGTERM)
@@ -288,7 +291,66 @@ def test_hosts_that_vanish_are_left() -> None:
 
 def test_a_host_with_fewer_places_loses_its_highest_local_ranks() -> None:
     job = Job(options(1, discovery=DISCOVERED), ("h1", 3))
-    assert TerminateProcesses((1, 2)) in job.find(("h1", 1))
+    assert SignalProcesses((1, 2), SIGTERM) in job.find(("h1", 1))
+
+
+def test_a_process_that_leaves_by_itself_has_not_failed() -> None:
+    job = Job(options(cooldown=Cooldown(10, 10, max_failures=1)), ("h1", 3), ("h2", 2))
+    job.handle(MemberLeaving(1, 0))
+    assert job.started[4:] == [(4, 0, "h2", 1)], "another place is free"
+    job.handle(MemberLeaving(1, 0))
+    job.exit(1, 0)
+    job.handle(ViewAnnounced(2, ((0, 0), (2, 0), (3, 0))))
+    job.handle(ViewAnnounced(3, ((0, 0), (2, 0), (3, 0), (4, 0))))
+    assert job.texts == [
+        "slot 1 (host h1) leaves; 3 processes go on",
+        "slot 4 is started (host h2)",
+        "slot 1 (host h1) has left; 4 processes go on, its place rests for 10 s",
+    ]
+    job.exit(4, 1)  # which has failed, and is not used again
+    job.at(9.9)
+    assert len(job.started) == 5
+    job.at(10)
+    assert job.started[5:] == [(1, 1, "h1", 1)]
+    job.handle(MemberLeaving(1, 0))
+    assert job.state.slots[1].state is SlotState.RUNNING, "that was its last process"
+
+
+def test_a_host_that_its_engine_takes_away_is_left() -> None:
+    job = Job(options(least=1), ("h1", 2), ("h2", 2))
+    instructions = job.handle(HostNoticed("h2", SIGTERM, 0.0))
+    assert SignalProcesses((2, 3), SIGTERM) in instructions
+    assert job.handle(HostNoticed("h2", SIGTERM, 0.0)) == []
+    assert job.texts == ["slots 2, 3 are asked to leave"]
+    job.exit(2, 0)
+    job.exit(3, 0)
+    job.at(60)
+    assert len(job.started) == 4, "it is not used any more"
+    job.handle(HostLost((2, 3), "its pod has gone", "h2"))
+    job.at(70)
+    assert [each[2] for each in job.started[4:]] == ["h2", "h2"], "it has come back"
+    assert not job.state.slots.hosts["h2"].failures.times
+
+
+def test_a_job_whose_hosts_are_all_taken_away_ends_by_that_signal() -> None:
+    job = Job(options(), ("h1", 2), ("h2", 2))
+    assert SignalProcesses((0, 1), SIGTERM) in job.handle(HostNoticed("h1", SIGTERM, 0.0))
+    assert SignalProcesses((0, 1, 2, 3), SIGTERM) in job.handle(HostNoticed("h2", SIGTERM, 0.0))
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.end() == FinishJob(128 + SIGTERM, None, SIGTERM)
+
+
+def test_a_job_that_all_processes_leave_ends() -> None:
+    job = Job(options(least=1), ("h1", 4))
+    for slot in range(4):
+        job.handle(MemberLeaving(slot, 0))
+    for slot in range(4):
+        assert job.state.phase is JobPhase.RUNNING
+        job.exit(slot, 0)
+    job.handle(ProcessesSwept())
+    assert len(job.started) == 4
+    assert job.texts[-1] == ALL_LEFT_TEXT
+    assert job.state.phase is JobPhase.DONE
 
 
 def test_who_does_not_leave_is_killed() -> None:
@@ -401,7 +463,7 @@ def test_the_job_ends_when_its_members_have_finished() -> None:
     job.at(10)
     assert job.running == {0, 1, 2, 3}
     instructions = job.handle(MemberFinished(1))
-    assert TerminateProcesses((3,)) in instructions, "it was no member yet"
+    assert SignalProcesses((3,), SIGTERM) in instructions, "it was no member yet"
     job.exit(3, -SIGTERM)
     for slot in (1, 0, 2):
         job.exit(slot, 0)
@@ -495,7 +557,7 @@ def test_a_signal_stops_a_job_that_has_not_begun() -> None:
 
 def test_a_signal_stops_everything() -> None:
     job = Job(options(), ("h1", 4))
-    assert TerminateProcesses((0, 1, 2, 3)) in job.handle(SignalReceived(SIGTERM, 1.0))
+    assert SignalProcesses((0, 1, 2, 3), SIGTERM) in job.handle(SignalReceived(SIGTERM, 1.0))
     assert job.end() == FinishJob(128 + SIGTERM, None, SIGTERM)
     assert len(job.started) == 4
 

@@ -7,7 +7,8 @@ a. Hosts are found (HostsFound) and called (CallHost); each is ready (HostPrepar
 b. A process dies: the others go on. Its place, or its whole host, rests; then a candidate is started there. A place
    that has never failed is used before one that has rested. The members announce their views (ViewAnnounced).
 c. A host vanishes, or has fewer places: the processes there are asked to leave, the highest local ranks first, and
-   killed if they do not.
+   killed if they do not. So are those of a host that its engine takes away (HostNoticed); with the last such host the
+   job ends as by that signal. A process may leave by itself, too (MemberLeaving): that is no failure.
 d. A member has finished (MemberFinished): nothing is started any more; those who are no members are asked to leave.
    When all have ended, so has the job, with 0, or with the exit code of a member that failed meanwhile.
 e. The job fails: when a process has died and there is still no view; when no process is left; when no process is left
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from signal import SIGKILL
+from signal import SIGCONT, SIGKILL, SIGTERM
 
 import msgspec
 
@@ -46,9 +47,9 @@ from reigen.launch.job_state import (
     JobState,
     ProcessExited,
     SignalProcesses,
+    SignalReceived,
     StartGraceTimer,
     SweepProcesses,
-    TerminateProcesses,
 )
 
 #: Exit code of a process that its fellows have excluded from the job.
@@ -66,6 +67,7 @@ MIN_RANKS_TEXT = (
     "Timed out waiting for minimum number of slots to become available. Please check that you have enough resources "
     "to run at least {} processes."
 )
+ALL_LEFT_TEXT = "all processes have left the job before its program was done"
 RESET_LIMIT_TEXT = "Job has been shutdown because number of resets during elastic job exceeded limit: {}"
 #: Said where the user's hosts do not suffice from the beginning.
 TOO_FEW_TEXT = "the hosts that can take part have {} slots, and {} processes are needed at least; nothing was started"
@@ -103,6 +105,21 @@ class MemberFinished(JobMessage, frozen=True):
     slot: int
 
 
+class MemberLeaving(JobMessage, frozen=True):
+    """Process leaves in good order, by itself: it was sent SIGTERM, or its program wants it."""
+
+    slot: int
+    incarnation: int
+
+
+class HostNoticed(JobMessage, frozen=True):
+    """Engine has announced the end of a host, by ``signum``, at ``seconds`` on some steady clock."""
+
+    host: str
+    signum: int
+    seconds: float
+
+
 class TimePassed(JobMessage, frozen=True):
     """Something may be due."""
 
@@ -135,7 +152,9 @@ class SayToUser(JobMessage, frozen=True):
     text: str
 
 
-ElasticEvent = HostsFound | HostPrepared | HostUnusable | ViewAnnounced | MemberFinished | TimePassed
+ElasticEvent = (
+    HostsFound | HostPrepared | HostUnusable | HostNoticed | ViewAnnounced | MemberFinished | MemberLeaving | TimePassed
+)
 ElasticInstruction = CallHost | StartSlots | SayToUser
 
 
@@ -204,6 +223,10 @@ class ElasticJobState(JobState):
                 instructions += self._process_ended(self.slots[number], exit_code, cause)
             case HostLost(_, reason, host):
                 instructions += self._host_lost(self.slots.hosts[host], reason)
+            case HostNoticed():
+                return self._noticed(event) + self._decide()
+            case MemberLeaving(number, incarnation):
+                instructions += self._member_leaves(number, incarnation)
             case MemberFinished() | TimePassed():
                 pass
             case _:
@@ -241,14 +264,34 @@ class ElasticJobState(JobState):
         left = [host for host in lost if host.name in names]
         changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in left]
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
-        return [SayToUser(text), self._ask_to_leave(leaving)]
+        return [SayToUser(text), *self._ask_to_leave(leaving)]
 
-    def _ask_to_leave(self, slots: Iterable[JobSlot]) -> TerminateProcesses:
+    def _ask_to_leave(self, slots: Iterable[JobSlot]) -> list[JobInstruction | ElasticInstruction]:
         numbers = []
         for slot in slots:
             slot.state, slot.leaves_by = SlotState.LEAVING, self._now + LEAVE_SECONDS
             numbers.append(slot.number)
-        return TerminateProcesses(tuple(sorted(numbers)))
+        return [*_ask_to_end(numbers)]
+
+    def _member_leaves(self, number: int, incarnation: int) -> list[JobInstruction | ElasticInstruction]:
+        slot = self.slots[number] if self.slots.has(number) else None
+        if slot is None or slot.state is not SlotState.RUNNING or slot.incarnation != incarnation:
+            return []
+        slot.state, slot.rests_when_left = SlotState.LEAVING, True  # it ends when its grace is over
+        return [SayToUser(f"{self._name(slot)} leaves; {self._describe_number()}")]
+
+    def _noticed(self, event: HostNoticed) -> list[JobInstruction | ElasticInstruction]:
+        host = self.slots.hosts.get(event.host)
+        if host is None or host.phase is HostPhase.LEAVING:
+            return []
+        host.phase = HostPhase.LEAVING
+        running = self.slots.in_state(SlotState.RUNNING)
+        leaving = [slot for slot in running if slot.host == host.name]
+        if len(leaving) == len(running):
+            return list(self.handle(SignalReceived(event.signum, event.seconds)))
+        if not leaving:
+            return []
+        return [SayToUser(f"{_format_slots(leaving)} asked to leave"), *self._ask_to_leave(leaving)]
 
     def _refused(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         host.phase = HostPhase.GONE
@@ -266,9 +309,15 @@ class ElasticJobState(JobState):
         self._deaths.clear()
 
     def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
+        was_noticed = host.phase is HostPhase.LEAVING
         host.phase = HostPhase.GONE
         instructions: list[JobInstruction | ElasticInstruction] = []
-        rest = host.failures.add(self._now, self._options.cooldown, self._chance())
+        cooldown = self._options.cooldown
+        rest: float | None = cooldown.least_seconds
+        if was_noticed:
+            host.failures.rests_until = self._now + cooldown.least_seconds
+        else:
+            rest = host.failures.add(self._now, cooldown, self._chance())
         ended = [slot for slot in host.slots if slot.state is not SlotState.FREE]
         for slot in ended:
             was_leaving = slot.state is SlotState.LEAVING
@@ -294,7 +343,12 @@ class ElasticJobState(JobState):
             self.failure = self.failure or (failure if is_failure else None)
             return []
         if was_leaving:
-            return [SayToUser(f"{self._name(slot)} has left")]
+            end = "" if exit_code in {0, -SIGTERM, 128 + SIGTERM} else f": {_describe_end(exit_code, cause)}"
+            if not slot.rests_when_left:
+                return [SayToUser(f"{self._name(slot)} has left{end}")]
+            seconds = self._options.cooldown.least_seconds
+            slot.failures.rests_until, slot.rests_when_left = self._now + seconds, False
+            return [SayToUser(f"{self._name(slot)} has left{end}; {self._describe_rest(seconds)}")]
         self._count_death(slot, failure)
         neighbours = self._neighbours_to_stop(slot, exit_code)
         if neighbours is None:
@@ -304,7 +358,7 @@ class ElasticJobState(JobState):
         rest = host.failures.add(self._now, self._options.cooldown, self._chance())
         text = f"{self._name(slot)}: {_describe_end(exit_code, cause)}; host {host.name} is not used any more"
         text += "" if rest is None else f" for {rest:.0f} s"
-        stop = [self._ask_to_leave(neighbours)] if neighbours else []
+        stop = self._ask_to_leave(neighbours) if neighbours else []
         return [SayToUser(f"{text}; {self._describe_number()}"), *stop]
 
     def _neighbours_to_stop(self, slot: JobSlot, exit_code: int) -> list[JobSlot] | None:
@@ -331,15 +385,17 @@ class ElasticJobState(JobState):
             return self._decide_ending(running)
         is_short = len(running) < self._options.min_ranks
         self._short_since = None if not is_short else self._now if self._short_since is None else self._short_since
-        has_members = any(slot.id in self.members for slot in running)
+        leaving = self.slots.in_state(SlotState.LEAVING)
+        has_members = any(slot.id in self.members for slot in [*running, *leaving])
         is_orphaned = self.has_begun and not has_members
         self._orphaned_since = (
             None if not is_orphaned else self._now if self._orphaned_since is None else self._orphaned_since
         )
-        if problem := self._find_problem(running):
+        if problem := self._find_problem(running, leaving):
             return self._fail(problem)
         instructions = self._call_hosts()
-        if self.has_begun or self._can_begin():
+        # with no member that stays there is nobody whom a candidate could join
+        if any(slot.id in self.members for slot in running) if self.has_begun else self._can_begin():
             instructions += self._start()
         return instructions + self._kill_late()
 
@@ -356,17 +412,17 @@ class ElasticJobState(JobState):
         if not self.running:
             return list(self._ended(set(), None))
         others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
-        instructions: list[JobInstruction | ElasticInstruction] = [self._ask_to_leave(others)] if others else []
+        instructions = self._ask_to_leave(others) if others else []
         return instructions + self._kill_late()
 
-    def _find_problem(self, running: Sequence[JobSlot]) -> str:
+    def _find_problem(self, running: Sequence[JobSlot], leaving: Sequence[JobSlot]) -> str:
         """Return why the job cannot go on; empty: it can. ``-`` stands for the first failure."""
         options = self._options
         limit = options.reset_limit
         if limit is not None and self._num_resets > limit:
             return RESET_LIMIT_TEXT.format(limit)
-        if self.has_begun and not running:
-            return "-"
+        if self.has_begun and not running and not leaving:
+            return "-" if self._deaths else ALL_LEFT_TEXT
         hold_seconds = 0.0 if self.epoch is None else ORPHANED_SECONDS  # without a first view there is no second one
         if self._orphaned_since is not None and self._now >= self._orphaned_since + hold_seconds:
             return "-"
@@ -442,7 +498,8 @@ class ElasticJobState(JobState):
         if self.running:
             for slot in self.slots:
                 slot.leaves_by = inf
-            return super()._stop()
+            self.phase = JobPhase.STOPPING
+            return [*_ask_to_end(self.running), StartGraceTimer()]
         self.phase, self._killed = JobPhase.SWEEPING, False
         return [SweepProcesses(), StartGraceTimer()]
 
@@ -475,6 +532,12 @@ class ElasticJobState(JobState):
 def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
     """Return the members' slots, by rank."""
     return tuple(slot for slot, _ in members)
+
+
+def _ask_to_end(numbers: Iterable[int]) -> list[JobInstruction]:
+    """Ask processes to leave after their step. Not their children, without which they might not get there."""
+    ordered = tuple(sorted(numbers))
+    return [SignalProcesses(ordered, SIGTERM), SignalProcesses(ordered, SIGCONT)]  # the latter for one that is stopped
 
 
 def _format_slots(slots: Iterable[JobSlot]) -> str:

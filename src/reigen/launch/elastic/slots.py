@@ -52,6 +52,7 @@ class JobSlot:
         state: what it is used for.
         failures: of its processes.
         leaves_by: when a process that was asked to leave is killed.
+        rests_when_left: its process leaves by itself; then others are used first.
     """
 
     host: str
@@ -61,6 +62,7 @@ class JobSlot:
     state: SlotState = SlotState.FREE
     failures: Failures = field(default_factory=Failures)
     leaves_by: float = inf
+    rests_when_left: bool = False
 
     @property
     def id(self) -> tuple[int, int]:
@@ -73,6 +75,8 @@ class HostPhase(Enum):
 
     CALLED = auto()
     READY = auto()
+    #: its engine has announced its end
+    LEAVING = auto()
     GONE = auto()
 
 
@@ -154,7 +158,7 @@ class SlotTable:
             slot.number = len(self._slots)
             self._slots.append(slot)
         slot.incarnation += 1
-        slot.state, slot.leaves_by = SlotState.RUNNING, inf
+        slot.state, slot.leaves_by, slot.rests_when_left = SlotState.RUNNING, inf, False
 
     def in_state(self, state: SlotState) -> list[JobSlot]:
         """Return the places in a state."""

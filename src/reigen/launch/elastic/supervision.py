@@ -15,7 +15,13 @@ from math import inf
 from pathlib import Path
 from typing import Protocol
 
-from reigen.cluster.environ import CANDIDATE_VARIABLE, ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY, SECRET_VARIABLE
+from reigen.cluster.environ import (
+    CANDIDATE_VARIABLE,
+    ELASTIC_FINISHED_KEY,
+    ELASTIC_LEAVING_KEY,
+    ELASTIC_VIEW_KEY,
+    SECRET_VARIABLE,
+)
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, View
 from reigen.errors import ConfigError, LaunchError, WireError
 from reigen.launch.agent import agent_protocol
@@ -32,6 +38,7 @@ from reigen.launch.elastic.job import (
     HostsFound,
     HostUnusable,
     MemberFinished,
+    MemberLeaving,
     SayToUser,
     SlotStart,
     StartSlots,
@@ -221,7 +228,7 @@ class ElasticSupervision:
 
     def announce(self, key: str, value: bytes) -> None:
         """Take a value that was put at the rendezvous; called in the service's thread."""
-        if key in {ELASTIC_VIEW_KEY, ELASTIC_FINISHED_KEY}:
+        if key in {ELASTIC_VIEW_KEY, ELASTIC_FINISHED_KEY, ELASTIC_LEAVING_KEY}:
             self._announced.append((key, value))
             self._owner.loop.wake()
 
@@ -427,9 +434,12 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
 
     Raises:
         WireError: it is no view.
-        ValueError: it is no number of a slot.
+        ValueError: it is no number of a slot, or not what says which process leaves.
     """
     if key == ELASTIC_FINISHED_KEY:
         return MemberFinished(int(value))
+    if key == ELASTIC_LEAVING_KEY:
+        slot, incarnation = map(int, value.split())
+        return MemberLeaving(slot, incarnation)
     view = _VIEW_CODEC.decode(value)
     return ViewAnnounced(view.epoch, tuple((member.slot, member.incarnation) for member in view.members))

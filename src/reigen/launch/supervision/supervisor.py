@@ -29,6 +29,7 @@ from reigen.launch.elastic.job import (
     ElasticEvent,
     ElasticInstruction,
     ElasticJobState,
+    HostNoticed,
     SayToUser,
     StartSlots,
     members_in_order,
@@ -39,7 +40,7 @@ from reigen.launch.elastic.supervision import ElasticSupervision
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.hosts import HostInfo
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
-from reigen.launch.options import JobListener, LaunchOptions, complain
+from reigen.launch.options import JobListener, LaunchOptions, complain, notice_grace_seconds
 from reigen.launch.output.output_mux import OutputMux
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
 from reigen.launch.supervision.event_loop import LauncherLoop
@@ -454,18 +455,26 @@ class Supervisor:
                     self._first_tails.setdefault(number, self._display.tail(number))
                 next(group for group in self._groups if self._of(group, [number])).execute(instruction)
             case job_state.SignalProcesses(ranks, signum):
-                self._display.say(f"reigen run: {signal_name(signum)} is passed on to the ranks\n".encode())
+                if signum in PASSED_SIGNALS:
+                    self._display.say(f"reigen run: {signal_name(signum)} is passed on to the ranks\n".encode())
                 for group in self._groups:
                     group.execute(job_state.SignalProcesses(self._of(group, ranks), signum))
             case job_state.TerminateProcesses(ranks) | job_state.KillProcesses(ranks):
                 for group in self._groups:
                     group.execute(type(instruction)(self._of(group, ranks)))
             case job_state.StartGraceTimer():
-                self._grace_ends = time.monotonic() + self._options.grace_seconds
+                self._grace_ends = time.monotonic() + self._grace_seconds
             case job_state.SweepProcesses():
                 self._sweep(instruction)
             case job_state.FinishJob():
                 self._finish = instruction
+
+    @property
+    def _grace_seconds(self) -> float:
+        """Seconds in which processes may end; those of an elastic job that a notice ends may finish a step."""
+        seconds = self._options.grace_seconds
+        is_noticed = self._elastic is not None and self._job.signum == signal.SIGTERM
+        return max(seconds, notice_grace_seconds(self._environ)) if is_noticed else seconds
 
     def _sweep(self, instruction: job_state.SweepProcesses) -> None:
         if self._elastic is not None:
@@ -572,7 +581,10 @@ class Supervisor:
             explain = self._plan.describe_notice
             by = f" {explain(agent.output)}" if explain is not None else ""
             self._display.say(f"reigen run: host {agent.host} was sent {signal_name(signum)}{by}\n".encode())
-        self._handle(job_state.SignalReceived(signum, time.monotonic()))
+        if self._elastic is not None and signum in STOP_SIGNALS:
+            self._handle(HostNoticed(agent.host, signum, time.monotonic()))
+        else:
+            self._handle(job_state.SignalReceived(signum, time.monotonic()))
 
     def _on_signal(self, signum: int) -> None:
         if self.is_starting:

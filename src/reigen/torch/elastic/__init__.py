@@ -1,6 +1,6 @@
 """Elastic training with PyTorch: ``hvd.elastic`` in scripts."""
 
-from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, run
+from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, leave, run
 from reigen.torch.elastic.sampler import ElasticSampler
 from reigen.torch.elastic.state import TorchState
 
@@ -11,5 +11,6 @@ __all__ = [
     "ObjectState",
     "State",
     "TorchState",
+    "leave",
     "run",
 ]

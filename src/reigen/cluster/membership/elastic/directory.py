@@ -5,6 +5,7 @@ All of it is at the rendezvous of the launcher:
 ``elastic/card/RANK``  where a process of the first view listens
 ``elastic/view``       the latest view that runs, by its rank 0
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
+``elastic/leaving``    slot and incarnation of a process that leaves, the latest one of them
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY
+from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_LEAVING_KEY, ELASTIC_VIEW_KEY
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost
@@ -114,10 +115,16 @@ class ViewDirectory:
 
     def tell_finished(self, member: MemberId, done: Callable[[], None]) -> None:
         """Put that a member's program is done; then call ``done``."""
+        self._tell(ELASTIC_FINISHED_KEY, str(member.slot), done)
 
+    def tell_leaving(self, member: MemberId, done: Callable[[], None]) -> None:
+        """Put that a process leaves; then call ``done``."""
+        self._tell(ELASTIC_LEAVING_KEY, f"{member.slot} {member.incarnation}", done)
+
+    def _tell(self, key: str, text: str, done: Callable[[], None]) -> None:
         def tell() -> None:
             try:
-                self._rendezvous.put(ELASTIC_FINISHED_KEY, str(member.slot).encode())
+                self._rendezvous.put(key, text.encode())
             finally:
                 done()
 

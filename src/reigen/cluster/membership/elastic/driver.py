@@ -57,7 +57,7 @@ from reigen.cluster.membership.views.events import (
     Verdict,
     ViewTimer,
 )
-from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts
+from reigen.cluster.membership.views.member import ALL_LEFT_REASON, ElasticMember, ElasticState, ViewTimeouts
 from reigen.cluster.membership.views.messages import AskMember, ChangeAt, RevokeView, ViewDecided, ViewMessage
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
 from reigen.errors import ReigenError, format_ranks
@@ -73,6 +73,8 @@ _log = logging.getLogger(__name__)
 DRIVER_TIMEOUTS = ViewTimeouts(stuck=10.0, kill=0.2)
 #: How long `ViewDriver.finish` waits until the others know, and `ViewDriver.close` for the thread.
 _FINISH_SECONDS, _CLOSE_SECONDS = 1.0, 5.0
+#: Of a grace, how much is left when others wait no longer for the step at which this process was to leave.
+_LAST_SECONDS, _LAST_SHARE = 1.0, 0.25
 #: Views in a row that this process could not begin to run; one more ends it.
 MAX_FAILED_VIEWS = 8
 #: Members of another host that are asked for its voter's answer at once; any of them has it.
@@ -101,6 +103,7 @@ class ViewDriver:
         finished: members whose programs are done, as they have said. Their ends begin no change; where one begins for
             another reason, they are left out.
         reason: why the latest change began, for the user; empty before the first.
+        is_leaving: this process leaves the job, or has left it.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class ViewDriver:
         self.me = node.me
         self.finished: frozenset[MemberId] = frozenset()
         self.reason = ""
+        self.is_leaving = False
         self._node, self._plane, self._timeouts = node, plane, timeouts
         self._loop = EventLoop()
         self._links = MemberLinks(self._loop, node, self)
@@ -135,6 +139,7 @@ class ViewDriver:
         self._unaware: set[MemberId] = set()
         self._all_know = threading.Event()
         self._num_failed_views = 0
+        self._launcher_knows = threading.Event()
         #: why the voter has not answered at last
         self._voter_problem = ""
         self._has_ended = self._is_closed = False
@@ -212,13 +217,25 @@ class ViewDriver:
         """Give evidence about another member: that a collective waits for it in vain, say (`Verdict.STUCK`)."""
         self._post(partial(self.on_evidence, evidence))
 
-    def leave(self, grace_seconds: float = 10.0) -> None:
+    def leave(self, grace_seconds: float = 10.0, *, at_once: bool = False) -> None:
         """Leave in good order: at a step soon, by a change; `ViewPlane.end` is called with 0 then.
 
+        May be called by a signal handler. A second call does nothing.
+
         Args:
-            grace_seconds: then this process ends anyway: no step was made, or all members leave.
+            grace_seconds: then this process ends anyway: no step was made, or no change was decided.
+            at_once: do not wait for a step: the others undo the one that is under way.
         """
-        self._post(partial(self._begin_leaving, grace_seconds))
+        self._post(partial(self._begin_leaving, grace_seconds, at_once=at_once))
+
+    @property
+    def all_leave(self) -> bool:
+        """True if this process has left together with all other members."""
+        return self._machine.state is ElasticState.GONE and self._machine.reason == ALL_LEFT_REASON
+
+    def wait_until_leaving_is_known(self) -> None:
+        """Wait, for a second at most, until the launcher knows that this process leaves."""
+        self._launcher_knows.wait(_FINISH_SECONDS)
 
     def finish(self) -> None:
         """Say that the program is done here; returns when all members know, or after a second.
@@ -469,6 +486,8 @@ class ViewDriver:
         view = self._view
         if view is None or request.epoch != view.epoch or self._machine.state is ElasticState.CHANGING:
             return
+        if self._machine.state is ElasticState.PAUSED:
+            return  # the change comes, and does not cut off those that are still in the step at which all stop
         if self._machine.state not in _CALM:
             self._num_failed_views += 1
             if self._num_failed_views > MAX_FAILED_VIEWS:
@@ -476,14 +495,24 @@ class ViewDriver:
                 return
         self._dispatch(request)
 
-    def _begin_leaving(self, grace_seconds: float) -> None:
-        view = self._view
-        if view is None or (view.size == 1 and isinstance(self._machine, ElasticMember)):
-            self._end(0, "left; there is no other member")
+    def _begin_leaving(self, grace_seconds: float, *, at_once: bool) -> None:
+        if self.is_leaving or self._has_ended:
             return
+        self.is_leaving = True
+        self._directory.tell_leaving(self.me, self._launcher_knows.set)
         reason = f"left after a grace of {grace_seconds:g} s, before the others have agreed"
-        self._loop.call_at(time.monotonic() + grace_seconds, partial(self._end, 0, reason))
+        now = time.monotonic()
+        last_seconds = min(_LAST_SECONDS, grace_seconds * _LAST_SHARE)
+        self._loop.call_at(now + grace_seconds, partial(self._end, 0, reason))
+        self._loop.call_at(now + grace_seconds - last_seconds, self._leave_now)
         self._dispatch(LeaveRequested())
+        if at_once:
+            self._leave_now()
+
+    def _leave_now(self) -> None:
+        """Wait for no step: the members change now."""
+        if self._view is not None and self._machine.state in {ElasticState.LEAVING, ElasticState.PAUSED}:
+            self._dispatch(ChangeRequested(self._view.epoch, "it leaves, and cannot wait for the end of a step"))
 
     def _begin_finish(self) -> None:
         self._is_finished = self._links.is_finished = True

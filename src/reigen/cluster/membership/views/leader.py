@@ -73,6 +73,13 @@ class ChangeLeader:
         """Return members that have not reported, and of which nothing speaks against it."""
         return [member for member in self._view.members if member not in self.reports and member not in lost]
 
+    def is_abandoned(self, dead: Collection[MemberId]) -> bool:
+        """Return whether no view can follow, because every member leaves, but for the dead; nothing was proposed."""
+        if self.proposer.proposed is not None or not self.proposer.may_propose[0] or self.proposer.adopted is not None:
+            return False
+        leaving = {member for member, report in self.reports.items() if report.is_leaving}
+        return all(member in leaving or member in dead for member in self._view.members)
+
     def advance(
         self,
         lost: Collection[MemberId],

@@ -32,6 +32,7 @@ from reigen.cluster.membership.views.events import (
 from reigen.cluster.membership.views.installation import Installation
 from reigen.cluster.membership.views.leader import ChangeLeader
 from reigen.cluster.membership.views.messages import (
+    AllLeave,
     AskMember,
     BallotPreempted,
     BehindView,
@@ -51,6 +52,8 @@ from reigen.cluster.membership.views.messages import (
 from reigen.cluster.membership.views.planned_stop import PlannedStop
 from reigen.cluster.membership.views.record import MemberId, View, VoterId
 
+#: Why a member is gone where every other one is, too.
+ALL_LEFT_REASON = "all members have left in good order"
 _MOST_BACK_OFF_DOUBLINGS = 6
 
 
@@ -263,6 +266,12 @@ class ElasticMember:
             decided = leader.proposer.proposed
             assert decided is not None
             return [*actions, *leader.announcements(decided), *self._adopt(decided)]
+        if leader.is_abandoned({each for each, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}):
+            return [
+                *actions,
+                *self._send_all(AllLeave(self.view.epoch + 1)),
+                *self._end(ElasticState.GONE, 0, ALL_LEFT_REASON),
+            ]
         return actions
 
     def _known_lost(self) -> set[MemberId]:
@@ -597,6 +606,11 @@ class ElasticMember:
         ViewGo: _on_go,
         ChangeAt: _on_change_at,
         StepReached: _on_reached,
+        AllLeave: lambda self, message, _: (
+            self._end(ElasticState.GONE, 0, ALL_LEFT_REASON)
+            if message.epoch == self.view.epoch + 1 and self.state is ElasticState.CHANGING and self.me in self._leaving
+            else []
+        ),
         MemberReady: _on_ready,
     }
     _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {

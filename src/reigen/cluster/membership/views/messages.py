@@ -18,6 +18,7 @@ h. A process that wants to become a member, and has a copy of the state, sends R
    members stop for it (ChangeAt). A member that wants to leave names one itself. Who has applied that step runs no
    other one, and sends Reached to rank 0. Only when all have, rank 0 begins with a: what comes of the last step still
    travels where it must, and nobody is cut off in the middle of it.
+i. Where every member leaves there is no next view: the leader says so (AllLeave), and all end.
 """
 
 from __future__ import annotations
@@ -207,6 +208,10 @@ class MemberReady(_Message, frozen=True, tag=14):
     applied: Count
 
 
+class AllLeave(_Message, frozen=True, tag=20):
+    """Every member of the view before ``epoch`` that lives has said that it leaves: there is no view ``epoch``."""
+
+
 ViewMessage = (
     PrepareView
     | ViewPromise
@@ -223,6 +228,7 @@ ViewMessage = (
     | ChangeAt
     | MemberReady
     | StepReached
+    | AllLeave
 )
 #: Every message of this protocol.
 VIEW_CODEC: MessageCodec[ViewMessage] = MessageCodec(ViewMessage, MAX_VIEW_MESSAGE_BYTES)
