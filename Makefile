@@ -9,6 +9,7 @@
 #   make test-engines     the tests of reigen.ray, reigen.spark, reigen.dask and of YARN, in the same environment (Spark needs Java)
 #   make lint       everything that reads the code without running it
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
+#   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
 #   make bench      Reigen and its peers, alternately, in one run
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
 
@@ -31,7 +32,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-all test-engines test-frameworks test-mxnet lint nightly-elastic bench bench-network clean
+.PHONY: demo test test-all test-engines test-frameworks test-mxnet lint nightly-elastic nightly-faults bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -99,6 +100,10 @@ test-engines: $(FRAMEWORKS_VENV)/.stamp
 SCHEDULES ?= 1000000
 nightly-elastic: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.unit.cluster.views_nightly --count $(SCHEDULES)
+
+nightly-faults: $(VENV)/.stamp-dev
+	REIGEN_TEST_FAULTS=100000 REIGEN_TEST_FAULT_SECONDS=$${SECONDS_EACH:-3600} $(BIN)/python -m pytest -s -n 0 --timeout=0 \
+	  tests/elastic/test_fault_loop.py tests/network/test_elastic_fault_loop.py
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)

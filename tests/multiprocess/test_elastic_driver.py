@@ -224,6 +224,22 @@ def test_candidates_that_die_disturb_nobody_for_long() -> None:
         lab.make_steps([*members, last])
 
 
+def test_a_candidate_answers_for_the_voter_of_a_host_whose_members_are_dead() -> None:
+    """Two hosts with one member each: the vote of the first one is needed, and nobody is left there but who comes."""
+    with elastic_lab(["a", "b"], sizes=(1, 2)) as lab:
+        first, second = lab.alive()
+        lab.run_view([first, second])
+        first.signal(signal.SIGKILL)
+        lab.until(lambda: bool(second.told("revoke")), "the change begins")
+        newcomer = lab.candidate(0, "a")
+
+        epoch, _ = lab.run_view([second, newcomer], 1)
+        lab.make_steps([second, newcomer])
+
+        assert newcomer.runs()[-1][2][0] == second.id, "who has the state is rank 0"
+        assert epoch == 2
+
+
 def test_no_more_than_the_largest_size() -> None:
     with elastic_lab(["a"] * 2, sizes=(2, 3)) as lab:
         members = lab.alive()

@@ -58,7 +58,14 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.member import ALL_LEFT_REASON, ElasticMember, ElasticState, ViewTimeouts
-from reigen.cluster.membership.views.messages import AskMember, ChangeAt, RevokeView, ViewDecided, ViewMessage
+from reigen.cluster.membership.views.messages import (
+    AskMember,
+    ChangeAt,
+    MemberReady,
+    RevokeView,
+    ViewDecided,
+    ViewMessage,
+)
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
 from reigen.errors import ReigenError, format_ranks
 from reigen.net.event_loop import EventLoop, Timer
@@ -125,6 +132,8 @@ class ViewDriver:
         self._view: View | None = None
         #: hosts of the present view and the one before, and this one, by name: ways to their voters
         self._hosts: dict[str, ViewHost] = {node.host: card}
+        #: processes that want to become members, by the names of their hosts: ways to voters whose members are dead
+        self._candidates: dict[MemberId, str] = {}
         self._timers: dict[ViewTimer, Timer] = {}
         #: what is to be done, before the next event; events; what other threads want to be done
         self._actions: deque[MemberAction | CandidateAction] = deque()
@@ -339,6 +348,7 @@ class ViewDriver:
         is_member = isinstance(self._machine, ElasticMember)
         old, self._view = self._view, view
         self._hosts = {self._node.host: self._node.card()}
+        self._candidates = {each: name for each, name in self._candidates.items() if each in self._links.linked}
         for each in (*(() if old is None else old.hosts), *view.hosts):
             self._hosts[each.name] = each
         self._links.enter(view, is_member=is_member)
@@ -400,10 +410,11 @@ class ViewDriver:
             self._vote(message)
             return
         host = self._hosts.get(receiver.name)
-        if host is not None:
-            members = [each.id for each in host.members if each.id not in self._links.dead()]
-            for member in first_reachable(members, self._links.linked)[:NUM_WAYS_TO_VOTER]:
-                self._links.send(member, ToVoter(receiver, message))
+        members = [] if host is None else [each.id for each in host.members]
+        members += [each for each, name in self._candidates.items() if name == receiver.name and each not in members]
+        alive = [each for each in members if each not in self._links.dead()]
+        for member in first_reachable(alive, self._links.linked)[:NUM_WAYS_TO_VOTER]:
+            self._links.send(member, ToVoter(receiver, message))
 
     # -- voting -------------------------------------------------------------------------------------------------------
 
@@ -430,6 +441,8 @@ class ViewDriver:
         with self._lock:
             match frame:
                 case ToMember(message):
+                    if isinstance(message, MemberReady):
+                        self._candidates[sender] = message.host.name
                     self._dispatch(Received(sender, message))
                     if self._is_finished and isinstance(message, ChangeAt):  # it makes no more steps
                         self._dispatch(ChangeRequested(message.epoch, "its program is done"))
