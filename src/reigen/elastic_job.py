@@ -419,7 +419,7 @@ def join_elastic_job(
     host_id, hostname = host_identity(config.host_id or "")
     node = ElasticNode(
         place.member,
-        f"{hostname}{_MARK}{hashlib.sha256(host_id.encode()).hexdigest()[:8]}",
+        _name_host(hostname, host_id, place.voter_fd),
         address,
         job.secret,
         place.voter_fd,
@@ -429,3 +429,10 @@ def join_elastic_job(
     elastic = ElasticJob(place, access, make_context)
     elastic.start(node, None if place.is_candidate else join_rendezvous(job, config, environ, None), config)
     return elastic
+
+
+def _name_host(hostname: str, host_id: str, voter_fd: int) -> str:
+    """Return the name of this process's host in views: a host is that of one voter, and two agents have two."""
+    with suppress(OSError):  # who opens the voter's memory says why
+        host_id += f" {os.fstat(voter_fd).st_ino}"
+    return f"{hostname}{_MARK}{hashlib.sha256(host_id.encode()).hexdigest()[:8]}"

@@ -16,9 +16,9 @@ import reigen
 from reigen.errors import ArgumentError, ConfigError, LaunchError, RankFailedError
 from reigen.launch.agent.dial_back import decode_dial_text
 from reigen.runner.agent_process import AgentProcess
-from reigen.runner.calls import send_note
 from reigen.runner.engine_executor import EngineExecutor
 from reigen.runner.engine_jobs import Cancellation, EngineAgents, EngineHost, EngineJobOptions, run_on_engine
+from reigen.runner.notes import send_note
 
 HOSTS = [EngineHost("a.invalid", 2, "127.0.0.1", {"COLOUR": "red"}), EngineHost("b.invalid", 1, "127.0.0.1")]
 
@@ -260,5 +260,5 @@ def test_a_state_that_cannot_be_made_is_an_error_of_the_start(engine):
 
 
 def test_notes_are_for_ranks():
-    with pytest.raises(RuntimeError, match="EngineExecutor"):
+    with pytest.raises(RuntimeError, match="has started on an engine"):
         send_note(sys.path)

@@ -12,10 +12,15 @@ c. ``start_agent`` is called for every other host of the plan, one after the oth
    bytes as they are; the job's secret goes that way, and in no other. Nothing starts unless all agents are ready.
    Where an engine gives a process but no stream of bytes, ``start_agents`` of a ``DialBackStarter`` is called once, for
    all of them: it brings each agent a dial text, by which it connects to the supervisor (``launch.agent.dial_back``).
+   In an elastic job both are called again for hosts that come later, and for those whose agent has gone.
 d. Agents end when their stdin is closed, and client processes with them; one that does not, or whose job cannot be
    started, is killed. ``explain_exit`` is asked about agents that end by themselves.
 e. ``close`` is called when nothing of the job runs any more: in the supervisor, and in the process of step a, where it
    is the only call if the supervisor was killed.
+
+Hosts of an elastic job may come and go. An engine that knows of that has a ``poll`` in its plan, which says which hosts
+there are now. It is asked each second, and says all of it each time, so that no word can be missed. A launcher that can
+get more hosts from its engine does that by itself: the job wants ``max_ranks`` slots from beginning to end.
 
 A launcher whose engine starts the ranks itself, as mpirun does, has a plan whose ``processes`` are commands of the
 engine for this host, and no agents.
@@ -139,6 +144,9 @@ class AgentCaller(Protocol):
     def agent_ended(self, host: str, problem: HostProblem) -> None:
         """Take note that an agent cannot come, or has ended, as its engine says; called from the loop."""
 
+    def has_agent(self, host: str) -> bool:
+        """Return whether an agent of this host is awaited, or there."""
+
     def agent_printed(self, host: str, line: str) -> None:
         """Keep a line of an agent's, or of its engine about it, to be shown where the agent does not come."""
 
@@ -153,6 +161,7 @@ class DialBackStarter(Protocol):
     def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
         """Have an agent started for each call, and return at once.
 
+        Called again in an elastic job, for hosts that have come, or whose agent has gone.
         The agents run ``agent.argv_dialing()``, or that with a file's name. Where the engine says that one cannot come
         or has ended, ``caller.agent_ended`` is told; ``caller.loop`` may be used to hear of it.
 
@@ -195,6 +204,23 @@ class AgentStarter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PolledHost:
+    """Host that an engine has for an elastic job now.
+
+    Attributes:
+        name: unique in the job; the same each time that the host is named.
+        slots: processes that it may have.
+        address: where the other hosts reach it; empty: at its name.
+        environ: variables of its ranks, above all others; None removes one.
+    """
+
+    name: str
+    slots: int
+    address: str = ""
+    environ: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class JobPlan:
     """The processes of a job, by host.
 
@@ -211,6 +237,10 @@ class JobPlan:
         hint: what the engine may have to do with a failure, for the last message; may be empty. None: nothing.
         requeue: has the engine run the job again when it has ended after a notice, and returns the exit code for that;
             None: it cannot.
+        poll: returns the hosts that an elastic job may use now, without waiting; it gets the supervisor's loop, by
+            which it may hear of them. None: they stay as they are in ``assignments``.
+        is_local: says whether a name is this host's, of hosts that are found later.
+        listen_towards: a host, or its address, from which agents dial; empty: the first of the others.
     """
 
     assignments: Sequence[HostAssignment]
@@ -224,6 +254,9 @@ class JobPlan:
     exports_environ: bool = True
     hint: Callable[[FinishJob], str] | None = None
     requeue: Callable[[], int] | None = None
+    poll: Callable[[LauncherLoop], Sequence[PolledHost]] | None = None
+    is_local: Callable[[str], bool] = is_this_host
+    listen_towards: str = ""
 
 
 class Launcher(Protocol):

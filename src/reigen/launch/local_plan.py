@@ -176,7 +176,7 @@ def plan_host(
         ]
     if own := assignment.rank_environs:
         specs = [
-            replace(spec, environ=_replace_variables(spec.environ, environ))
+            replace(spec, environ=replace_variables(spec.environ, environ))
             for spec, environ in zip(specs, own, strict=True)
         ]
     if servers is not None:
@@ -216,7 +216,7 @@ def divide_gpus(environ: Mapping[str, str], num_ranks: int, gpus_per_rank: int) 
     return found
 
 
-def _replace_variables(environ: Mapping[str, str], own: Mapping[str, str | None]) -> dict[str, str]:
+def replace_variables(environ: Mapping[str, str], own: Mapping[str, str | None]) -> dict[str, str]:
     """Return the variables with those of ``own``; None removes one."""
     return {name: text for name, text in {**environ, **own}.items() if text is not None}
 

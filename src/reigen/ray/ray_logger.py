@@ -15,6 +15,6 @@ def log(info_dict: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: this process is no rank of a job on Ray.
     """
-    from reigen.runner.calls import send_note
+    from reigen.runner.notes import send_note
 
     send_note(dict(info_dict))

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 
-from reigen.errors import LaunchError
+from reigen.errors import LaunchError, WireError
+from reigen.launch.agent.dial_back import decode_dial_text, encode_dial_text, text_of_attempt
 from reigen.resources.limits import explain_limit
 
 #: Seconds between the end of its stdin and its own.
@@ -27,12 +28,20 @@ class AgentProcess:
         dial_text: what the driver has got for this host; it holds a ticket.
         environ: further variables.
         python: the interpreter, with Reigen; None: this process's.
+        attempt: how often the engine has run this task before, where it does that by itself.
 
     Raises:
         LaunchError: it cannot be started.
     """
 
-    def __init__(self, dial_text: str, *, environ: Mapping[str, str] | None = None, python: str | None = None) -> None:
+    def __init__(
+        self,
+        dial_text: str,
+        *,
+        environ: Mapping[str, str] | None = None,
+        python: str | None = None,
+        attempt: int = 0,
+    ) -> None:
         path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str) and entry)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by `stop`
         try:
@@ -50,7 +59,7 @@ class AgentProcess:
             raise LaunchError(f"cannot start the agent: {explain_limit(error).strerror}") from error
         assert self._process.stdin is not None, "it was asked for"
         with suppress(BrokenPipeError):  # `output` says why
-            self._process.stdin.write(dial_text.encode() + b"\n")
+            self._process.stdin.write(_text_of_attempt(dial_text, attempt).encode() + b"\n")
 
     @property
     def pid(self) -> int:
@@ -84,3 +93,10 @@ class AgentProcess:
             exit_code = self._process.wait()
         self._stderr.close()
         return exit_code
+
+
+def _text_of_attempt(text: str, attempt: int) -> str:
+    try:
+        return encode_dial_text(text_of_attempt(decode_dial_text(text), attempt))
+    except WireError:  # the agent says so
+        return text

@@ -27,6 +27,7 @@ from reigen.launch.payload import PayloadFile
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
 from reigen.net.connection import Connection, open_connection
+from reigen.runner.notes import send_notes_by
 from reigen.runner.serialization import pack_object, unpack_object
 from reigen.runner.task import failure_report, pack_error
 
@@ -133,23 +134,6 @@ class _DriverConnection:
 
 
 #: Connection of this process while it serves calls.
-_driver: _DriverConnection | None = None
-
-
-def send_note(value: object) -> None:
-    """Send a value from a function that `EngineExecutor` runs to its ``on_note``, in the driver. From any thread.
-
-    Raises:
-        RuntimeError: this process is no rank of such a job.
-        UnsupportedTypeError: the value cannot be pickled.
-    """
-    if _driver is None:
-        raise RuntimeError("notes can be sent only by functions that an EngineExecutor runs")
-    payload = pack_object(value, "the note")
-    try:
-        _driver.send(NoteBegins(os.fstat(payload).st_size), payload)
-    finally:
-        os.close(payload)
 
 
 def serve_calls(state: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None, seconds: float) -> None:
@@ -159,7 +143,6 @@ def serve_calls(state: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any
         state: makes the rank's state: a callable, its arguments and keyword arguments; None: there is none.
         seconds: how long the driver may take to be there.
     """
-    global _driver  # noqa: PLW0603  what `send_note` finds
     job, network = detect_job(os.environ), NetworkOptions.from_environ(os.environ)
     assert job.rendezvous is not None, "the launcher starts this"
     assert job.secret is not None, "the launcher starts this"
@@ -174,7 +157,8 @@ def serve_calls(state: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any
     deadline = max(deadline, time.monotonic() + seconds)
     connection = open_connection(split_address(address), job.secret, me, MAX_CALL_MESSAGE_BYTES, deadline, tls)
     connection.keep_alive(network.peer_timeout_seconds)
-    driver = _driver = _DriverConnection(connection)
+    driver = _DriverConnection(connection)
+    send_notes_by(lambda note: driver.send(NoteBegins(os.fstat(note).st_size), note))
     try:
         while True:
             driver.send(NextCall())
@@ -185,7 +169,7 @@ def serve_calls(state: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any
     except ConnectionError as error:
         raise LaunchError(f"the driver has gone: {error}") from None
     finally:
-        _driver = None
+        send_notes_by(None)
         driver.close()
 
 

@@ -6,6 +6,9 @@ a. The supervisor sends CallAgent for each agent, and CallsComplete: the driver 
 b. The driver sends AgentProblem when the engine says that an agent cannot come, or has ended; also as the answer to
    ExplainAgent, with an empty reason where the engine knows of none.
 c. The supervisor sends RanksStarted, when nothing more is awaited.
+
+In an elastic job the driver sends EngineHostsFound whenever its engine has other hosts than before, and the supervisor
+calls agents (a.) at any time.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ MAX_CHANNEL_BYTES = 1 << 16
 
 
 class CallAgent(JobMessage, tag=1, frozen=True):
-    """Start the agent of this name with this dial text."""
+    """Start the agent of this name with this dial text; ``call`` counts the calls of this name."""
 
     name: str
     text: str
+    call: int = 0
 
     def __repr__(self) -> str:
         """Describe it without the ticket."""
@@ -61,14 +65,32 @@ class RankHosts(JobMessage, tag=5, frozen=True):
     hosts: tuple[str, ...]
 
 
+class EngineHostSettings(msgspec.Struct, frozen=True):
+    """Host of an engine, as `reigen.runner.engine_jobs.EngineHost`."""
+
+    name: str
+    slots: int
+    address: str = ""
+    environ: dict[str, str] = {}
+
+
+class EngineHostsFound(JobMessage, tag=7, frozen=True):
+    """Hosts that the engine has now, in parts: the first, the last, and those between."""
+
+    hosts: tuple[EngineHostSettings, ...]
+    is_first: bool
+    is_last: bool
+
+
 class AgentProblem(JobMessage, tag=6, frozen=True):
-    """Reason why an agent cannot come, or has ended."""
+    """Reason why an agent cannot come, or has ended: that of this call, and not one of a later call."""
 
     name: str
     reason: str
+    call: int = 0
 
 
-EngineMessage = CallAgent | CallsComplete | ExplainAgent | RanksStarted | RankHosts | AgentProblem
+EngineMessage = CallAgent | CallsComplete | ExplainAgent | RanksStarted | RankHosts | AgentProblem | EngineHostsFound
 _CODEC: MessageCodec[EngineMessage] = MessageCodec(EngineMessage, MAX_CHANNEL_BYTES)
 
 

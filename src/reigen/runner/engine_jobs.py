@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import msgspec
 
 from reigen.errors import ConfigError, LaunchError
+from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.options import NetworkOptions
 from reigen.launch.payload import PYTHON_PLACEHOLDER, PayloadFile
 from reigen.resources.stdio import occupy_standard_descriptors
@@ -27,11 +28,13 @@ from reigen.runner.engine_channel import (
     CallAgent,
     CallsComplete,
     EngineChannel,
+    EngineHostSettings,
+    EngineHostsFound,
     ExplainAgent,
     RankHosts,
     RanksStarted,
 )
-from reigen.runner.engine_launcher import EngineHostSettings, EngineSettings
+from reigen.runner.engine_launcher import EngineSettings
 from reigen.runner.interpreter import module_command
 from reigen.runner.job_monitor import JobMonitor
 from reigen.runner.options import RunSettings
@@ -41,6 +44,8 @@ from reigen.runner.serialization import pack_object
 
 #: Seconds between two questions to the engine about agents, and for how long one is asked about an end.
 _POLL_SECONDS, _EXPLAIN_SECONDS, _EXPLAIN_PAUSE_SECONDS = 1.0, 2.0, 0.1
+#: Hosts in one message.
+_HOSTS_PER_MESSAGE = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class EngineAgents:
         engine: its name, for messages.
         hosts: in the order of ranks, an agent each, which goes by the host's name. Or a number: of tasks on hosts that
             nobody knows yet, ``"0"``, ``"1"`` ...: those of one machine are one host with as many slots, and the first
-            one of them is its agent.
+            one of them is its agent. Of an elastic job's hosts and tasks not all have to be there.
         start_agents: gets the dial texts by the agents' names, has the engine start them, and returns soon.
         explain_exit: returns why an agent has ended or cannot come, in the engine's words; empty: it knows of nothing.
             Asked each second about all agents until the ranks are started, and when a connection ends.
@@ -77,6 +82,8 @@ class EngineAgents:
         listen_towards: name or address of a host of the cluster: this process listens on the interface that leads
             there. Empty: the first host; needed where ``hosts`` is a number.
         python: the ranks' Python; None: that in which their host's agent runs.
+        discover: of an elastic job: returns the hosts that there are now, in the order of ranks, and returns soon;
+            called each second. What it raises ends the job. None: ``hosts`` are those that there ever are.
     """
 
     engine: str
@@ -87,6 +94,7 @@ class EngineAgents:
     exports_environ: bool = True
     listen_towards: str = ""
     python: str | None = None
+    discover: Callable[[], Sequence[EngineHost]] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -113,6 +121,7 @@ class EngineJobOptions:
         verbose, prefix, timestamps, output_directory, grace_seconds: as in ``launch.options.LaunchOptions``.
         network_interfaces: those that may be used, with commas between them; None: as in the environment.
         stdout, stderr: where the ranks' output goes; None: to this process's own.
+        elastic: what makes the job elastic; it has at most ``elastic.max_ranks`` processes then. None: it is not.
     """
 
     num_ranks: int | None = None
@@ -127,6 +136,7 @@ class EngineJobOptions:
     network_interfaces: str | None = None
     stdout: TextIO | None = None
     stderr: TextIO | None = None
+    elastic: ElasticOptions | None = None
 
 
 class Cancellation:
@@ -164,6 +174,7 @@ def run_on_engine(
     options: EngineJobOptions | None = None,
     cancellation: Cancellation | None = None,
     on_started: Callable[[RanksStarted, list[str]], None] | None = None,
+    on_note: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in new processes on an engine's hosts, which form a job; as `reigen.run`.
 
@@ -178,9 +189,10 @@ def run_on_engine(
         options: options of the job.
         cancellation: its means to be ended from another thread.
         on_started: called when the ranks were started, with the job's services and the host of each rank.
+        on_note: gets a rank (of an elastic job: its slot), and what it has sent by `reigen.runner.calls.send_note`.
 
     Returns:
-        The values that the processes returned, by rank.
+        The values that the processes returned, by rank; of an elastic job's last view.
 
     Raises:
         RankFailedError: a rank raised, exited, or was killed, or its host was lost: the first one that failed by
@@ -190,7 +202,7 @@ def run_on_engine(
         LaunchError: agents have not come (the message names all), the job was cancelled, or its launcher was ended.
     """
     options = options or EngineJobOptions()
-    job = _EngineJob(agents, options, cancellation or Cancellation(), on_started)
+    job = _EngineJob(agents, options, cancellation or Cancellation(), on_started, on_note)
     payload = pack_object((func, tuple(args), dict(kwargs or {})), "the function, or one of its arguments,")
     try:
         return job.run(payload)
@@ -207,16 +219,22 @@ class _EngineJob:
         options: EngineJobOptions,
         cancellation: Cancellation,
         on_started: Callable[[RanksStarted, list[str]], None] | None,
+        on_note: Callable[[int, Any], None] | None,
     ) -> None:
         self._agents, self._options, self._cancellation = agents, options, cancellation
-        self._on_started = on_started
+        self._on_started, self._on_note = on_started, on_note
         self._size = _check_size(agents, options)
         self._hosts: list[str] = []
         self._texts: dict[str, str] = {}
+        #: Number of the call of each agent that was started last, or is about to be.
+        self._calls: dict[str, int] = {}
+        self._next_calls: dict[str, int] = {}
         self._channel: EngineChannel | None = None
         #: Agents that are asked about, and when next.
         self._asked: set[str] = set()
         self._next_poll = 0.0
+        #: Hosts that the supervisor of an elastic job was told of last.
+        self._reported: tuple[EngineHostSettings, ...] | None = None
 
     def run(self, payload: int) -> list[Any]:
         occupy_standard_descriptors()
@@ -243,10 +261,11 @@ class _EngineJob:
             with monitor:
                 monitor.watch(channel, lambda: self._receive(monitor, channel))
                 monitor.on_turn = self._turn
+                monitor.on_note = self._on_note
                 self._cancellation.attach(monitor.wake)
                 monitor.wait()
                 for complaint in list_complaints(monitor.messages):
-                    if not monitor.exit_code:
+                    if not monitor.exit_code and self._options.elastic is None:
                         warnings.warn(f"{self._agents.engine}: {complaint}", RuntimeWarning, stacklevel=5)
                 monitor.unwatch(channel)
                 return collect_results(monitor, self._size, self._hosts)
@@ -258,16 +277,31 @@ class _EngineJob:
         """Look at the engine's agents, and whether the job was cancelled; returns the seconds until the next look."""
         if self._cancellation.reason is not None:
             raise _JobCancelled
-        if not self._asked:
+        is_discovering = self._options.elastic is not None and not isinstance(self._agents.hosts, int)
+        if not self._asked and not is_discovering:
             return None
         now = time.monotonic()
         if now >= self._next_poll:
             self._next_poll = now + _POLL_SECONDS
+            if is_discovering:
+                self._tell_hosts()
             for name in list(self._asked):
                 if reason := self._agents.explain_exit(name):
                     self._asked.discard(name)
-                    self._post(AgentProblem(name, reason))
+                    self._post(AgentProblem(name, reason, self._calls.get(name, 0)))
         return max(0.0, self._next_poll - now)
+
+    def _tell_hosts(self) -> None:
+        """Tell the supervisor of an elastic job which hosts there are, if they are others than before."""
+        agents = self._agents
+        assert not isinstance(agents.hosts, int), "these say by themselves where they are"
+        found = _host_settings(agents.hosts if agents.discover is None else agents.discover())
+        if found == self._reported:
+            return
+        self._reported = found
+        for first in range(0, max(1, len(found)), _HOSTS_PER_MESSAGE):
+            part = found[first : first + _HOSTS_PER_MESSAGE]
+            self._post(EngineHostsFound(part, first == 0, first + _HOSTS_PER_MESSAGE >= len(found)))
 
     def _receive(self, monitor: JobMonitor, channel: EngineChannel) -> None:
         try:
@@ -278,19 +312,22 @@ class _EngineJob:
             case None:
                 monitor.unwatch(channel)
                 self._asked.clear()
-            case CallAgent(name, text):
-                self._texts[name] = text
+            case CallAgent(name, text, call):
+                self._texts[name], self._next_calls[name] = text, call
             case CallsComplete():
                 texts, self._texts = self._texts, {}
                 self._agents.start_agents(texts)
-                self._asked |= set(texts)
+                self._calls |= self._next_calls
+                if self._options.elastic is None or not isinstance(self._agents.hosts, int):
+                    self._asked |= set(texts)  # but not about tasks that may come again
                 self._next_poll = time.monotonic() + _POLL_SECONDS
             case ExplainAgent(name):
-                self._post(AgentProblem(name, self._explain(name)))
+                self._post(AgentProblem(name, self._explain(name), self._calls.get(name, 0)))
             case RankHosts(first, hosts):
                 self._hosts[first:] = hosts
             case RanksStarted():
-                self._asked.clear()
+                if self._options.elastic is None:
+                    self._asked.clear()
                 if self._on_started is not None:
                     self._on_started(message, self._hosts)
 
@@ -301,7 +338,7 @@ class _EngineJob:
             time.sleep(_EXPLAIN_PAUSE_SECONDS)
         return reason
 
-    def _post(self, message: AgentProblem) -> None:
+    def _post(self, message: AgentProblem | EngineHostsFound) -> None:
         assert self._channel is not None, "the job runs"
         with suppress(OSError):  # the launcher has ended
             self._channel.post(message)
@@ -315,7 +352,7 @@ class _EngineJob:
         hosts = () if isinstance(agents.hosts, int) else agents.hosts
         return EngineSettings(
             agents.engine,
-            tuple(EngineHostSettings(host.name, host.slots, host.address, dict(host.environ)) for host in hosts),
+            _host_settings(hosts),
             agents.hosts if isinstance(agents.hosts, int) else 0,
             agents.kept_variables,
             agents.exports_environ,
@@ -340,7 +377,12 @@ class _EngineJob:
             options.prefix,
             options.timestamps,
             options.grace_seconds,
+            options.elastic,
         )
+
+
+def _host_settings(hosts: Sequence[EngineHost]) -> tuple[EngineHostSettings, ...]:
+    return tuple(EngineHostSettings(host.name, host.slots, host.address, dict(host.environ)) for host in hosts)
 
 
 #: Variables of a rank's own job, which a job that it starts does not have.
@@ -349,6 +391,10 @@ _NOT_INHERITED = frozenset({"REIGEN_SECRET", "REIGEN_RENDEZVOUS"})
 
 def _check_size(agents: EngineAgents, options: EngineJobOptions) -> int:
     """Return the number of ranks; raises ConfigError."""
+    if options.elastic is not None:
+        if not agents.listen_towards:
+            raise ConfigError("listen_towards is needed where hosts come and go: a host of the cluster")
+        return options.elastic.max_ranks
     num_slots = agents.num_slots
     if num_slots < 1 or not agents.names:
         raise ConfigError(f"{agents.engine} has given no slots")

@@ -9,28 +9,29 @@ from dataclasses import replace
 import msgspec
 
 from reigen.errors import LaunchError
-from reigen.launch.agent.gathering import Gathering, group_by_machine
+from reigen.launch.agent.gathering import Gathering, SlotGathering, group_by_machine, unique_name
 from reigen.launch.agent.remote_start import format_problems
-from reigen.launch.base import AgentCaller, AgentCommand, DialCall, HostProblem, JobPlan, assign_processes
+from reigen.launch.base import AgentCaller, AgentCommand, DialCall, HostProblem, JobPlan, PolledHost, assign_processes
 from reigen.launch.hosts import HostAssignment, HostInfo
-from reigen.launch.options import LaunchOptions
+from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.event_loop import wait_ready
 from reigen.net.interfaces import choose_address
-from reigen.runner.engine_channel import AgentProblem, CallAgent, CallsComplete, EngineChannel, ExplainAgent, RankHosts
+from reigen.runner.engine_channel import (
+    AgentProblem,
+    CallAgent,
+    CallsComplete,
+    EngineChannel,
+    EngineHostSettings,
+    EngineHostsFound,
+    ExplainAgent,
+    RankHosts,
+)
 
 #: Seconds in which the driver has to say why an agent has ended.
 _EXPLAIN_SECONDS = 3.0
 #: Names of hosts in one message.
 _HOSTS_PER_MESSAGE = 100
-
-
-class EngineHostSettings(msgspec.Struct, frozen=True):
-    """Host of an engine, as `reigen.runner.engine_jobs.EngineHost`."""
-
-    name: str
-    slots: int
-    address: str = ""
-    environ: dict[str, str] = {}
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -57,11 +58,29 @@ class EngineLauncher:
         #: The task that is the agent of each host, where tasks were gathered.
         self._leaders: dict[str, str] = {}
         self._problems: dict[str, str] = {}
+        #: Number of the latest call of each agent.
+        self._calls: dict[str, int] = {}
         self._caller: AgentCaller | None = None
+        #: Of an elastic job: the loop that reads the channel, tasks, and hosts as the driver has named them, and names.
+        self._loop: LauncherLoop | None = None
+        self._slots: SlotGathering | None = None
+        self._found: list[EngineHostSettings] = []
+        self._coming: list[EngineHostSettings] = []
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
         """Place the ranks on the hosts, which are given, or where the engine's tasks turn out to be."""
         settings = self._settings
+        if self.options.elastic is not None:
+            return JobPlan(
+                (),
+                self,
+                kept_variables=settings.kept_variables,
+                directory=settings.directory,
+                exports_environ=settings.exports_environ,
+                poll=self._poll,
+                is_local=lambda name: False,
+                listen_towards=settings.listen_towards,
+            )
         hosts = settings.hosts or self._gather(wait)
         self._settings = msgspec.structs.replace(settings, hosts=tuple(hosts))
         places = [HostInfo(host.name, host.slots) for host in hosts]
@@ -79,19 +98,28 @@ class EngineLauncher:
 
     def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
         """Have the driver start the agents, or make a task of each host its agent."""
-        self._caller = caller
-        caller.loop.watch(self._channel, self._receive)
+        if self._caller is None:
+            self._caller = caller
+            caller.loop.watch(self._channel, self._receive)
+        if self._slots is not None:
+            for call in calls:
+                self._slots.call(call.host, call.text)
+            return
         if self._gathering is not None:
             for call in calls:
                 self._gathering.call(self._leaders[call.host], call.text)
             return
         for call in calls:
-            self._post(CallAgent(call.host, call.text))
+            self._problems.pop(call.host, None)  # of an earlier agent
+            self._calls[call.host] = self._calls.get(call.host, -1) + 1
+            self._post(CallAgent(call.host, call.text, self._calls[call.host]))
         self._post(CallsComplete())
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Ask the driver what its engine says."""
-        name = self._leaders.get(host, host)
+        name = self._leaders.get(host, host) if self._slots is None else self._slots.task_of_agent(host)
+        if self._slots is not None:  # an earlier attempt may have had one
+            self._problems.pop(name, None)
         if name not in self._problems:
             self._post(ExplainAgent(name))
             deadline = time.monotonic() + _EXPLAIN_SECONDS
@@ -106,14 +134,48 @@ class EngineLauncher:
         """Let go of the tasks that hold slots."""
         if self._caller is not None:
             self._caller.loop.unwatch(self._channel)
-            self._caller = None
+            self._caller = self._loop = None
         self.close()
 
     def close(self) -> tuple[str, ...]:
         """Give nothing back: that is the driver's."""
         if self._gathering is not None:
             self._gathering.close()
+        if self._slots is not None:
+            self._slots.close()
         return ()
+
+    def _poll(self, loop: LauncherLoop) -> list[PolledHost]:
+        """Return the hosts that the driver has named, or those of its engine's tasks."""
+        if self._loop is None:
+            self._loop = loop
+            loop.watch(self._channel, self._receive)
+            if self._settings.num_tasks:
+                self._slots = self._gather_slots(loop)
+        environ = self._settings.environ
+        if self._slots is not None:
+            return [PolledHost(each.name, each.num_slots, each.address, environ) for each in self._slots.hosts()]
+        return [PolledHost(each.name, each.slots, each.address, environ | each.environ) for each in self._found]
+
+    def _gather_slots(self, loop: LauncherLoop) -> SlotGathering:
+        """Begin to listen for tasks, and have the driver start them."""
+        settings, network = self._settings, self.options.network
+        address, _ = choose_address(network.interfaces, settings.listen_towards or None)
+        names = [str(number) for number in range(settings.num_tasks)]
+        gathering = SlotGathering(
+            loop,
+            (address, 0),
+            names,
+            self.options.start_timeout_seconds or network.start_timeout_seconds,
+            lambda host: self._caller is not None and self._caller.has_agent(host),
+            tls=network.make_tls(),
+            peer_timeout_seconds=network.peer_timeout_seconds,
+            on_problem=lambda reason: complain(f"{settings.engine}: {reason}"),
+        )
+        for name in names:
+            self._post(CallAgent(name, gathering.texts[name]))
+        self._post(CallsComplete())
+        return gathering
 
     def _assign(self, places: Sequence[HostInfo]) -> list[HostAssignment]:
         return assign_processes(self.options, places, lambda name: False)
@@ -137,7 +199,7 @@ class EngineLauncher:
         hosts = []
         for group in group_by_machine(gathering.agents, names):
             first = gathering.agents[group[0]]
-            name = _unique_name(first.greeting.hostname, self._leaders)
+            name = unique_name(first.greeting.hostname, self._leaders)
             self._leaders[name] = group[0]
             hosts.append(EngineHostSettings(name, len(group), first.address.rpartition(":")[0].strip("[]")))
         return hosts
@@ -165,13 +227,20 @@ class EngineLauncher:
         except OSError:
             message = None
         if message is None:
-            if self._caller is not None:
-                self._caller.loop.unwatch(self._channel)
+            loop = self._loop if self._caller is None else self._caller.loop
+            if loop is not None:
+                loop.unwatch(self._channel)
             return False
-        if isinstance(message, AgentProblem) and message.reason:
+        if isinstance(message, AgentProblem) and message.call != self._calls.get(message.name, 0):
+            return True  # of an earlier agent
+        if isinstance(message, EngineHostsFound):
+            self._coming = [*([] if message.is_first else self._coming), *message.hosts]
+            self._found = self._coming if message.is_last else self._found
+        elif isinstance(message, AgentProblem) and message.reason:
             self._problems[message.name] = message.reason
             host = next((host for host, task in self._leaders.items() if task == message.name), message.name)
-            if self._caller is not None and (not self._leaders or host in self._leaders):
+            is_agent = not self._leaders or host in self._leaders
+            if self._caller is not None and is_agent and self._caller.has_agent(host):
                 problem = HostProblem(host, f"{self._settings.engine} says: {message.reason}")
                 self._caller.agent_ended(host, problem)
         elif isinstance(message, AgentProblem):
@@ -189,13 +258,3 @@ def _with_environ(assignment: HostAssignment, environ: Mapping[str, str]) -> Hos
     if not environ:
         return assignment
     return replace(assignment, rank_environs=tuple(dict(environ) for _ in assignment.ranks))
-
-
-def _unique_name(name: str, taken: Mapping[str, str]) -> str:
-    """Return the name, or that with a number: two containers may have one name."""
-    if name not in taken:
-        return name
-    number = 2
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Self, TextIO
+from contextlib import suppress
+from typing import IO, Any, Self, TextIO
 
 from reigen.errors import LaunchError
 from reigen.net.event_loop import EventLoop, HasFileno
 from reigen.resources.limits import explain_limit
-from reigen.runner.result_channel import RankReport, ResultChannel, ResultMessage
+from reigen.runner.result_channel import RankNote, RankReport, ResultChannel, ResultMessage
+from reigen.runner.serialization import unpack_object
 
 _READ_BYTES = 1 << 16
 
@@ -71,6 +73,8 @@ class JobMonitor:
         self.wake = loop.wake
         #: Called after each turn of `wait`; what it raises ends the waiting.
         self.on_turn: Callable[[], float | None] = lambda: None
+        #: Called with each note of a rank's; None: nobody wants them.
+        self.on_note: Callable[[int, Any], None] | None = None
         #: everything that is read from; each returns whether there may be more
         self._readers: list[Callable[[], bool]] = [self._receive]
         self._loop.watch(channel, self._receive)
@@ -148,6 +152,9 @@ class JobMonitor:
         if received is None:
             self._loop.unwatch(self._channel)
             return False
+        if isinstance(received.message, RankNote):
+            self._take_note(received.message, received.descriptor)
+            return True
         self.messages.append(received.message)
         if received.descriptor is not None:
             assert isinstance(received.message, RankReport), "only reports come with a payload"
@@ -155,6 +162,15 @@ class JobMonitor:
                 os.close(older)
             self.payloads[received.message.rank] = received.descriptor
         return True
+
+    def _take_note(self, note: RankNote, payload: int | None) -> None:
+        assert payload is not None, "notes come with a payload"
+        try:
+            if self.on_note is not None:
+                with suppress(Exception):  # the user's classes, and the user's function
+                    self.on_note(note.rank, unpack_object(payload))
+        finally:
+            os.close(payload)
 
     def _on_exit(self) -> None:
         self._is_open = False

@@ -6,6 +6,7 @@ them: that order tells who failed first. What a rank returned or raised is too l
 it, as the descriptor of a sealed, nameless file (``runner.serialization``).
 
 a. A rank sends RankReport when the function has returned or raised, before its process begins to end.
+   Before that it may send RankNote, as often as it likes (``runner.calls.send_note``).
 b. The launcher sends ProcessExited for each rank, before it decides what follows from that.
 c. The launcher sends LauncherFinished when nothing of the job is left; LauncherComplaint where it cannot do its part.
 d. The caller sends nothing: it stops a job by a signal to the launcher.
@@ -44,6 +45,12 @@ class RankReport(JobMessage, tag=1, frozen=True):
     text: str = ""
 
 
+class RankNote(JobMessage, tag=5, frozen=True):
+    """Value that a function has sent while it runs; it is the payload that comes with this."""
+
+    rank: int
+
+
 class LauncherFinished(JobMessage, tag=3, frozen=True):
     """Report that nothing of the job is left.
 
@@ -68,7 +75,7 @@ class LauncherComplaint(JobMessage, tag=4, frozen=True):
     text: str
 
 
-ResultMessage = RankReport | ProcessExited | LauncherFinished | LauncherComplaint
+ResultMessage = RankReport | RankNote | ProcessExited | LauncherFinished | LauncherComplaint
 
 _MESSAGES: MessageCodec[ResultMessage] = MessageCodec(ResultMessage, MAX_RANK_MESSAGE_BYTES)
 

@@ -22,7 +22,8 @@ from reigen.cluster.environ import (
 from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import PeerLostError, ReigenError
 from reigen.launch.options import NetworkOptions
-from reigen.runner.result_channel import RankReport, ResultChannel
+from reigen.runner.notes import send_notes_by
+from reigen.runner.result_channel import RankNote, RankReport, ResultChannel
 from reigen.runner.serialization import pack_object, pickle_exception, unpack_object
 
 #: Seconds that a rank that has failed may take to end.
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     with ResultChannel(channel) as caller:
         try:
             func, args, kwargs = _load(call)
+            send_notes_by(lambda note: caller.post(RankNote(rank), note))
             result = func(*args, **kwargs)
             what = f"what the function returned in rank {rank} ({type(result).__name__})"
             report, payload = RankReport(rank), pack_object(result, what)

@@ -26,10 +26,12 @@ from reigen.launch.agent.dial_back import (
     DialText,
     TicketBook,
     decode_dial_text,
+    derive_ticket,
     encode_dial_text,
+    text_of_attempt,
 )
 from reigen.launch.agent.dialing import dial, read_dial_file, read_dial_text
-from reigen.launch.agent.gathering import Gathering, await_call, group_by_machine
+from reigen.launch.agent.gathering import Gathering, SlotGathering, await_call, group_by_machine
 from reigen.launch.agent.lines import DialedLine
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.auth import Identity, ProcessRole
@@ -188,6 +190,28 @@ def test_a_ticket_is_void_after_its_deadline(supervisor):
     assert book.find_secret(AGENT, 11.0) == secret  # who has it is told why it is refused
     book.cancel(0)
     assert book.find_secret(AGENT, 9.0) is None
+
+
+def test_each_attempt_of_a_task_has_a_ticket_of_its_own_which_counts_once(supervisor):
+    task = decode_dial_text(supervisor.listener.issue(3, "task", SECONDS, has_attempts=True))
+    texts = [text_of_attempt(task, attempt) for attempt in (0, 1, 0xFFFF)]
+    assert len({text.ticket for text in texts} | {task.ticket}) == 4
+    assert text_of_attempt(texts[0], 5) == texts[0]
+    for text in texts:
+        with closing(Dialing(encode_dial_text(text))) as first:
+            supervisor.wait_for(lambda first=first: first.is_done)
+            assert first.error is None
+            with closing(Dialing(encode_dial_text(text))) as second:
+                supervisor.wait_for(lambda second=second: second.is_done)
+                assert "two agents claim host task" in str(second.error)
+    assert [agent.host for agent in supervisor.agents] == ["task"] * 3
+    # the task's own secret opens nothing, nor does one attempt's ticket open another
+    me = Identity(ProcessRole.AGENT, 3, DIAL_PURPOSE)
+    assert isinstance(raw_connection(supervisor, ticket_of(encode_dial_text(task)), me), AuthenticationError)
+    other = Identity(ProcessRole.AGENT, 3 | 7 << 16, DIAL_PURPOSE)
+    assert isinstance(raw_connection(supervisor, ticket_of(encode_dial_text(texts[1])), other), AuthenticationError)
+    unknown = Identity(ProcessRole.AGENT, 4, DIAL_PURPOSE)
+    assert isinstance(raw_connection(supervisor, derive_ticket(bytes(32), 0), unknown), AuthenticationError)
 
 
 def test_what_was_recorded_is_worth_nothing(supervisor):
@@ -409,6 +433,70 @@ def test_tasks_of_one_machine_are_one_host_and_its_first_one_is_called():
             task._thread.join()
         assert await_call(tasks[0].connection, lambda connection: wait_ready(connection, SECONDS)) == call
     assert await_call(tasks[1].connection, lambda connection: wait_ready(connection, SECONDS)) is None
+
+
+class Slots:
+    """Tasks of an elastic job, and who has an agent."""
+
+    def __init__(self, *names: str) -> None:
+        self.loop, self.agents = EventLoop(), set[str]()
+        self.gathering = SlotGathering(self.loop, ("127.0.0.1", 0), names, SECONDS, self.agents.__contains__)
+        self.tasks: list[Dialing] = []
+
+    def come(self, name: str, attempt: int = 0) -> Dialing:
+        text = text_of_attempt(decode_dial_text(self.gathering.texts[name]), attempt)
+        self.tasks.append(Dialing(encode_dial_text(text)))
+        self.wait_for(lambda: self.tasks[-1].is_done)
+        assert self.tasks[-1].error is None
+        return self.tasks[-1]
+
+    def wait_for(self, condition) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self.gathering.hosts()
+            self.loop.wait(0.01)
+
+    @property
+    def num_slots(self) -> list[int]:
+        return [host.num_slots for host in self.gathering.hosts()]
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.close()
+        self.gathering.close()
+        self.loop.close()
+
+
+def test_tasks_of_an_elastic_job_come_and_go():
+    call = encode_dial_text(DialText(("127.0.0.1:9",), os.urandom(32).hex(), 5, 1.0))
+    with closing(Slots("0", "1", "2")) as slots:
+        assert slots.num_slots == []
+        first = slots.come("0")
+        slots.come("1")
+        assert slots.num_slots == [2]
+        (host,) = slots.gathering.hosts()
+        assert (host.name, host.address) == (socket.gethostname(), "127.0.0.1")
+        # the first becomes the agent, and its slot counts while that is there
+        slots.agents.add(host.name)
+        slots.gathering.call(host.name, call)
+        assert await_call(first.connection, lambda connection: wait_ready(connection, SECONDS)) is not None
+        assert (slots.num_slots, slots.gathering.task_of_agent(host.name)) == ([2], "0")
+        slots.come("2").close()
+        slots.wait_for(lambda: slots.num_slots == [2])
+        slots.agents.clear()
+        assert slots.num_slots == [1]
+        # the engine runs the task again, and a task that is run again has left its place
+        slots.come("0", 1)
+        slots.come("0", 2)
+        slots.wait_for(lambda: slots.num_slots == [2])
+        for task in ("1", "0"):
+            slots.agents.add(host.name)
+            slots.gathering.call(host.name, call)
+            assert slots.gathering.task_of_agent(host.name) == task
+            slots.agents.clear()
+        assert slots.num_slots == []
+        with pytest.raises(LaunchError, match="no task of its engine is there any more"):
+            slots.gathering.call(host.name, call)
 
 
 def test_what_is_not_the_launchers_is_no_end_of_the_job():

@@ -9,7 +9,15 @@ import pytest
 
 from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY
 from reigen.errors import ConfigError, ReigenError
-from reigen.launch.elastic.discovery import DiscoveryRuns, discovery_command, parse_discovered
+from reigen.launch.base import PolledHost
+from reigen.launch.elastic.discovery import (
+    SETTLE_SECONDS,
+    DiscoveryRuns,
+    HostPolls,
+    can_begin,
+    discovery_command,
+    parse_discovered,
+)
 from reigen.launch.elastic.job import MemberFinished, SlotStart
 from reigen.launch.elastic.options import (
     MOST_RANKS,
@@ -207,6 +215,30 @@ def test_a_program_that_cannot_be_run(loop) -> None:
     runs.turn()
     assert found == ["it cannot be run: No such file or directory"]
     runs.close()
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "unchanged_seconds", "begins"),
+    [(1, 100.0, False), (2, SETTLE_SECONDS - 0.1, False), (2, SETTLE_SECONDS, True), (3, 0.0, False), (4, 0.0, True)],
+)
+def test_a_job_waits_a_little_for_slots_that_come_one_by_one(num_slots, unchanged_seconds, begins) -> None:
+    assert can_begin(num_slots, ElasticOptions(2, 4), unchanged_seconds) is begins
+
+
+def test_an_engine_is_asked_each_second_and_hosts_that_have_gone_are_remembered(loop, monkeypatch) -> None:
+    now, there, found = [100.0], [PolledHost("h1", 2, "10.0.0.1"), PolledHost("h2", 0)], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    polls = HostPolls(lambda given: list(there), loop, found.append)
+    assert polls.turn() == 1.0
+    del there[:]
+    now[0] += 0.75
+    assert polls.turn() == 0.25
+    now[0] += 0.25
+    polls.turn()
+    assert found == [(("h1", 2),), ()]
+    assert polls.hosts["h1"].address == "10.0.0.1"
+    polls.close()
+    assert polls.turn() is None
 
 
 # ---------------------------------------------------------------- processes

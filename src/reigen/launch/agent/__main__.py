@@ -174,6 +174,8 @@ class Agent:
     ) -> None:
         self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self._unmask, self._stdin = unmask, stdin
+        #: The job's; it comes with each start.
+        self._secret = b""
         self._processes = LocalProcesses(self._loop, self)
         self._heartbeat: AgentHeartbeat | None = None
         self._last_received = self._turned_at = time.monotonic()
@@ -280,7 +282,8 @@ class Agent:
 
     def _start(self, request: agent_protocol.StartRequest) -> None:
         environ = merge_remote_environ(os.environ, request.environ, request.package, request.kept_variables)
-        services = replace(request.services, secret=self._unmask(request.services.secret), node_host=self._address)
+        self._secret = self._secret or self._unmask(request.services.secret)
+        services = replace(request.services, secret=self._secret, node_host=self._address)
         if self._heartbeat is None:
             self._heartbeat = AgentHeartbeat(
                 services.rendezvous,

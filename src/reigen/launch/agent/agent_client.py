@@ -93,6 +93,8 @@ class AgentClient:
         #: Bytes that were taken while the stream was paused, by stream.
         self._credit = dict.fromkeys(STREAMS, 0)
         self._line = line
+        #: As it is told with each start: a line masks one secret, and once.
+        self._masked_secret = b""
         #: When the end of the line's own process is waited for no more; None: the line has not ended.
         self._ends_at: float | None = None
         self._output: deque[str] = deque(maxlen=_MAX_LINES)
@@ -177,8 +179,10 @@ class AgentClient:
         return max(0.0, min(self._next_keepalive, lost_at) - now)
 
     def mask(self, secret: bytes) -> bytes:
-        """Return the job's secret in the form in which it may travel to this agent."""
-        return self._line.mask(secret)
+        """Return the job's secret, always the same, in the form in which it may travel to this agent."""
+        if not self._masked_secret:
+            self._masked_secret = self._line.mask(secret)
+        return self._masked_secret
 
     def finish_agent(self) -> None:
         """Send no more: the agent has nothing more to do, and ends."""

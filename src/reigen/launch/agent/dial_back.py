@@ -14,11 +14,14 @@ d. Then both go on as through a pipe (``launch.agent.agent_protocol``, from c. o
    job's secret in StartRequest is masked (``AuthSession.mask``): a listener on the way learns neither it nor a ticket.
 e. An agent that proves a ticket which was used before is refused with the address of the first one. While the job is
    starting that ends the job, for nobody can tell which of the two is the engine's.
+   Where an engine may run a task again (Spark), its ticket is that of an *attempt*, which follows from what the engine
+   has brought and the number of the attempt: so each is used once, and the supervisor need not know of it before.
 f. An end that closes its side for writing has nothing more to say: the end of the file, as of a pipe.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import socket
@@ -48,6 +51,8 @@ if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
 DIAL_PURPOSE = "agent"
 #: Limit of a greeting and of its answer.
 _MAX_GREETING_BYTES = 8192
+#: An agent's number has that of its attempt above these bits.
+_NUMBER_BITS = 16
 
 
 class DialText(msgspec.Struct, frozen=True):
@@ -62,6 +67,7 @@ class DialText(msgspec.Struct, frozen=True):
         tls: everything is encrypted.
         gathers: it says where it is, and waits to be made an agent (``launch.agent.gathering``).
         is_listening: the supervisor listened before there was this text; where it does not, the job is over.
+        has_attempts: ticket and number are those of the task, of which each attempt has its own (`text_of_attempt`).
     """
 
     addresses: tuple[str, ...]
@@ -72,6 +78,7 @@ class DialText(msgspec.Struct, frozen=True):
     tls: bool = False
     gathers: bool = False
     is_listening: bool = False
+    has_attempts: bool = False
 
     def __repr__(self) -> str:
         """Describe it without the ticket."""
@@ -140,6 +147,15 @@ class TicketBook:
 
     def __init__(self) -> None:
         self._tickets: dict[int, _Ticket] = {}
+        #: Tasks that may be tried again: host and secret, by number.
+        self._tasks: dict[int, tuple[str, bytes]] = {}
+
+    def issue_for_attempts(self, number: int, host: str, secret: bytes | None = None) -> bytes:
+        """Make the secret of a task, from which the tickets of its attempts follow, which count from now on."""
+        assert number < 1 << _NUMBER_BITS, "numbers of attempts are above"
+        secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
+        self._tasks[number] = host, secret
+        return secret
 
     def issue(self, number: int, host: str, deadline: float, secret: bytes | None = None) -> bytes:
         """Make the ticket of a host, which counts until ``deadline`` (``time.monotonic()``); an older one is void."""
@@ -155,13 +171,18 @@ class TicketBook:
         if peer.role is not ProcessRole.AGENT or peer.purpose != DIAL_PURPOSE:
             return None
         ticket = self._tickets.get(peer.rank)
+        if ticket is None and (task := self._tasks.get(peer.rank % (1 << _NUMBER_BITS))) is not None:
+            return derive_ticket(task[1], peer.rank >> _NUMBER_BITS)
         if ticket is None or (not ticket.claimed_from and now > ticket.deadline):
             return None
         return ticket.secret
 
     def claim(self, number: int, address: str) -> TicketClaim:
         """Use a ticket that a peer at ``address`` has proven to know."""
-        ticket = self._tickets[number]
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            ticket = self._tickets[number] = _Ticket(self._tasks[number % (1 << _NUMBER_BITS)][0], b"", 0.0)
+            ticket.secret = derive_ticket(self._tasks[number % (1 << _NUMBER_BITS)][1], number >> _NUMBER_BITS)
         if ticket.claimed_from:
             text = f"two agents claim host {ticket.host}: from {ticket.claimed_from} and from {address}"
             return TicketClaim(ticket.host, text, is_conflict=True)
@@ -245,10 +266,23 @@ class DialListener:
         return self._listener.num_refused
 
     def issue(
-        self, number: int, host: str, timeout_seconds: float, secret: bytes | None = None, *, gathers: bool = False
+        self,
+        number: int,
+        host: str,
+        timeout_seconds: float,
+        secret: bytes | None = None,
+        *,
+        gathers: bool = False,
+        has_attempts: bool = False,
     ) -> str:
-        """Make the ticket of a host, or take ``secret`` for it; returns the dial text of its agent."""
-        ticket = self.book.issue(number, host, time.monotonic() + timeout_seconds, secret)
+        """Make the ticket of a host, or take ``secret`` for it; returns the dial text of its agent.
+
+        ``has_attempts``: a ticket for each attempt of a task; ``timeout_seconds`` is then for each of them.
+        """
+        if has_attempts:
+            ticket = self.book.issue_for_attempts(number, host, secret)
+        else:
+            ticket = self.book.issue(number, host, time.monotonic() + timeout_seconds, secret)
         text = DialText(
             (self.address,),
             ticket.hex(),
@@ -258,6 +292,7 @@ class DialListener:
             self._has_tls,
             gathers,
             is_listening=True,
+            has_attempts=has_attempts,
         )
         return encode_dial_text(text)
 
@@ -353,3 +388,18 @@ def decode_dial_text(line: str) -> DialText:
     if not is_ticket or not text.addresses:
         raise WireError("the dial text has no ticket, or no address")
     return text
+
+
+def derive_ticket(secret: bytes, attempt: int) -> bytes:
+    """Derive the ticket of an attempt from the secret of its task."""
+    return hmac.digest(secret, b"reigen attempt\0" + attempt.to_bytes(4), "sha256")
+
+
+def text_of_attempt(text: DialText, attempt: int) -> DialText:
+    """Return the dial text of an attempt of a task, from the task's; one without attempts stays as it is."""
+    if not text.has_attempts:
+        return text
+    attempt %= 1 << _NUMBER_BITS
+    ticket = derive_ticket(bytes.fromhex(text.ticket), attempt).hex()
+    number = text.number | attempt << _NUMBER_BITS
+    return msgspec.structs.replace(text, ticket=ticket, number=number, has_attempts=False)

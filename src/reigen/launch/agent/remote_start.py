@@ -15,12 +15,11 @@ from typing import Protocol, TypeGuard, cast
 from reigen.cluster.environ import SECRET_VARIABLE
 from reigen.errors import LaunchError
 from reigen.launch.agent import agent_protocol, rsync
-from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.agent_client import AgentPhase
 from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS
-from reigen.launch.agent.dial_back import DialedAgent, DialListener
-from reigen.launch.agent.lines import DialedLine
+from reigen.launch.agent.dial_calls import DialCalls, DialingOwner
 from reigen.launch.agent.rsync import ChildWaiter
-from reigen.launch.base import AgentCaller, AgentCommand, AgentStarter, DialBackStarter, DialCall, HostProblem, JobPlan
+from reigen.launch.base import AgentCommand, AgentStarter, DialBackStarter, HostProblem, JobPlan
 from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
 from reigen.launch.hosts import HostAssignment, choose_own_address
 from reigen.launch.local_plan import JobServices
@@ -39,16 +38,11 @@ _MOST_NAMES = 8
 _NO_SCRIPT = re.compile(r"-[^-XW]*[cm]")
 
 
-class AgentOwner(ChildWaiter, AgentCaller, Protocol):
-    """Owner of the agents, which waits for them."""
-
-    agents: dict[str, AgentClient]
+class AgentOwner(ChildWaiter, DialingOwner, Protocol):
+    """Owner of the agents, which waits for them, and for processes of this host."""
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """Talk to an agent through this client process."""
-
-    def await_agent(self, host: str) -> DialedLine:
-        """Wait for an agent that dials back; returns its line."""
 
 
 class RemoteStart:
@@ -64,8 +58,7 @@ class RemoteStart:
         self._plan, self._assignments = plan, plan.assignments
         self.reason = ""
         self.master: tuple[str, int] | None = None
-        self._listener: DialListener | None = None
-        self._lines: dict[str, DialedLine] = {}
+        self._calls: DialCalls | None = None
         self._is_starting = True
 
     def call(self) -> str:
@@ -100,36 +93,15 @@ class RemoteStart:
         assert is_dial_back(self._plan.agents), "asked before"
         network = self._options.network
         address, self.reason = choose_own_address(network.interfaces, self._plan.addresses.get(hosts[0], hosts[0]), [])
-        self._listener = DialListener(
-            self._caller.loop,
-            DialListener.at(address),
-            self._on_agent,
-            self._on_conflict,
-            lambda host, reason: self._caller.agent_ended(host, HostProblem(host, reason)),
-            tls=network.make_tls(),
-            peer_timeout_seconds=network.peer_timeout_seconds,
-        )
-        calls = []
-        for number, host in enumerate(hosts):
-            self._lines[host] = self._caller.await_agent(host)
-            calls.append(DialCall(host, self._listener.issue(number, host, timeout_seconds)))
         command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
-        self._plan.agents.start_agents(calls, command, self._caller)
+        self._calls = DialCalls(self._plan.agents, command, address, network, self._caller, self._on_conflict)
+        self._calls.call(hosts, timeout_seconds)
         return address
 
     def close(self) -> None:
         """Wait for no more agents, and end what has started them on this host. May be called twice."""
-        if self._listener is not None:
-            self._listener.close()
-        if is_dial_back(self._plan.agents):
-            self._plan.agents.close_agents()
-
-    def _on_agent(self, agent: DialedAgent) -> None:
-        client = self._caller.agents[agent.host]
-        if client.phase is AgentPhase.GONE:
-            agent.connection.close()
-        else:
-            self._lines[agent.host].attach(agent.connection)
+        if self._calls is not None:
+            self._calls.close()
 
     def _on_conflict(self, reason: str) -> None:
         if self._is_starting:

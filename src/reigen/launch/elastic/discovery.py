@@ -1,7 +1,7 @@
-"""Discovery of the hosts of an elastic job: by a program of the user's, which is run again and again.
+"""Discovery of the hosts of an elastic job: a program of the user's, or an engine, is asked again and again.
 
 The program prints a line for each host that may be used: ``name`` or ``name:slots``. It is never waited for: the loop
-tells when it has ended, and one that does not is killed.
+tells when it has ended, and one that does not is killed. An engine answers at once (``launch.base.JobPlan.poll``).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
 
 from reigen.errors import ConfigError, LaunchError
+from reigen.launch.base import PolledHost
+from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.process_tree import dies_with_parent, signal_name
 from reigen.resources.limits import explain_limit
@@ -32,6 +34,8 @@ _MAX_HOSTS = 1 << 14
 _READ_BYTES = 1 << 16
 _LINE = re.compile(r"(?P<name>[^\s:,=\[\]]+|\[[\w:.%]+\])(?::(?P<slots>\d+))?")
 _MOST_TEXT = 200
+#: Seconds without another host or slot after which a job begins with fewer than it could use.
+SETTLE_SECONDS = 3.0
 
 
 def parse_discovered(text: str, slots_per_host: int) -> tuple[tuple[str, int], ...]:
@@ -223,6 +227,55 @@ class DiscoveryRuns:
         for file in (process.stdout, process.stderr):
             if file is not None:
                 file.close()
+
+
+class HostPolls:
+    """Questions to the engine of a job, each second, which hosts there are.
+
+    Args:
+        poll: as ``JobPlan.poll``.
+        loop: for it.
+        on_hosts: called with hosts and slots after each question.
+
+    Attributes:
+        hosts: by name, all that there ever were, as they were named last.
+    """
+
+    def __init__(
+        self,
+        poll: Callable[[LauncherLoop], Sequence[PolledHost]],
+        loop: LauncherLoop,
+        on_hosts: Callable[[tuple[tuple[str, int], ...]], None],
+    ) -> None:
+        self._poll, self._loop, self._on_hosts = poll, loop, on_hosts
+        self.hosts: dict[str, PolledHost] = {}
+        self._next_at = 0.0
+        self._is_closed = False
+
+    def turn(self) -> float | None:
+        """Ask when it is time to; returns seconds until the next call."""
+        if self._is_closed:
+            return None
+        if (now := time.monotonic()) >= self._next_at:
+            self._next_at = now + POLL_SECONDS
+            found = [host for host in self._poll(self._loop) if host.slots]
+            self.hosts |= {host.name: host for host in found}
+            self._on_hosts(tuple((host.name, host.slots) for host in found))
+        return max(0.0, self._next_at - time.monotonic())
+
+    def close(self) -> None:
+        """Ask no more. May be called twice."""
+        self._is_closed = True
+
+
+def can_begin(num_slots: int, options: ElasticOptions, unchanged_seconds: float) -> bool:
+    """Decide whether a job begins with the slots that an engine has granted so far: they come one after the other.
+
+    ``unchanged_seconds``: since when there were no more, nor fewer.
+    """
+    if num_slots >= options.max_ranks:
+        return True
+    return num_slots >= options.min_ranks and unchanged_seconds >= SETTLE_SECONDS
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

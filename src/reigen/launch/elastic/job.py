@@ -430,9 +430,9 @@ class ElasticJobState(JobState):
             return "-"
         if self._short_since is not None and self._now >= self._short_since + self._timeout_seconds:
             return MIN_RANKS_TEXT.format(options.min_ranks)
-        if options.discovery is None and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
+        if options.has_fixed_hosts and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
             return MIN_RANKS_TEXT.format(options.min_ranks)
-        if options.discovery is None and not self.has_begun and self.slots.hosts and not self._is_calling():
+        if options.has_fixed_hosts and not self.has_begun and self.slots.hosts and not self._is_calling():
             num_slots = sum(host.num_slots for host in self.slots.hosts.values() if host.phase is HostPhase.READY)
             if num_slots < options.min_ranks:
                 return TOO_FEW_TEXT.format(num_slots, options.min_ranks)

@@ -64,6 +64,7 @@ class ElasticOptions:
         blacklist: one of `BLACKLISTS`.
         discovery: the program that lists the hosts; None: they are fixed.
         slots_per_host: of hosts that it lists without a number.
+        is_polled: the job's engine says which hosts there are.
     """
 
     min_ranks: int
@@ -76,6 +77,12 @@ class ElasticOptions:
     blacklist: str = BLACKLISTS[0]
     discovery: str | None = None
     slots_per_host: int = 1
+    is_polled: bool = False
+
+    @property
+    def has_fixed_hosts(self) -> bool:
+        """Return whether no host can come that there was not in the beginning."""
+        return self.discovery is None and not self.is_polled
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,14 @@ from reigen.cluster.topology import Topology
 from reigen.launch.elastic.job import SlotStart
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.hosts import HostAssignment
-from reigen.launch.local_plan import PER_RANK_VARIABLES, JobServices, ProcessOptions, ProcessSpec, plan_host
+from reigen.launch.local_plan import (
+    PER_RANK_VARIABLES,
+    JobServices,
+    ProcessOptions,
+    ProcessSpec,
+    plan_host,
+    replace_variables,
+)
 
 #: Size of the memory of a machine's voter.
 VOTER_BYTES = 128 << 10
@@ -49,13 +56,13 @@ class PlacedStart:
         place: its number among the places of the machine, which share its processors and GPUs.
         slot: its number in the job.
         topology: its place in the first view; None: it is a candidate.
-        variables: of its own.
+        variables: of its own; None removes one.
     """
 
     place: int
     slot: int
     topology: Topology | None
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str | None] = field(default_factory=dict)
 
 
 def without_elastic_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -94,8 +101,8 @@ def _first_topology(start: SlotStart, starts: Sequence[SlotStart]) -> Topology:
     return Topology(start.slot, len(starts), local_rank, len(hosts[start.host]), having.index(start.host), len(having))
 
 
-def _variables(start: SlotStart, options: ElasticOptions) -> dict[str, str]:
-    variables = {
+def _variables(start: SlotStart, options: ElasticOptions) -> dict[str, str | None]:
+    variables: dict[str, str | None] = {
         ELASTIC_VARIABLE: "1",
         SLOT_VARIABLE: str(start.slot),
         INCARNATION_VARIABLE: str(start.incarnation),
@@ -144,7 +151,7 @@ def _fill(spec: ProcessSpec, start: PlacedStart, voter: int) -> ProcessSpec:
         texts = map(str, astuple(start.topology))
         variables = dict(zip(RANK_VARIABLES, texts, strict=True))
         environ |= variables | {name.replace("REIGEN_", "HOROVOD_"): text for name, text in variables.items()}
-    environ |= start.variables | {VOTER_FD_VARIABLE: str(voter)}
+    environ = replace_variables(environ, start.variables) | {VOTER_FD_VARIABLE: str(voter)}
     return replace(spec, topology=topology, environ=environ, descriptors=(*spec.descriptors, voter))
 
 

@@ -26,9 +26,17 @@ from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, View
 from reigen.errors import ConfigError, LaunchError, WireError
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.dial_calls import DialCalls, DialingOwner
 from reigen.launch.agent.remote_start import find_scripts, is_dial_back, is_own_variable
 from reigen.launch.base import AgentCommand, AgentStarter, JobPlan
-from reigen.launch.elastic.discovery import DiscoveryRuns, discovery_command, first_discovery_error
+from reigen.launch.elastic.discovery import (
+    POLL_SECONDS,
+    DiscoveryRuns,
+    HostPolls,
+    can_begin,
+    discovery_command,
+    first_discovery_error,
+)
 from reigen.launch.elastic.job import (
     CallHost,
     ElasticEvent,
@@ -48,12 +56,11 @@ from reigen.launch.elastic.job import (
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.places import PlacedStart, make_voter_memory, place_starts, plan_starts
 from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
-from reigen.launch.hosts import HostAssignment, HostInfo, choose_own_address, is_this_host
+from reigen.launch.hosts import HostAssignment, HostInfo, choose_own_address
 from reigen.launch.job_state import ProcessExited
 from reigen.launch.local_plan import JobServices, ProcessSpec
 from reigen.launch.options import LaunchOptions
 from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
-from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.codec import MessageCodec
 from reigen.net.interfaces import choose_address
 
@@ -66,11 +73,8 @@ _MAX_ANNOUNCEMENTS = 1 << 12
 _VIEW_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 
 
-class ElasticOwner(Protocol):
+class ElasticOwner(DialingOwner, Protocol):
     """Supervisor, as the elastic part of it sees it."""
-
-    loop: LauncherLoop
-    agents: dict[str, AgentClient]
 
     def turn(self, limit_seconds: float | None = None) -> None:
         """Wait for events, and handle them."""
@@ -129,6 +133,8 @@ class ElasticSupervision:
         self._heard_at: Callable[[int], float] = lambda agent: -inf
         #: Hosts as they were found last; None: nothing was found yet.
         self._found: tuple[tuple[str, int], ...] | None = None
+        #: Since when they are as they are.
+        self._found_at = time.monotonic()
         self._problem = ""
         self._voter = make_voter_memory()
         self._is_local: dict[str, bool] = {}
@@ -136,7 +142,14 @@ class ElasticSupervision:
         self._deadlines: dict[str, float] = {}
         self._num_agents = 0
         self._agent_numbers: dict[str, int] = {}
-        self._discovery: DiscoveryRuns | None = None
+        #: Variables of the ranks of each host in the plan; those of ranks whose numbers change are taken out.
+        self._rank_environs: dict[str, Mapping[str, str | None]] = {
+            each.host: dict.fromkeys(name for environ in each.rank_environs for name in environ)
+            for each in plan.assignments
+        }
+        self._calls: DialCalls | None = None
+        self._polls: HostPolls | None = None
+        self._discovery: DiscoveryRuns | HostPolls | None = None
         if elastic.discovery is not None:
             self._discovery = DiscoveryRuns(
                 discovery_command(elastic.discovery),
@@ -147,11 +160,15 @@ class ElasticSupervision:
                 self._on_problem,
                 owner.excluded,
             )
+        elif plan.poll is not None:
+            self._discovery = self._polls = HostPolls(plan.poll, owner.loop, self._on_hosts)
 
     def close(self) -> None:
-        """Stop discovery, and give up the voter's memory. May be called twice."""
+        """Stop discovery, and calls, and give up the voter's memory. May be called twice."""
         if self._discovery is not None:
             self._discovery.close()
+        if self._calls is not None:
+            self._calls.close()
         if self._voter >= 0:
             os.close(self._voter)
             self._voter = -1
@@ -175,13 +192,58 @@ class ElasticSupervision:
         if self._problem and self._found is None:
             raise first_discovery_error(self._elastic.discovery or "", self._problem)
         assert self._found is not None, "found, or a problem"
+        if self._polls is not None:
+            self._await_slots()
         others = [name for name, _ in self._found if not self._is_here(name)]
-        for name in others:
-            self._call(name)
-        until = time.monotonic() + _CALL_SECONDS
+        address = self._await_dialing(others)
+        if self._calls is not None and others:
+            self._dial(others)
+        else:
+            for name in others:
+                self._call(name)
+        until = time.monotonic() + self._call_seconds
         while any(self._is_awaited(name) for name in others) and (left := until - time.monotonic()) > 0:
             self._owner.turn(left)
-        return self._choose_address(others)
+        return address or self._choose_address(others)
+
+    def _await_slots(self) -> None:
+        """Wait for the slots that an engine grants one after the other; too few are the job's to judge."""
+        until = time.monotonic() + self._elastic.start_timeout_seconds
+        while (left := until - time.monotonic()) > 0:
+            num_slots = sum(slots for _, slots in self._found or ())
+            if can_begin(num_slots, self._elastic, time.monotonic() - self._found_at):
+                return
+            self._owner.turn(min(left, POLL_SECONDS))
+
+    def _await_dialing(self, others: Sequence[str]) -> str:
+        """Listen for agents that dial back; returns the address of this host for them, empty: there are none."""
+        if not is_dial_back(self._plan.agents):
+            return ""
+        first = others[0] if others else ""
+        towards = self._plan.listen_towards or self._address_of(first) or None
+        network = self._options.network
+        address, _ = choose_address(network.interfaces, towards)
+        command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
+        self._calls = DialCalls(
+            self._plan.agents,
+            command,
+            address,
+            network,
+            self._owner,
+            lambda reason: self._owner.say(f"{reason}; the second one was refused"),
+        )
+        return address
+
+    @property
+    def _call_seconds(self) -> float:
+        """Return how long an agent may take to come."""
+        options = self._options
+        wanted = (options.network.start_timeout_seconds, options.start_timeout_seconds or 0.0) if self._calls else ()
+        return max(_CALL_SECONDS, *wanted, 0.0)
+
+    def _address_of(self, host: str) -> str:
+        polled = None if self._polls is None else self._polls.hosts.get(host)
+        return (polled.address if polled is not None else "") or self._plan.addresses.get(host, host)
 
     def _is_awaited(self, host: str) -> bool:
         agent = self._owner.agents.get(host)
@@ -194,12 +256,12 @@ class ElasticSupervision:
         clients = {agent.host: agent.hello.client for agent in agents if agent.hello is not None}
         if clients:
             first = next(iter(clients))
-            return choose_own_address(interfaces, self._plan.addresses.get(first, first), list(clients.values()))[0]
+            return choose_own_address(interfaces, self._address_of(first), list(clients.values()))[0]
         if interfaces and (others or self._elastic.discovery is not None):
             return choose_address(interfaces, _LOOPBACK)[0]
         for name in others:  # none has come; the job says why, and they may come later
             with suppress(ConfigError):
-                return choose_own_address(interfaces, self._plan.addresses.get(name, name), [])[0]
+                return choose_own_address(interfaces, self._address_of(name), [])[0]
         return _LOOPBACK
 
     def begin(self, services: JobServices, heard_at: Callable[[int], float]) -> None:
@@ -249,8 +311,13 @@ class ElasticSupervision:
             case SayToUser(text):
                 self._owner.say(text)
             case CallHost(host):
-                self._call(host)
-                self._advance(host)
+                try:
+                    self._call(host)
+                except LaunchError as error:  # the others go on
+                    self._deadlines.pop(host, None)
+                    self._owner.handle(HostUnusable(host, str(error)))
+                else:
+                    self._advance(host)
             case StartSlots(starts):
                 self._start(starts)
 
@@ -259,11 +326,12 @@ class ElasticSupervision:
     def _is_here(self, host: str) -> bool:
         """Return whether a host is this one; asked once, for names may have to be resolved."""
         if host not in self._is_local:
-            self._is_local[host] = is_this_host(host)
+            self._is_local[host] = self._plan.is_local(host)
         return self._is_local[host]
 
     def _on_hosts(self, hosts: tuple[tuple[str, int], ...]) -> None:
         has_changed, self._found = hosts != self._found or bool(self._problem), hosts
+        self._found_at = time.monotonic() if has_changed else self._found_at
         if self._problem:
             self._owner.say("the discovery script works again")
             self._problem = ""
@@ -282,14 +350,28 @@ class ElasticSupervision:
         agent = self._owner.agents.get(host)
         if self._is_here(host) or (agent is not None and agent.phase is not AgentPhase.GONE):
             return
-        if self._plan.agents is None or is_dial_back(self._plan.agents):
+        if self._plan.agents is None:
+            return
+        if agent is not None:
+            agent.close()
+        if self._calls is not None:
+            self._dial([host])
             return
         starter: AgentStarter = self._plan.agents  # type: ignore[assignment]
         command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
         self._deadlines[host] = time.monotonic() + _CALL_SECONDS
-        if agent is not None:
-            agent.close()
         self._owner.add_agent(host, starter.start_agent(host, command))
+
+    def _dial(self, hosts: Sequence[str]) -> None:
+        """Have agents started that dial back."""
+        assert self._calls is not None, "they dial back"
+        self._deadlines |= dict.fromkeys(hosts, time.monotonic() + self._call_seconds)
+        try:
+            self._calls.call(hosts, self._call_seconds)
+        except LaunchError:
+            for host in hosts:
+                self._owner.agents[host].close()
+            raise
 
     def _advance(self, host: str) -> None:
         """Do the next thing for a host that was called."""
@@ -330,7 +412,7 @@ class ElasticSupervision:
         self._deadlines.pop(host, None)
         agent = self._owner.agents[host]
         assert self._plan.agents is not None, "something has started this agent"
-        problem = agent.problem(self._plan.agents, _CALL_SECONDS)
+        problem = agent.problem(self._plan.agents, self._call_seconds)
         agent.close()
         advice = f" ({problem.advice})" if problem.advice else ""
         self._owner.handle(HostUnusable(host, (problem.what or reason) + advice))
@@ -362,7 +444,10 @@ class ElasticSupervision:
     # ---------------------------------------------------------------- processes
 
     def _start(self, starts: Sequence[SlotStart]) -> None:
-        placed = place_starts(starts, self._elastic, self._place_offsets())
+        placed = [
+            replace(each, variables={**self._variables_of(start.host), **each.variables})
+            for start, each in zip(starts, place_starts(starts, self._elastic, self._place_offsets()), strict=True)
+        ]
         by_machine: dict[str, list[int]] = {}
         for index, start in enumerate(starts):
             by_machine.setdefault("" if self._is_here(start.host) else start.host, []).append(index)
@@ -373,6 +458,12 @@ class ElasticSupervision:
                 self._send_start(machine, chosen)
             else:
                 self._start_here(chosen)
+
+    def _variables_of(self, host: str) -> Mapping[str, str | None]:
+        """Return variables of a host's ranks, above all others; None removes one."""
+        if self._polls is not None and host in self._polls.hosts:
+            return self._polls.hosts[host].environ
+        return self._rank_environs.get(host, {})
 
     def _start_here(self, starts: Sequence[PlacedStart]) -> None:
         assert self._services is not None, "the job has begun"

@@ -22,7 +22,7 @@ from reigen.errors import LaunchError, format_ranks
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.lines import DialedLine, PipedLine
-from reigen.launch.agent.remote_start import RemoteStart, is_dial_back
+from reigen.launch.agent.remote_start import RemoteStart
 from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, LauncherFactory, find_launcher
 from reigen.launch.elastic.job import (
     CallHost,
@@ -145,6 +145,7 @@ def _start_elastic(
     stack: ExitStack,
 ) -> JobServices:
     """Find the hosts of an elastic job, and begin it, with the services that its processes need, which are returned."""
+    elastic = replace(elastic, is_polled=plan.poll is not None)
     part = ElasticSupervision(options, elastic, plan, environ, supervisor)
     stack.callback(part.close)
     supervisor.make_elastic(part)
@@ -270,8 +271,6 @@ class Supervisor:
         if self._options.elastic is not None:
             if plan.processes is not None:
                 raise LaunchError("the engine of this launcher starts the ranks itself: its jobs cannot be elastic")
-            if is_dial_back(plan.agents):
-                raise LaunchError("the agents of this launcher dial back: its jobs cannot be elastic yet")
             return plan
         if placed != list(range(wanted)):
             raise LaunchError(f"the launcher's plan has rank(s) {format_ranks(placed)}; the job has 0 to {wanted - 1}")
@@ -352,6 +351,10 @@ class Supervisor:
     def agent_ended(self, host: str, problem: HostProblem) -> None:
         """Take note that an agent cannot come, or has ended, as its engine says."""
         self.agents[host].give_up(problem)
+
+    def has_agent(self, host: str) -> bool:
+        """Return whether an agent of this host is awaited, or there."""
+        return host in self.agents and self.agents[host].phase is not AgentPhase.GONE
 
     def agent_printed(self, host: str, line: str) -> None:
         """Keep a line of an agent's, or of its engine about it."""
