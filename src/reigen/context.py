@@ -611,6 +611,7 @@ def _join_elastic(
     place: ElasticPlace, job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None
 ) -> Context:
     from reigen.elastic_job import join_elastic_job
+    from reigen.observe import timeline  # noqa: F401  a view that takes this process in must not wait for its imports
 
     global _elastic, _has_left  # noqa: PLW0603
     if _has_left:

@@ -176,6 +176,34 @@ def test_a_member_that_was_stopped_for_long_is_left_behind_and_ends():
         check_counts(members)
 
 
+def test_a_spare_takes_the_place_of_the_dead_in_the_same_change():
+    """REIGEN_TEST_KILLS=100 for a measurement: seconds from a kill until the spare has made its first step."""
+    chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "6")))
+    num_kills = int(os.environ.get("REIGEN_TEST_KILLS", "4"))
+    seconds: list[float] = []
+    with ElasticProcesses(COUNTING, "100000000", "0.001", max_size=3) as job:
+        members = list(job.start_first(3))
+        job.wait_for("STEP 5 ")
+        for _ in range(num_kills):
+            spare = job.start_candidate(max(member.slot for member in job.members) + 1)
+            until(lambda: handles_notices(spare.pid))  # noqa: B023  at once
+            wait_for_steps(members, 200)  # it has found them
+            victim = chances.choice(members)
+            rest = [member for member in members if member is not victim]
+            at = time.monotonic()
+            victim.kill()
+            members = [*rest, spare]
+            job.wait_for("STEP", [spare])
+            wait_for_steps(members, 1)
+            seconds.append(float(steps_of(spare)[0][4]) - at)
+            assert {step[2] for step in steps_of(rest[0])} == {"3"}, "no view without it"
+            check_counts(members)
+            for member in job.members:
+                del member.lines[:-100]
+    seconds.sort()
+    print(f"{num_kills} kills: p50 {statistics.median(seconds):.3f} s, p99 {seconds[int(len(seconds) * 0.99)]:.3f} s")
+
+
 # -- who leaves --------------------------------------------------------------------------------------------------------
 
 

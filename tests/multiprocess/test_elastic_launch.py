@@ -136,6 +136,19 @@ def test_fewer_than_the_minimum_for_too_long(tmp_path):
     )
 
 
+def test_a_spare_is_there_before_it_is_needed(tmp_path):
+    with elastic(tmp_path, "-np", "2", "--min-np", "1", "--spares", "1") as job:
+        assert job.read("0.0")[:2] == ["0", "-"]
+        assert job.read("2.0")[:2] == ["-", "1"], "it has no rank, and is a candidate"
+        job.view("0", 1, "0.0", "1.0")
+        job.kill("1.0")
+        job.view("0", 2, "0.0", "2.0")
+        job.tell("", "finish")
+        status, _, err = job.launcher.finish()
+    assert status == 0
+    assert "slot 1: killed by SIGKILL; 1 process goes on, its place rests for 1" in err
+
+
 def test_reset_limit(tmp_path):
     with elastic(tmp_path, "-np", "3", "--min-np", "1", "--reset-limit", "1") as job:
         job.read("1.0")

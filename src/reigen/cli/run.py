@@ -130,7 +130,7 @@ def _options(
     num_ranks = _num_ranks(chosen, choice) or (0 if elastic is None else elastic.min_ranks)
     hosts: tuple[HostInfo, ...] = ()
     if not choice.uses_hosts_of_engine and chosen.host_discovery_script is None:
-        num_places = chosen.num_ranks or chosen.max_ranks or num_ranks
+        num_places = (chosen.num_ranks or chosen.max_ranks or num_ranks) + (0 if elastic is None else elastic.spares)
         hosts = tuple(resolve_hosts(chosen.hosts, chosen.hostfile, num_places))
     if elastic is not None:
         check_elastic_hosts(elastic, hosts, as_horovod=chosen.as_horovod)
@@ -162,6 +162,8 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         timeout_seconds=parse_count("--elastic-timeout", timeout),
         start_timeout_seconds=None if chosen.start_timeout is None else float(chosen.start_timeout),
         reset_limit=parse_count("--reset-limit", chosen.reset_limit),
+        resize_limit=chosen.resize_limit,
+        spares=chosen.spares,
         cooldown_range=parse_cooldown(chosen.blacklist_cooldown_range),
         blacklist=chosen.blacklist,
         as_horovod=chosen.as_horovod,
@@ -170,8 +172,10 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         raise ConfigError("--torchrun-env: torch.distributed cannot follow the members of an elastic job")
     if request.is_elastic and (chosen.nodes_from_env or chosen.launcher == NODES_LAUNCHER):
         raise ConfigError("--nodes-from-env: jobs that every node starts by itself cannot be elastic yet")
-    if request.blacklist is not None and not request.is_elastic:
-        raise ConfigError("--blacklist is about elastic jobs: --min-np makes one")
+    only_elastic = ("--blacklist", request.blacklist), ("--spares", request.spares)
+    for name, value in (*only_elastic, ("--resize-limit", request.resize_limit)):
+        if value is not None and not request.is_elastic:
+            raise ConfigError(f"{name} is about elastic jobs: --min-np makes one")
     return request
 
 

@@ -196,6 +196,18 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="what rests in an elastic job when a process has failed: its place, or its whole host, as with horovodrun "
         "(default: seat; with --as-horovod host)",
     )
+    add(
+        "--spares",
+        type=int,
+        metavar="N",
+        help="so many more processes of an elastic job are started, and wait to take the places of those that die",
+    )
+    add(
+        "--resize-limit",
+        type=int,
+        metavar="N",
+        help="end an elastic job that changes its members on purpose more often (--reset-limit: because of failures)",
+    )
 
 
 def add_ssh_options(add: AddArgument) -> None:

@@ -12,6 +12,7 @@ from reigen.launch.elastic.job import (
     FIRST_VIEW_SECONDS,
     LEAVE_SECONDS,
     ORPHANED_SECONDS,
+    RESIZE_LIMIT_TEXT,
     CallHost,
     ElasticEvent,
     ElasticInstruction,
@@ -275,6 +276,41 @@ def test_hosts_that_appear_are_used() -> None:
     job.find(("h1", 2), ("h2", 4))
     assert job.started[2:] == [(2, 0, "h2", 0), (3, 0, "h2", 1)], "no more than the maximum"
     assert job.texts == ["slot 2 is started (host h2); slot 3 is started (host h2)"]
+
+
+def test_spares_wait_for_a_death() -> None:
+    job = Job(options(most=3, spares=2), ("h1", 2), ("h2", 4))
+    assert [each[:3] for each in job.started] == [(0, 0, "h1"), (1, 0, "h1"), (2, 0, "h2"), (3, 0, "h2"), (4, 0, "h2")]
+    assert job.state.members == ((0, 0), (1, 0), (2, 0))
+    job.exit(1)
+    assert job.texts[1:] == [
+        "slot 1 (host h1): exit code 1; 2 processes go on, its place rests for 10 s",
+        "slot 5 is started (host h2)",  # the next spare
+    ]
+    job.handle(ViewAnnounced(2, ((0, 0), (2, 0), (3, 0))))
+    job.exit(5)
+    assert job.texts[-1] == "slot 5 (host h2): exit code 1; 3 processes go on, its place rests for 10 s"
+    assert job.state.phase is JobPhase.RUNNING
+
+
+def test_spares_are_no_first_members() -> None:
+    job = Job(options(least=3, most=3, spares=2), ("h1", 3))
+    assert len(job.started) == 3
+    job = Job(options(least=3, most=4, spares=2, discovery=DISCOVERED), ("h1", 3))
+    assert len(job.started) == 3
+    job.find(("h1", 9))
+    assert len(job.started) == 6
+
+
+def test_planned_changes_have_a_limit_of_their_own() -> None:
+    job = Job(options(reset_limit=1, resize_limit=1), ("h1", 4))
+    job.exit(0)
+    job.handle(ViewAnnounced(2, ((1, 0), (2, 0), (3, 0))))
+    job.handle(ViewAnnounced(3, ((1, 0), (2, 0), (3, 0), (0, 1))))
+    assert job.state.phase is JobPhase.RUNNING
+    job.handle(ViewAnnounced(4, ((1, 0), (2, 0), (3, 0))))
+    assert job.texts[-1] == RESIZE_LIMIT_TEXT.format(1)
+    assert job.end() == FinishJob(1, None, None)
 
 
 def test_hosts_that_vanish_are_left() -> None:

@@ -3,7 +3,8 @@
 While the job runs (RUNNING of ``launch.job_state``, whose other phases are the same here):
 
 a. Hosts are found (HostsFound) and called (CallHost); each is ready (HostPrepared) or cannot take part (HostUnusable).
-   When there are places for `min_ranks`, the first processes are started (StartSlots), and are the first view.
+   When there are places for `min_ranks`, the first processes are started (StartSlots), and are the first view. Where
+   there is place for more than `max_ranks`, spares are started behind them, which wait until a member dies.
 b. A process dies: the others go on. Its place, or its whole host, rests; then a candidate is started there. A place
    that has never failed is used before one that has rested. The members announce their views (ViewAnnounced).
 c. A host vanishes, or has fewer places: the processes there are asked to leave, the highest local ranks first, and
@@ -69,6 +70,7 @@ MIN_RANKS_TEXT = (
 )
 ALL_LEFT_TEXT = "all processes have left the job before its program was done"
 RESET_LIMIT_TEXT = "Job has been shutdown because number of resets during elastic job exceeded limit: {}"
+RESIZE_LIMIT_TEXT = "the members have changed more often than --resize-limit {} allows"
 #: Said where the user's hosts do not suffice from the beginning.
 TOO_FEW_TEXT = "the hosts that can take part have {} slots, and {} processes are needed at least; nothing was started"
 
@@ -197,7 +199,7 @@ class ElasticJobState(JobState):
         #: Since when no member is known to run.
         self._orphaned_since: float | None = None
         #: Changes of members: deaths by the epoch in which they happened, and views.
-        self._num_resets = 0
+        self._num_resets = self._num_resizes = 0
         self._counted_epoch: int | None = None
 
     # ---------------------------------------------------------------- events
@@ -249,7 +251,7 @@ class ElasticJobState(JobState):
         assert self.phase is JobPhase.DONE or self.running == {
             slot.number for slot in self.slots if slot.state is not SlotState.FREE
         }
-        assert len(self.slots.in_state(SlotState.RUNNING)) <= self._options.max_ranks
+        assert len(self.slots.in_state(SlotState.RUNNING)) <= self._options.max_processes
 
     @property
     def _timeout_seconds(self) -> float:
@@ -303,8 +305,9 @@ class ElasticJobState(JobState):
     def _announced(self, epoch: int, members: tuple[tuple[int, int], ...]) -> None:
         if self.epoch is not None and epoch <= self.epoch:
             return
-        if self.epoch is not None and self._options.counts_resizes and self._counted_epoch != self.epoch:
-            self._num_resets += 1
+        if self.epoch is not None and self._counted_epoch != self.epoch:
+            self._num_resizes += 1
+            self._num_resets += self._options.counts_resizes
         self.epoch, self.members, self._doomed_since = epoch, members, None
         self._deaths.clear()
 
@@ -421,6 +424,8 @@ class ElasticJobState(JobState):
         limit = options.reset_limit
         if limit is not None and self._num_resets > limit:
             return RESET_LIMIT_TEXT.format(limit)
+        if options.resize_limit is not None and self._num_resizes > options.resize_limit:
+            return RESIZE_LIMIT_TEXT.format(options.resize_limit)
         if self.has_begun and not running and not leaving:
             return "-" if self._deaths else ALL_LEFT_TEXT
         hold_seconds = 0.0 if self.epoch is None else ORPHANED_SECONDS  # without a first view there is no second one
@@ -469,27 +474,28 @@ class ElasticJobState(JobState):
         return len(self.slots.usable(self._now)) >= self._options.min_ranks
 
     def _start(self) -> list[JobInstruction | ElasticInstruction]:
-        """Start the first processes, or candidates, in free places."""
-        num = self._options.max_ranks - len(self.slots.in_state(SlotState.RUNNING))
-        chosen = [slot for slot in self.slots.usable(self._now) if slot.state is SlotState.FREE][: max(0, num)]
-        if not chosen:
-            return []
-        size = 0 if self.has_begun else len(chosen)
-        starts = []
+        """Start the first processes and spares, or candidates, in free places."""
+        instructions: list[JobInstruction | ElasticInstruction] = []
+        if not self.has_begun:
+            first = self._occupy(self._options.max_ranks)
+            self.members = tuple(slot.id for slot in first)
+            self.has_begun, self._short_since, self._orphaned_since = True, None, None
+            instructions.append(StartSlots(tuple(_start_of(slot, len(first)) for slot in first)))
+        if candidates := self._occupy(self._options.max_processes):
+            instructions.append(SayToUser("; ".join(map(_describe_start, candidates))))
+            instructions.append(StartSlots(tuple(map(_start_of, candidates))))
+        if len(self.slots.in_state(SlotState.RUNNING)) >= self._options.min_ranks:
+            self._short_since = None
+        return instructions
+
+    def _occupy(self, most: int) -> list[JobSlot]:
+        """Take free places until that many are used."""
+        num = max(0, most - len(self.slots.in_state(SlotState.RUNNING)))
+        chosen = [slot for slot in self.slots.usable(self._now) if slot.state is SlotState.FREE][:num]
         for slot in chosen:
             self.slots.occupy(slot)
             self.running.add(slot.number)
-            starts.append(SlotStart(slot.number, slot.incarnation, slot.host, slot.local_rank, size))
-        words: list[JobInstruction | ElasticInstruction] = []
-        if self.has_begun:
-            words = [SayToUser("; ".join(map(_describe_start, starts)))]
-        else:
-            self.members = tuple(slot.id for slot in chosen)
-        self.has_begun = True
-        if len(self.slots.in_state(SlotState.RUNNING)) >= self._options.min_ranks:
-            self._short_since = None
-        self._orphaned_since = None if size else self._orphaned_since
-        return [*words, StartSlots(tuple(starts))]
+        return chosen
 
     # ---------------------------------------------------------------- the end
 
@@ -521,7 +527,8 @@ class ElasticJobState(JobState):
         return f"slot {slot.number}{where}"
 
     def _describe_number(self) -> str:
-        num = len(self.slots.in_state(SlotState.RUNNING))
+        running = self.slots.in_state(SlotState.RUNNING)
+        num = sum(slot.id in self.members for slot in running) if self._options.spares else len(running)
         return f"{num} process{'es go' if num != 1 else ' goes'} on"
 
     def _describe_rest(self, rest_seconds: float | None) -> str:
@@ -553,7 +560,9 @@ def _describe_end(exit_code: int, cause: str) -> str:
     return describe_exit(exit_code, cause)
 
 
-def _describe_start(start: SlotStart) -> str:
-    if start.incarnation:
-        return f"slot {start.slot} is started again (host {start.host})"
-    return f"slot {start.slot} is started (host {start.host})"
+def _start_of(slot: JobSlot, first_size: int = 0) -> SlotStart:
+    return SlotStart(slot.number, slot.incarnation, slot.host, slot.local_rank, first_size)
+
+
+def _describe_start(slot: JobSlot) -> str:
+    return f"slot {slot.number} is started{' again' if slot.incarnation else ''} (host {slot.host})"

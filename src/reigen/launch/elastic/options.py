@@ -60,6 +60,8 @@ class ElasticOptions:
         start_timeout_seconds: the same in the beginning.
         reset_limit: how many changes of members the job survives; None: any number.
         counts_resizes: planned changes count as well as failures.
+        resize_limit: how many planned changes of members the job survives; None: any number.
+        spares: how many more processes are started, which wait to take the places of those that die.
         cooldown: rests of what has failed.
         blacklist: one of `BLACKLISTS`.
         discovery: the program that lists the hosts; None: they are fixed.
@@ -73,6 +75,8 @@ class ElasticOptions:
     start_timeout_seconds: float = 600.0
     reset_limit: int | None = None
     counts_resizes: bool = False
+    resize_limit: int | None = None
+    spares: int = 0
     cooldown: Cooldown = Cooldown()
     blacklist: str = BLACKLISTS[0]
     discovery: str | None = None
@@ -83,6 +87,11 @@ class ElasticOptions:
     def has_fixed_hosts(self) -> bool:
         """Return whether no host can come that there was not in the beginning."""
         return self.discovery is None and not self.is_polled
+
+    @property
+    def max_processes(self) -> int:
+        """Greatest number of processes at a time, spares among them."""
+        return self.max_ranks + self.spares
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,8 @@ class ElasticRequest:
     timeout_seconds: float | None = None
     start_timeout_seconds: float | None = None
     reset_limit: int | None = None
+    resize_limit: int | None = None
+    spares: int | None = None
     cooldown_range: Sequence[float] | None = None
     blacklist: str | None = None
     as_horovod: bool = False
@@ -131,8 +142,10 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
             raise ConfigError(f"{low_name} {low} is more than {high_name} {high}")
     if request.slots_per_host is not None and request.slots_per_host < 1:
         raise ConfigError(f"slots per host must be at least 1, not {request.slots_per_host}")
-    if request.reset_limit is not None and request.reset_limit < 0:
-        raise ConfigError(f"the reset limit must be at least 0, not {request.reset_limit}")
+    limits = ("reset limit", request.reset_limit), ("resize limit", request.resize_limit)
+    for name, value in (*limits, ("number of spares", request.spares)):
+        if value is not None and value < 0:
+            raise ConfigError(f"the {name} must be at least 0, not {value}")
     blacklist = request.blacklist or BLACKLISTS[int(request.as_horovod)]
     if blacklist not in BLACKLISTS:
         raise ConfigError(f"--blacklist {blacklist}: there is {' and '.join(BLACKLISTS)}")
@@ -144,6 +157,8 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
         _seconds("start timeout", request.start_timeout_seconds, timeout),
         request.reset_limit,
         counts_resizes=request.as_horovod,
+        resize_limit=request.resize_limit,
+        spares=request.spares or 0,
         cooldown=_cooldown(request.cooldown_range, range_name, blacklist),
         blacklist=blacklist,
         discovery=request.discovery,

@@ -151,7 +151,9 @@ def _start_elastic(
     supervisor.make_elastic(part)
     listed = [HostInfo(each.host, len(each.ranks)) for each in plan.assignments]
     # as many as may run at a time where no host is named
-    hosts = options.hosts or listed or [HostInfo("localhost", min(elastic.max_ranks, options.num_ranks))]
+    hosts = (
+        options.hosts or listed or [HostInfo("localhost", min(elastic.max_ranks, options.num_ranks) + elastic.spares)]
+    )
     secret, network = secrets.token_bytes(SECRET_BYTES), options.network
     server = ControlService(
         secret,

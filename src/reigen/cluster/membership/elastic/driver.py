@@ -576,5 +576,8 @@ class ViewDriver:
         with self._lock:
             if isinstance(self._machine, ElasticCandidate) and not self._has_ended:
                 view = self._view
+                if view is not None and view.size >= view.max_size:  # a spare, as long as it may take
+                    self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
+                    return
                 known = "nobody has said who they are" if view is None else f"the latest known view is {view.epoch}"
                 self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")

@@ -22,6 +22,8 @@ from reigen.cluster.membership.views.events import (
 from reigen.cluster.membership.views.messages import MemberReady, ViewDecided
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost
 
+#: How much less often a process says that it is there where there is no place for it.
+_SPARE_RETRIES = 5
 CandidateAction = SendTo | StartTimer | JoinView | EndProcess
 
 
@@ -97,4 +99,6 @@ class ElasticCandidate:
         self._turn += 1
         members = [self.view.members[0], self.view.members[self._turn % self.view.size]]
         receivers = (member for member in dict.fromkeys(members) if member not in self._lost)
-        return [*(SendTo(member, ready) for member in receivers), StartTimer(ViewTimer.RETRY, self._retry_seconds)]
+        is_spare = self.view.size >= self.view.max_size  # no member waits for its word
+        seconds = self._retry_seconds * (_SPARE_RETRIES if is_spare else 1)
+        return [*(SendTo(member, ready) for member in receivers), StartTimer(ViewTimer.RETRY, seconds)]
