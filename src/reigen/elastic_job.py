@@ -65,6 +65,18 @@ class ViewContext(Protocol):
         """Leave it."""
 
 
+class StepState(Protocol):
+    """Progress of a program whose steps are undone one by one, and not back to a commit (`ElasticJob.step_state`)."""
+
+    def progress(self, epoch: int) -> StepProgress:
+        """Return how far this process is; from now on no step of this view is applied here.
+
+        Called by the driver's thread when the view's collectives have been made to fail. An update that has begun is
+        waited for: it communicates nothing, or fails. What is said here has to be true of the next view, too, until
+        the program has entered it.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class JobAccess:
     """Access to the control service of the job's launcher, where processes begin: views have services of their own.
@@ -104,6 +116,7 @@ class ElasticJob(Generic[_Context]):
         renumbered: ranks in that view, by ranks in the one that the program had before.
         has_failed: the program has ended by an exception: this process's end is a loss.
         has_left: this process has left the job, and ends; its program is not done.
+        step_state: says how far the program is; None: as far as `step_applied` has counted.
     """
 
     def __init__(
@@ -133,6 +146,9 @@ class ElasticJob(Generic[_Context]):
         #: when a process that leaves ends, whatever its program does
         self._leaves_by, self._grace_seconds = 0.0, 0.0
         self._notices: NoticeHandler | None = None
+        self.step_state: StepState | None = None
+        #: all members stop at the step that the program has applied last: some may be in it still
+        self._has_stopped = False
         self._driver: ViewDriver
         self._service: ViewService
 
@@ -184,8 +200,11 @@ class ElasticJob(Generic[_Context]):
                 self._changed.wait(_LOOK_SECONDS)
             old = {} if self._kept is None else self._kept.ranks
             self.renumbered = {rank: view.ranks[member] for member, rank in old.items() if member in view.ranks}
+            before, self._has_stopped = self.epoch, False
             self._entered, self.epoch, self._step = view, view.epoch, view.base.target
-            return self._contexts[view.epoch]
+            context = self._contexts[view.epoch]
+        self._close_context(before)
+        return context
 
     def _raise_left(self) -> None:
         self._driver.wait_until_leaving_is_known()
@@ -202,11 +221,25 @@ class ElasticJob(Generic[_Context]):
         """Take note that the program goes on in the view that it has: later ranks are derived from those in it."""
         self._kept = self._entered
 
+    @property
+    def view(self) -> View:
+        """The view whose context the program has."""
+        assert self._entered is not None, "there is no context before the first view"
+        return self._entered
+
     def leave_view(self) -> None:
-        """Give up the context that the program has, and see to it that the others, too, go to the next view."""
+        """Give up the context that the program has, and see to it that the others, too, go to the next view.
+
+        Where all stop at one step (`step_applied` has returned True), the change begins when all have, and the context
+        serves those who have not until then.
+        """
+        if not self._has_stopped:
+            self._driver.request_change("a collective failed", self.epoch)
+            self._close_context(self.epoch)
+
+    def _close_context(self, epoch: int) -> None:
         with self._revoking, self._changed:
-            context = self._contexts.pop(self.epoch, None)
-        self._driver.request_change("a collective failed", self.epoch)
+            context = self._contexts.pop(epoch, None)
         if context is not None:
             context.close()
 
@@ -221,7 +254,17 @@ class ElasticJob(Generic[_Context]):
 
     def is_changing(self) -> bool:
         """Return whether the members change now, at the step that the program has applied last."""
-        return self._driver.step_applied(self._step, self.epoch) and not self._driver.finished
+        self._has_stopped = self._driver.step_applied(self._step, self.epoch) and not self._driver.finished
+        return self._has_stopped
+
+    def require_size(self, size: int) -> None:
+        """Have steps run only in views of so many members; all members ask for the same. Others are waited for."""
+        self._driver.require_size(size)
+
+    @property
+    def has_finished_members(self) -> bool:
+        """Return whether the program is done on other members."""
+        return bool(self._driver.finished)
 
     def leave(self, grace_seconds: float | None = None) -> None:
         """Leave the job in good order, after the step that is under way and one more, if there is time for two.
@@ -266,6 +309,8 @@ class ElasticJob(Generic[_Context]):
                 context.give_up(PeerLostError(self._driver.reason))
         if context is not None and not is_programs:
             context.close()
+        if self.step_state is not None:
+            return self.step_state.progress(epoch)
         step = self._step if self._has_state else 0
         return StepProgress(step, SamplePosition(0, step), SamplePosition(0, step), HeldSums(epoch))
 

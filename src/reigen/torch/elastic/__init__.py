@@ -1,13 +1,17 @@
 """Elastic training with PyTorch: ``hvd.elastic`` in scripts."""
 
 from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, leave, run
+from reigen.elastic.cursor import Cursor
+from reigen.torch.elastic.job import Job
 from reigen.torch.elastic.sampler import ElasticSampler
 from reigen.torch.elastic.state import TorchState
 
 __all__ = [
+    "Cursor",
     "ElasticSampler",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
+    "Job",
     "ObjectState",
     "State",
     "TorchState",

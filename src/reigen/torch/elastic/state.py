@@ -98,7 +98,12 @@ class ModelStateHandler(_StateDictHandler):
 
     def describe(self) -> list[str]:
         """Return what must be the same on all ranks."""
-        items = self.value.state_dict().items()
+        return self.describe_value(self.value)
+
+    @staticmethod
+    def describe_value(model: torch.nn.Module) -> list[str]:
+        """Return what must be the same on all ranks."""
+        items = model.state_dict().items()
         return [f"{n}: {v.dtype} {tuple(v.shape)}" if isinstance(v, torch.Tensor) else n for n, v in items]
 
 
@@ -127,8 +132,13 @@ class OptimizerStateHandler(_StateDictHandler):
 
     def describe(self) -> list[str]:
         """Return what must be the same on all ranks."""
-        groups = enumerate(self.value.param_groups)
-        return [type(self.value).__name__, *(f"group {n}: {[tuple(p.shape) for p in g['params']]}" for n, g in groups)]
+        return self.describe_value(self.value)
+
+    @staticmethod
+    def describe_value(optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return what must be the same on all ranks."""
+        groups = enumerate(optimizer.param_groups)
+        return [type(optimizer).__name__, *(f"group {n}: {[tuple(p.shape) for p in g['params']]}" for n, g in groups)]
 
 
 class SamplerStateHandler(_StateDictHandler):
@@ -217,7 +227,7 @@ class TorchState(ObjectState):
             ArgumentError: this rank's model or optimizer is not like rank 0's; raised on this rank alone.
         """
         self._check_alike()
-        _align_gradient_sets()
+        align_gradient_sets()
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -254,7 +264,7 @@ def _handler_of(value: Any) -> type[StateHandler] | None:
     return None
 
 
-def _align_gradient_sets() -> None:
+def align_gradient_sets() -> None:
     """Collective: optimizers that begin in this job from now on have the same numbers on all ranks.
 
     A newcomer has made its optimizers here, the others theirs in a job before.

@@ -95,7 +95,8 @@ class AllreduceOptimizer(WrappedOptimizer):
         reducer = self._reducer
         self._reduce_for_step(wanted=closure is None or reducer.outstanding, stacklevel=3)
         try:
-            loss = super().step() if closure is None else super().step(self._reduced(closure))
+            with self.update_context:
+                loss = super().step() if closure is None else super().step(self._reduced(closure))
         finally:
             reducer.stepped()
         reducer.updated(self._parameters())

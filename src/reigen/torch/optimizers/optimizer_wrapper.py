@@ -7,6 +7,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -158,8 +159,13 @@ class OptimizerReducer(ABC):
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Base of what stands in front of an optimizer's own class."""
+    """Base of what stands in front of an optimizer's own class.
 
+    Attributes:
+        update_context: entered while the parameters are changed, when all sums are there; see `reigen.elastic.job`.
+    """
+
+    update_context: AbstractContextManager[None] = nullcontext()
     #: the attributes that it had
     _plain_names: frozenset[str]
     _reducer: OptimizerReducer

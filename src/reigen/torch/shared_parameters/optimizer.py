@@ -109,7 +109,8 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         is_synchronized = synchronizer.finished is not FinishedBy.NONE
         self._reduce_for_step(wanted=True, stacklevel=5)
         try:
-            self._update(is_synchronized or self._skips, from_parameters=self._is_gathered or self._skips)
+            with self.update_context:
+                self._update(is_synchronized or self._skips, from_parameters=self._is_gathered or self._skips)
         finally:
             synchronizer.stepped()
             self._forget_gradients()

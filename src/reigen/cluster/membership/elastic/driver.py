@@ -149,6 +149,7 @@ class ViewDriver:
         self._all_know = threading.Event()
         self._num_failed_views = 0
         self._launcher_knows = threading.Event()
+        self._required_size = 1
         #: why the voter has not answered at last
         self._voter_problem = ""
         self._has_ended = self._is_closed = False
@@ -221,6 +222,18 @@ class ViewDriver:
         view = self._view
         if view is not None:
             self._post(partial(self._on_request, ChangeRequested(view.epoch if epoch is None else epoch, reason)))
+
+    def require_size(self, size: int) -> None:
+        """Have this process run steps only in views of so many members; all members do that alike.
+
+        The present view is changed if it has fewer.
+        """
+        with self._lock:
+            self._required_size = size
+            if isinstance(self._machine, ElasticMember):
+                self._machine.required_size = size
+        if self._view is not None and self._view.size < size:
+            self.request_change(f"the program needs {size} members")
 
     def report(self, evidence: Evidence) -> None:
         """Give evidence about another member: that a collective waits for it in vain, say (`Verdict.STUCK`)."""
@@ -391,6 +404,7 @@ class ViewDriver:
     def _join(self, view: View) -> None:
         """Become a member."""
         self._machine = ElasticMember(self.me, view, self._timeouts)
+        self._machine.required_size = self._required_size
         self._look_at_view(joins=True)
         self._actions.extend(self._machine.start())
 

@@ -133,13 +133,14 @@ class ElasticMember:
         view: the latest that it knows to be decided; epochs only grow.
         lost: members that are dead, cannot be reached or are stuck, with how that is known.
         reason: why the latest change took place, or why there is no decision.
+        required_size: with fewer members its program does not run, whatever the view's ``min_size``; the same on all.
     """
 
     def __init__(self, me: MemberId, view: View, timeouts: ViewTimeouts | None = None) -> None:
         self.me, self.view, self._timeouts = me, view, timeouts or ViewTimeouts()
         self.state = ElasticState.INSTALLING
         self.lost: dict[MemberId, Evidence] = {}
-        self.reason = ""
+        self.reason, self.required_size = "", 1
         #: how far it was when the plane was stopped; None: it still runs, or is being stopped
         self._progress: StepProgress | None = None
         #: leaders of the next view that wait for this member's report
@@ -170,6 +171,11 @@ class ElasticMember:
     def rank(self) -> int:
         """Rank in the view."""
         return self.view.ranks[self.me]
+
+    @property
+    def _least_size(self) -> int:
+        """Number of members with which steps are run."""
+        return max(self.view.min_size, self.required_size)
 
     # -- evidence, and the beginning of a change ----------------------------------------------------------------------
 
@@ -422,7 +428,7 @@ class ElasticMember:
         if self.state is not ElasticState.ROLLING or event.epoch != self.view.epoch:
             return []
         self._applied = self.view.base.target
-        if self.view.size < self.view.min_size:
+        if self.view.size < self._least_size:
             self.state = ElasticState.WAITING
             return [StartTimer(ViewTimer.WAIT, self._timeouts.wait), *self._take_candidates()]
         self.state = ElasticState.RUNNING
@@ -498,7 +504,7 @@ class ElasticMember:
         if not self._candidates or self.rank != 0 or self.view.size >= self.view.max_size:
             return []
         if self.state is ElasticState.WAITING:
-            enough = self.view.size + len(self._candidates) >= self.view.min_size
+            enough = self.view.size + len(self._candidates) >= self._least_size
             return self._begin_change() if enough else []
         return self._change_soon(None) if self.state in _STEPPING else []
 
@@ -564,7 +570,7 @@ class ElasticMember:
     def _on_wait_timeout(self) -> list[MemberAction]:
         if self.state is not ElasticState.WAITING:
             return []
-        text = f"{self.view.size} rank(s) are left, steps need {self.view.min_size}, and no more came"
+        text = f"{self.view.size} rank(s) are left, steps need {self._least_size}, and no more came"
         return self._end(ElasticState.STOPPED, 1, f"{text} in {self._timeouts.wait:g} s (HOROVOD_ELASTIC_TIMEOUT)")
 
     # -- what is always true ------------------------------------------------------------------------------------------

@@ -1,0 +1,522 @@
+"""Job whose steps survive a change of members: a step that was cut off is undone, dealt anew and run again.
+
+a. A step is *applied* on a member when the optimizer has changed the weights. The update is made under a lock which the
+   driver's thread takes when a view ends (`BaseJob.progress`), so that what it reports is true: no update comes later.
+b. Every step needs all members, so that they are at most one step apart. A step that some have applied is complete:
+   those who have not get weights and optimizer state from them. A step that nobody has applied has left no trace
+   but in small state (see `TrainingState`), of which there is a copy.
+c. The program learns of a change by an error of a collective in ``with step:``, which that block swallows, or at its
+   end, if the members have agreed to stop there. Then it enters the next view and *catches up* with its members, all of
+   them together (`plan_catch_up`). A failure on the way there leads to the view behind that one.
+d. A step is *stable* at a member that knows that all have applied it: it has caught up, or been in a barrier since.
+   Only stable state leaves the job, in a checkpoint or at its end.
+
+Where the sums of a step that nobody has applied are still there, the step can be completed instead of being undone
+(`StepBase.completes`). The place for that is `BaseJob.completion`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, overload
+
+from reigen import context as contexts
+from reigen.api import job as api
+from reigen.api.functions import allgather_object, barrier, broadcast_object
+from reigen.api.process_sets import RegisteredSets, follow_members
+from reigen.cluster.membership.views.messages import HeldSums, StepProgress
+from reigen.cluster.membership.views.record import SamplePosition
+from reigen.elastic.catch_up import HeldState, plan_catch_up
+from reigen.elastic.cursor import Cursor, Part, SampleInterval
+from reigen.elastic.training import TrainingState
+from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError, StepOrderError
+
+if TYPE_CHECKING:
+    import os
+
+    from reigen.cluster.membership.views.record import View
+    from reigen.elastic_job import ElasticJob
+
+_log = logging.getLogger(__name__)
+
+#: How often a receiver's state may differ from the source's after it was sent.
+_MAX_TRANSFERS = 2
+
+
+class StepCompletion(Protocol):
+    """Completion of a step that was cut off, from sums that are left: `BaseJob.completion`."""
+
+    def held_sums(self, epoch: int) -> HeldSums:
+        """Return which sums of the step that is not applied are held here; by the driver's thread, when a view ends."""
+
+    def complete(self, view: View) -> None:
+        """Collective, in the next view: get all sums of the interrupted step, and let the optimizer apply them.
+
+        Called before the gradients of the interrupted step are dropped. The update is made as always, in the context
+        that `TrainingState.attach` was given. Where this raises, the step has been applied or it has not.
+        """
+
+
+class StepParts(Sequence[Part]):
+    """Parts of a step that this rank takes; who takes one out begins with it: its gradients are weighted.
+
+    Args:
+        job: whose step.
+        parts: of this rank.
+    """
+
+    def __init__(self, job: BaseJob, parts: tuple[Part, ...]) -> None:
+        self._job, self._parts = job, parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Part: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Part]: ...
+    def __getitem__(self, index: int | slice) -> Part | Sequence[Part]:
+        """Return a part, whose gradients come next."""
+        if isinstance(index, slice):
+            return self._parts[index]
+        part = self._parts[index]
+        self._job.begin_part(part)
+        return part
+
+
+class ElasticStep(AbstractContextManager["ElasticStep"]):
+    """One attempt at a step; ``with step:`` around everything that belongs to it.
+
+    Attributes:
+        number: of the step in the training, from 0; the same in all attempts.
+        interval: its samples: ``epoch``, ``start`` and ``stop`` in the epoch's order.
+        is_last: it is the last of its epoch.
+        parts: what this rank takes of them; may be empty.
+        is_applied: the weights have had it.
+    """
+
+    def __init__(self, job: BaseJob, number: int, interval: SampleInterval, parts: tuple[Part, ...]) -> None:
+        self._job, self.number, self.interval = job, number, interval
+        self.parts = StepParts(job, parts)
+        self.is_last = job.data.is_last(interval, job.size)
+        self.is_applied = self.has_ended = False
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data set."""
+        return self.interval.epoch
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._job.begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """End; swallow the error if it is a change of members."""
+        return self._job.end(self, error)
+
+
+class _Update(AbstractContextManager[None]):
+    """Context of the update of a job's weights."""
+
+    def __init__(self, job: BaseJob) -> None:
+        self._job = job
+
+    def __enter__(self) -> None:
+        self._job.begin_update()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._job.end_update(is_applied=kind is None)
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Progress of this process; guarded by the job's lock.
+
+    Attributes:
+        number: steps that its weights have had.
+        offset: less by this they are the steps of the membership, which begin at another number.
+        is_member: see `HeldState`.
+        revoked: epoch of the latest view that has ended.
+    """
+
+    number: int = 0
+    offset: int = 0
+    is_member: bool = False
+    revoked: int = 0
+
+
+class BaseJob(ABC):
+    """Job that trains step by step; base of those of the frameworks. See the module.
+
+    In a job that is not elastic, every error leaves, and everything else is the same.
+
+    Args:
+        training: what is trained.
+        data: the samples.
+        min_size: with fewer members steps wait.
+        num_parts: into how many parts a step is divided, whoever takes them; None: one for each rank.
+        resume: a checkpoint to begin with, if it is there; where ranks have different ones, the latest.
+
+    Attributes:
+        data: where the next step begins.
+        completion: completes steps that were cut off, if that can be done; None: they are undone.
+        num_undone: steps that were undone and run again, in this process.
+    """
+
+    def __init__(
+        self,
+        training: TrainingState,
+        data: Cursor,
+        *,
+        min_size: int = 1,
+        num_parts: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
+            raise ArgumentError(f"min_size must be a positive integer, got {min_size!r}")
+        self.training, self.data, self.completion = training, data, None
+        self.num_undone = 0
+        self._min_size, self._num_parts, self._resume = min_size, num_parts, resume
+        self._elastic: ElasticJob[contexts.Context] | None = None
+        self._lock = threading.RLock()
+        self._mark = _Mark()
+        self._step: ElasticStep | None = None
+        self._is_updating = self._is_stable = False
+        #: the program has come behind the update to the end of the step
+        self._is_whole = True
+        self._process_sets: RegisteredSets | None = None
+        self._is_open = False
+
+    completion: StepCompletion | None
+
+    # -- for users ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Collective: all ranks get the state of rank 0, or of the members that there are."""
+        self._elastic = contexts.elastic_job()
+        if self._resume is not None:
+            self.load(self._resume)
+        self.training.attach(_Update(self))
+        self._is_open = True
+        if self._elastic is not None:
+            self._elastic.step_state = self
+            self._elastic.require_size(self._min_size)
+        elif self.size < self._min_size:
+            raise ArgumentError(f"the job has {self.size} rank(s), and is not elastic; min_size is {self._min_size}")
+        self._catch_up_or_change()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Collective: leave when all members have applied the last step. After an error, at once: the others go on."""
+        try:
+            if error is None:
+                self._settle()
+        finally:
+            self._is_open = False
+            self.training.detach()
+            if self._elastic is not None:
+                has_failed = error is not None and not isinstance(error, JobLeft)
+                self._elastic.has_failed = self._elastic.has_failed or has_failed
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return contexts.current().size
+
+    @property
+    def rank(self) -> int:
+        """Rank of this one among them."""
+        return contexts.current().rank
+
+    @property
+    def number(self) -> int:
+        """Steps that have been applied, in this job and those that it goes on from."""
+        return self._mark.number
+
+    def steps(self, epochs: int) -> Iterator[ElasticStep]:
+        """Iterate over the steps that are left of so many epochs; a step that was undone comes again.
+
+        Raises:
+            StepOrderError: a step was not entered by ``with step:``.
+        """
+        if not self._is_open:
+            raise StepOrderError("steps are run in the job's `with` block")
+        while (interval := self.data.next_interval(self.size)).epoch < epochs:
+            parts = self.data.deal(interval, self.rank, self.size, self._num_parts)
+            step = ElasticStep(self, self._mark.number, interval, parts)
+            yield step
+            if not step.has_ended:
+                raise StepOrderError("a step was left without `with step:` around what belongs to it")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: return the state, with the cursor in it, as all members have it; between steps.
+
+        It holds the model's own tensors, as ``state_dict()`` of a model does.
+        """
+        self._settle()
+        return {
+            "number": self._mark.number,
+            "data": self.data.state_dict(),
+            "training": self.training.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state that `state_dict` has returned, in a job of any size; before the job's `with` block.
+
+        Raises:
+            StepOrderError: the job has begun.
+        """
+        if self._is_open:
+            raise StepOrderError("load a state before the job's `with` block, so that all members get it there")
+        self.training.load_state_dict(state["training"])
+        self.data.load_state_dict(state["data"])
+        self._mark.number = state["number"]
+
+    def checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Collective: write a checkpoint, on rank 0, as a whole or not at all; between steps.
+
+        It holds what all members have applied, and nothing else. Should rank 0 die while it writes, there is none.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        state = self.state_dict()
+        if self.rank == 0:
+            self.save(state, path)
+
+    @abstractmethod
+    def save(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Write a state to a file; atomically."""
+
+    @abstractmethod
+    def load(self, path: str | os.PathLike[str]) -> bool:
+        """Load a checkpoint, if it is there; return whether it was."""
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: ElasticStep) -> None:
+        """Begin an attempt at a step."""
+        if self._step is not None or not self._is_open:
+            raise StepOrderError("a step was entered within another one, or outside of the job")
+        self._step, self._is_stable = step, False
+        step.has_ended = True
+        self.training.begin_step()
+
+    def begin_part(self, part: Part) -> None:
+        """Begin with a part: its gradients are weighted so that the average over ranks is that over samples."""
+        self.training.scale_gradients(part.share * self.size)
+
+    def end(self, step: ElasticStep, error: BaseException | None) -> bool:
+        """End an attempt at a step; returns whether the error was a change of members, and is done with."""
+        if self._is_updating:
+            self.end_update(is_applied=False)
+        if error is None and not step.is_applied:
+            error = self._apply_nothing()
+        if error is not None and not self._is_change(error):
+            self._step = None
+            return False
+        self._is_whole = error is None
+        if not step.is_applied:  # it stays the step until it is known what comes of it
+            self._change(f"step {step.number} is cut off: {error}")
+            return True
+        self._step = None
+        if error is not None:
+            self._change(f"step {step.number} is applied; what came behind the update is lost here: {error}")
+        elif self._elastic is not None and self._elastic.step_applied():
+            self._change(f"step {step.number} is the last with these members")
+        return True
+
+    def _apply_nothing(self) -> BaseException | None:
+        """Count a step in which no update was made, on no rank; returns an error if members change meanwhile."""
+        try:
+            if self.size > 1:
+                barrier()  # otherwise one could be more than a step ahead of another
+            with _Update(self):
+                pass
+        except CollectiveError as error:
+            return error
+        return None
+
+    def begin_update(self) -> None:
+        """Begin to change the weights.
+
+        Raises:
+            StepOrderError: the step has been applied, or there is none.
+            PeerLostError: the view has ended.
+        """
+        self._lock.acquire()
+        self._is_updating = True
+        problem: Exception | None = None
+        if self._elastic is not None and self._mark.revoked >= self._elastic.epoch:
+            problem = PeerLostError("the members of the job change: this step is not applied")
+        elif self._step is not None and self._step.is_applied:
+            problem = StepOrderError("optimizer.step() was called twice in a step")
+        if problem is not None:
+            self.end_update(is_applied=False)
+            raise problem
+
+    def end_update(self, *, is_applied: bool) -> None:
+        """End the update of the weights."""
+        if is_applied and self._step is not None:
+            self._step.is_applied = True
+            self._mark.number += 1
+            self.data.move_behind(self._step.interval)
+        self._is_updating = False
+        self._lock.release()
+
+    # -- changes of members -------------------------------------------------------------------------------------------
+
+    def progress(self, epoch: int) -> StepProgress:
+        """Return how far this process is; see `reigen.elastic_job.StepState`."""
+        with self._lock:
+            mark = self._mark
+            mark.revoked = max(mark.revoked, epoch)
+            applied = mark.number - mark.offset if mark.is_member else 0
+            here = SamplePosition(self.data.epoch, self.data.position)
+            held, following = HeldSums(epoch), here
+            if self.completion is not None and self._step is not None and not self._step.is_applied:
+                held = self.completion.held_sums(epoch)
+                following = SamplePosition(self._step.epoch, self._step.interval.stop)
+            return StepProgress(applied, here, following, held)
+
+    def _is_change(self, error: BaseException) -> bool:
+        """Return whether an error is a change of members; others leave."""
+        if self._elastic is None or not isinstance(error, CollectiveError):
+            return False
+        return isinstance(error, PeerLostError) or not contexts.current().is_operational
+
+    def _change(self, reason: str) -> None:
+        """Go on in the next view."""
+        _log.info("%s", reason)
+        api.change_view()
+        self._catch_up_or_change()
+
+    def _catch_up_or_change(self) -> None:
+        """Collective: come to hold the state of all members; if one is lost meanwhile, in the view behind this one."""
+        while True:
+            try:
+                self._catch_up()
+                if self._elastic is None or not self._count_state():
+                    return
+            except CollectiveError as error:
+                if not self._is_change(error):
+                    raise
+                _log.info("members change again: %s", error)
+            api.change_view()
+
+    def _count_state(self) -> bool:
+        """Begin to count the membership's steps; returns True if members change now.
+
+        That all have the state is its first step: who has none is at step 0.
+        """
+        assert self._elastic is not None
+        target = self._elastic.view.base.target
+        with self._lock:
+            self._mark.offset = self._mark.number - max(target, 1)
+            self._mark.is_member = True
+        return target == 0 and self._elastic.step_applied()
+
+    def _catch_up(self) -> None:
+        """Collective: all members of a view come to hold the state of those who are furthest."""
+        if self._elastic is not None:
+            self._process_sets = follow_members(self._process_sets)
+            if self._elastic.view.base.completes and self.completion is not None:
+                self.completion.complete(self._elastic.view)
+        mark = self._mark
+        is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
+        held: list[HeldState] = allgather_object(HeldState(mark.number, mark.is_member, is_whole), "elastic.held")
+        plan = plan_catch_up(held)
+        self._resolve_step(is_redone=self.rank not in plan.receivers)
+        self.training.enter_view()
+        if plan.receivers:
+            self._receive(plan.source, receives=self.rank in plan.receivers)
+        if plan.receivers or plan.partial_receivers:
+            self._receive_small(plan.source, receives=self.rank in plan.receivers | plan.partial_receivers)
+        self._is_whole = self._is_stable = True  # or nobody has more
+
+    def _resolve_step(self, *, is_redone: bool) -> None:
+        """Decide what comes of a step that was cut off: it is undone here, or others have applied it."""
+        step, self._step = self._step, None
+        if step is None or step.is_applied:
+            self.training.drop_gradients()
+            return
+        if is_redone:
+            self.num_undone += 1
+            self.training.undo_step()
+        else:
+            self.training.drop_gradients()
+        self._is_whole = is_redone
+
+    def _receive(self, source: int, *, receives: bool) -> None:
+        """Collective: receivers get weights and optimizer state; who was a member keeps its own if that fails."""
+        self._check_alike(source)
+        backup = self.training.backup() if receives and self._mark.is_member else None
+        try:
+            for attempt in range(_MAX_TRANSFERS):
+                self.training.transfer(source, receives=receives)
+                digests = allgather_object(self.training.digest() if receives or self.rank == source else b"")
+                if all(digest in (b"", digests[source]) for digest in digests):
+                    break
+                _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
+            else:
+                raise CollectiveError("weights or optimizer state of ranks differ after they have been sent")
+            state = broadcast_object((self._mark.number, self.data.state_dict()), source, "elastic.cursor")
+        except BaseException:
+            if backup is not None:
+                self.training.recover(backup)
+            raise
+        if receives:
+            with self._lock:
+                self._mark.number = state[0]
+                self._mark.offset = 0 if self._elastic is None else state[0] - max(self._elastic.view.base.target, 1)
+                self.data.load_state_dict(state[1])
+                self._is_whole = False
+
+    def _receive_small(self, source: int, *, receives: bool) -> None:
+        """Collective: receivers get what of the small state is the same on all members."""
+        own = self.training.small_state() if self.rank == source else None
+        small = broadcast_object(own, source, "elastic.small_state")
+        if receives:
+            self.training.load_small_state(small)
+            self._is_whole = True
+
+    def _check_alike(self, source: int) -> None:
+        """Raise ArgumentError if model, optimizer or data are not those of the source; here alone."""
+        own = {**self.training.describe(), "data": self.data.describe()}
+        others: dict[str, list[str]] = broadcast_object(own, source, "elastic.description")
+        for name in sorted(own.keys() | others.keys()):
+            own_lines, source_lines = own.get(name, []), others.get(name, [])
+            if own_lines != source_lines:
+                pairs = zip([*own_lines, "nothing more"], [*source_lines, "nothing more"], strict=False)
+                line, other = next((pair for pair in pairs if pair[0] != pair[1]), ("nothing", "something"))
+                raise ArgumentError(
+                    f"{name} of this rank is not like that of rank {source}, whose state it is to get: {line} here, "
+                    f"{other} there. Start this process with the same program and options as the others"
+                )
+
+    def _settle(self) -> None:
+        """Collective: return when all members are known to have applied the last step."""
+        if self._step is not None:
+            raise StepOrderError("the state is of no step here: call it behind the `with step:` block")
+        if self._is_stable:
+            return
+        try:
+            if self.size > 1:
+                barrier()
+        except CollectiveError as error:
+            if not self._is_change(error):
+                raise
+            if self._elastic is None or not self._elastic.has_finished_members:  # they have been in the barrier
+                self._change(f"members change behind step {self._mark.number - 1}: {error}")
+        self._is_stable = True

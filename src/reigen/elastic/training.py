@@ -1,0 +1,63 @@
+"""Model, optimizer and what belongs to them, as a job with undone steps needs them; a framework implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class TrainingState(Protocol):
+    """State of a training. All methods are called by the thread that trains.
+
+    *Small state* is what a step changes besides weights and the optimizer's state: random number generators, buffers
+    such as BatchNorm's, learning rate schedulers, the loss scale.
+    """
+
+    def attach(self, update: AbstractContextManager[None]) -> None:
+        """Enter this context for each update of the weights, when its sums are there."""
+
+    def detach(self) -> None:
+        """Take off what `attach` and `begin_step` have put on model and optimizer."""
+
+    def begin_step(self) -> None:
+        """Keep a copy of the small state."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply gradients by this number from now on, before they are averaged over the ranks."""
+
+    def undo_step(self) -> None:
+        """Go back to the copy of the small state, and drop all gradients; the weights have not been changed."""
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, also those on their way."""
+
+    def describe(self) -> Mapping[str, list[str]]:
+        """Return what must be the same on all members, by name, in lines."""
+
+    def enter_view(self) -> None:
+        """Collective: begin in a view as if made there."""
+
+    def backup(self) -> Any:
+        """Return what `recover` needs to undo an unfinished `transfer` to this member."""
+
+    def recover(self, backup: Any) -> None:
+        """Undo an unfinished transfer."""
+
+    def transfer(self, source: int, *, receives: bool) -> None:
+        """Collective: this member's weights and optimizer state become the source's, if it receives them."""
+
+    def digest(self) -> bytes:
+        """Return a hash of weights and optimizer state."""
+
+    def small_state(self) -> Any:
+        """Return a copy of what of the small state must be equal on all members, for `load_small_state`."""
+
+    def load_small_state(self, small: Any) -> None:
+        """Take what `small_state` has returned on another member."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything, for a checkpoint."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take everything from a checkpoint."""

@@ -1,0 +1,81 @@
+"""``hvd.elastic.Job``: a training loop whose steps survive the death of any process."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reigen.elastic.cursor import Cursor
+from reigen.elastic.job import BaseJob
+from reigen.files import write_atomically
+from reigen.torch.elastic.training import TorchTraining
+
+
+class Job(BaseJob):
+    """Elastic training with PyTorch in which no step and no sample is lost when processes die.
+
+    Where members change in ``with step:``, the step is undone, its samples are dealt to the members that there are now,
+    and it comes again from `steps`; nothing is raised. A step that some members had applied is not run again: the
+    others get its result. Newcomers and members that leave do so between two steps.
+
+    In the block each rank computes gradients of the mean loss over each of its parts, and calls ``optimizer.step()``
+    once. The gradients are weighted so that their sum over ranks is the gradient of the mean over all samples of the
+    step, whatever part of them a rank has, none even. Behind ``optimizer.step()`` the block must not communicate: mean
+    losses and the like are computed before it. Collectives outside of steps are not protected.
+
+    Args:
+        model: a module.
+        optimizer: ``DistributedOptimizer(...)`` of its parameters; with op=Average.
+        scheduler: learning rate scheduler, or None; the program steps it, in the block or behind it.
+        data: the samples.
+        min_size: with fewer members steps wait.
+        resume: a checkpoint to begin with, if it is there; where ranks have different ones, the latest.
+        objects: what else belongs to the training, by name, with ``state_dict()`` and ``load_state_dict()``: a
+            GradScaler, say. Undone and given to newcomers like everything else.
+
+    Raises:
+        ArgumentError: an argument makes no sense; or, in a newcomer, its model is not that of the members.
+
+    Example::
+
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        data = hvd.elastic.Cursor(len(dataset), global_batch=256, seed=1)
+        with hvd.elastic.Job(model, optimizer, data=data, min_size=2) as job:
+            for step in job.steps(epochs=10):
+                with step:
+                    for part in step.parts:
+                        loss(model, dataset[part.indices]).backward()
+                    optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        data: Cursor,
+        min_size: int = 1,
+        resume: str | os.PathLike[str] | None = None,
+        **objects: Any,
+    ) -> None:
+        if scheduler is not None:
+            objects["scheduler"] = scheduler
+        super().__init__(TorchTraining(model, optimizer, objects), data, min_size=min_size, resume=resume)
+
+    def save(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Write a state to a file, as `torch.save` does; atomically."""
+        file = io.BytesIO()
+        torch.save(state, file)
+        write_atomically(path, [file.getbuffer()])
+
+    def load(self, path: str | os.PathLike[str]) -> bool:
+        """Load a checkpoint, if it is there; return whether it was. Before the job's `with` block."""
+        if not Path(path).exists():
+            return False
+        self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        return True

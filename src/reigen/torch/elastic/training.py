@@ -1,0 +1,213 @@
+"""A training with PyTorch as `reigen.elastic.job` needs it: copies, undoing, transfer between members."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from reigen.errors import ArgumentError
+from reigen.torch.adapter import tensor_bytes
+from reigen.torch.elastic.state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    align_gradient_sets,
+    copy_state,
+)
+from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
+from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+_DIGEST_BYTES = 16
+_is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
+
+
+class TorchTraining:
+    """Implementation of `reigen.elastic.training.TrainingState`.
+
+    Args:
+        model: a module.
+        optimizer: a ``DistributedOptimizer`` of its parameters.
+        objects: by name: what else belongs to it, with ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        ArgumentError: one of these is something else.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(optimizer, AllreduceOptimizer):
+            raise ArgumentError(
+                f"optimizer must be a DistributedOptimizer, and not one of Adasum, got {type(optimizer).__name__}: "
+                "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
+            )
+        for name, each in objects.items():
+            if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
+                raise ArgumentError(f"{name} must have state_dict() and load_state_dict(), got {type(each).__name__}")
+        self._model, self._optimizer, self._objects = model, optimizer, dict(objects)
+        self._hooks: list[RemovableHandle] = []
+        self._factor = 1.0
+        #: copies of the step's beginning
+        self._generators: dict[str, Any] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._options: list[dict[str, Any]] = []
+        self._states: dict[str, Any] = {}
+
+    def attach(self, update: AbstractContextManager[None]) -> None:
+        """Implement `TrainingState.attach`."""
+        self._optimizer.update_context = update
+        self._hooks = [_hook_gradient(p, self._scaled) for p in self._parameters() if p.requires_grad]
+
+    def detach(self) -> None:
+        """Implement `TrainingState.detach`."""
+        self._optimizer.__dict__.pop("update_context", None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def begin_step(self) -> None:
+        """Implement `TrainingState.begin_step`."""
+        self._generators = _generator_states()
+        for name, buffer in self._model.named_buffers():
+            self._buffers[name] = copy_state(buffer, self._buffers.get(name))
+        self._options = _copy_options(self._optimizer)
+        for name, each in self._objects.items():
+            self._states[name] = copy_state(each.state_dict(), self._states.get(name))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Implement `TrainingState.scale_gradients`."""
+        self._factor = factor
+
+    def undo_step(self) -> None:
+        """Implement `TrainingState.undo_step`."""
+        self.drop_gradients()
+        _set_generator_states(self._generators)
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
+        self.load_small_state((self._options, self._states))
+
+    def drop_gradients(self) -> None:
+        """Implement `TrainingState.drop_gradients`."""
+        self._optimizer.abandon()
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def describe(self) -> dict[str, list[str]]:
+        """Implement `TrainingState.describe`."""
+        found = {
+            "model": ModelStateHandler.describe_value(self._model),
+            "optimizer": OptimizerStateHandler.describe_value(self._optimizer),
+        }
+        return {**found, **{name: [type(each).__name__] for name, each in self._objects.items()}}
+
+    def enter_view(self) -> None:
+        """Implement `TrainingState.enter_view`."""
+        align_gradient_sets()
+        self._optimizer.renew()
+
+    def backup(self) -> Any:
+        """Implement `TrainingState.backup`."""
+        states = {parameter: dict(state) for parameter, state in self._optimizer.state.items()}
+        return copy_state(dict(self._model.state_dict()), None), states, _copy_options(self._optimizer)
+
+    def recover(self, backup: Any) -> None:
+        """Implement `TrainingState.recover`."""
+        weights, states, options = backup
+        self._model.load_state_dict(weights)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(states)
+        _set_options(self._optimizer, options)
+
+    def transfer(self, source: int, *, receives: bool) -> None:
+        """Implement `TrainingState.transfer`. Who does not receive gets weights that are equal to its own."""
+        weights = dict(self._model.state_dict())
+        if not receives:  # buffers may differ
+            own = {name for name, _ in self._model.named_parameters()}
+            weights = {name: value if name in own else value.clone() for name, value in weights.items()}
+        broadcast_parameters(weights, source)
+        broadcast_optimizer_state(self._optimizer, source)
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def digest(self) -> bytes:
+        """Implement `TrainingState.digest`."""
+        found = blake2b(digest_size=_DIGEST_BYTES)
+        for tensor in self._tensors():
+            found.update(tensor_bytes(tensor).data)
+        return found.digest()
+
+    def small_state(self) -> Any:
+        """Implement `TrainingState.small_state`."""
+        return _copy_options(self._optimizer), {name: each.state_dict() for name, each in self._objects.items()}
+
+    def load_small_state(self, small: Any) -> None:
+        """Implement `TrainingState.load_small_state`."""
+        options, states = small
+        for name, each in self._objects.items():
+            each.load_state_dict(copy_state(states[name], None))
+        _set_options(self._optimizer, options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Implement `TrainingState.state_dict`."""
+        found = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {**found, "objects": {name: each.state_dict() for name, each in self._objects.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Implement `TrainingState.load_state_dict`."""
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(copy_state(state["optimizer"], None))
+        for name, each in self._objects.items():
+            each.load_state_dict(copy_state(state["objects"][name], None))
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if self._factor == 1.0 else gradient * self._factor
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self._optimizer.__dict__["param_groups"]:
+            yield from group["params"]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Yield weights and the optimizer's state, in the same order on all ranks."""
+        for parameter in self._parameters():
+            yield parameter
+            state = self._optimizer.state.get(parameter, {})
+            yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
+
+
+def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+    register: Callable[..., RemovableHandle] = parameter.register_hook
+    return register(hook)
+
+
+def _generator_states() -> dict[str, Any]:
+    found = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if _is_cuda_used():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_generator_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _copy_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups = optimizer.__dict__["param_groups"]
+    return [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    for group, own in zip(optimizer.__dict__["param_groups"], options, strict=True):
+        group.update(copy.deepcopy(own))

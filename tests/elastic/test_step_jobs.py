@@ -1,0 +1,114 @@
+"""`hvd.elastic.Job` in real processes: whoever is killed, no sample is lost or repeated, and all weights are equal.
+
+The ledger of samples is the test's: what processes have written before they computed gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.elastic_processes import ElasticProcesses, Member
+from tests.multiprocess.launcher import until
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("job_program.py")
+
+
+@dataclass
+class Ledger:
+    """What members have said: attempts at steps, by number and view, and digests of weights behind them."""
+
+    samples: dict[tuple[int, int], dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
+    sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    #: by number of the step and view
+    digests: dict[tuple[int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    #: by number: views in which it was applied, by anybody and by members that lived to the end
+    views: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    lasting: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def read(self, members: Sequence[Member]) -> None:
+        for member in members:
+            for line in list(member.lines):
+                words = line.split(maxsplit=6)
+                if words[0] == "TRY" and len(words) == 7 and words[6].endswith("]"):
+                    number, view, rank, size, epoch = map(int, words[1:6])
+                    self.samples[number, view][rank] = json.loads(words[6])
+                    self.sizes[number, view], self.epochs[number] = size, epoch
+                elif words[0] == "STEP" and len(words) == 7:
+                    number, view = int(words[1]), int(words[2])
+                    self.digests[number, view].add(words[5])
+                    self.views[number].add(view)
+                    if member.process.poll() in {None, 0}:
+                        self.lasting[number].add(view)
+
+    def check(self, num_epochs: int, num_samples: int, first: int = 0) -> None:
+        """Checks all steps from ``first`` on, which begins an epoch."""
+        assert sorted(self.views) == list(range(first, max(self.views) + 1)), "a step is missing"
+        # who alone had applied a step, and died, may have it run anew by the others
+        last = {number: max(views) for number, views in self.views.items()}
+        assert all(views == {last[number]} for number, views in self.lasting.items()), "applied twice"
+        assert {at: found for at, found in self.digests.items() if len(found) > 1} == {}, "replicas differ"
+        taken: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for number, view in last.items():
+            parts = self.samples[number, view]
+            assert sorted(parts) == list(range(self.sizes[number, view])), (number, view)
+            taken[self.epochs[number]].update(index for part in parts.values() for index in part)
+        everything = Counter(range(num_samples))
+        assert sorted(taken) == list(range(num_epochs))
+        assert all(counts == everything for counts in taken.values()), "each sample once an epoch"
+
+
+def alive(job: ElasticProcesses) -> list[Member]:
+    return [member for member in job.members if member.process.poll() is None]
+
+
+def count_steps(member: Member) -> int:
+    return sum(line.startswith("STEP ") for line in list(member.lines))
+
+
+def wait_for_steps(members: Sequence[Member], num_steps: int) -> None:
+    before = {member: count_steps(member) for member in members}
+    until(lambda: all(count_steps(member) >= before[member] + num_steps for member in members), 60)
+
+
+def finish(job: ElasticProcesses, members: Sequence[Member]) -> None:
+    """Waits for the end of the program on all members that are left; they have equal weights."""
+    job.wait_for("DONE", list(members))
+    assert [member.wait() for member in members] == [0] * len(members)
+    ends = {line.split()[3] for member in members for line in member.lines if line.startswith("DONE")}
+    assert len(ends) == 1, ends
+
+
+@pytest.mark.parametrize("kind", ["norm dropout"])
+def test_each_sample_counts_once_whoever_dies_when(kind: str, tmp_path: Path):
+    """REIGEN_TEST_KILLS: how many die."""
+    chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "7")))
+    num_kills = int(os.environ.get("REIGEN_TEST_KILLS", "3"))
+    epochs, samples = 3, 103 + 100 * num_kills
+    with ElasticProcesses(PROGRAM, str(epochs), str(samples), "0.01", max_size=4, KIND=kind) as job:
+        newcomers = [job.start_candidate(4 + n, WAITS_FOR=str(tmp_path / str(n))) for n in range(num_kills)]
+        job.wait_for("IMPORTED")
+        members = job.start_first(4)[num_kills:]
+        job.wait_for("STEP 3 ", members)
+        for number, newcomer in enumerate(newcomers):
+            threading.Event().wait(chances.uniform(0.0, 0.03))
+            victim = members.pop(chances.randrange(4))
+            victim.kill()
+            (tmp_path / str(number)).touch()
+            job.wait_for("STEP", [newcomer])
+            members.append(newcomer)
+        finish(job, members)
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(epochs, samples)
