@@ -15,13 +15,14 @@ from typing import Self
 
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.elastic.voter_memory import VOTER_MEMORY_BYTES
+from tests.elastic.fork_server import ForkedProcess, ForkServer
 from tests.multiprocess.launcher import until
 
 
 class Member:
     """A process of the job, and the lines that it has written."""
 
-    def __init__(self, slot: int, process: subprocess.Popen[str]) -> None:
+    def __init__(self, slot: int, process: subprocess.Popen[str] | ForkedProcess) -> None:
         self.slot, self.process = slot, process
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -56,12 +57,21 @@ class ElasticProcesses:
     """A job on this host.
 
     Args:
-        command: of each process, behind ``python``.
+        command: of each process, behind ``python``; with a server, arguments of its module.
         min_size, max_size: numbers of ranks with which steps are run.
+        server: forks the processes; None: each is a new interpreter.
         environ: more variables.
     """
 
-    def __init__(self, *command: str | Path, min_size: int = 1, max_size: int = 8, **environ: str) -> None:
+    def __init__(
+        self,
+        *command: str | Path,
+        min_size: int = 1,
+        max_size: int = 8,
+        server: ForkServer | None = None,
+        **environ: str,
+    ) -> None:
+        self._server = server
         self._command, self._sizes, self._more = command, (min_size, max_size), environ
         self._secret = secrets.token_bytes(32)
         self._service = ControlService(self._secret)
@@ -119,6 +129,11 @@ class ElasticProcesses:
             **self._more,
             **environ,
         }
+        if self._server is not None:
+            variables["REIGEN_VOTER_FD"] = f"{os.getpid()}:{self._voter_fd}"
+            member = Member(slot, self._server.start([*map(str, self._command)], variables))
+            self.members.append(member)
+            return member
         process = subprocess.Popen(
             [sys.executable, *map(str, self._command)],
             env=variables,

@@ -13,7 +13,10 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo.trace_rules  # as the two below: loaded later otherwise, by each process
 
+import reigen.elastic_job
+import reigen.engine_factory  # noqa: F401
 import reigen.torch as hvd
 from reigen import context
 

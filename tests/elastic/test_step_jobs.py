@@ -10,18 +10,25 @@ import os
 import random
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.elastic.elastic_processes import ElasticProcesses, Member
+from tests.elastic.fork_server import ForkServer
 from tests.multiprocess.launcher import until
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("job_program.py")
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """Starts processes of `job_program`."""
+    server = ForkServer("tests.elastic.job_program")
+    yield server
+    server.close()
 
 
 @dataclass
@@ -91,12 +98,12 @@ def finish(job: ElasticProcesses, members: Sequence[Member]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["norm dropout"])
-def test_each_sample_counts_once_whoever_dies_when(kind: str, tmp_path: Path):
+def test_each_sample_counts_once_whoever_dies_when(server: ForkServer, kind: str, tmp_path: Path):
     """REIGEN_TEST_KILLS: how many die."""
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "7")))
     num_kills = int(os.environ.get("REIGEN_TEST_KILLS", "3"))
-    epochs, samples = 3, 103 + 100 * num_kills
-    with ElasticProcesses(PROGRAM, str(epochs), str(samples), "0.01", max_size=4, KIND=kind) as job:
+    epochs, samples = 3, 75 + 96 * num_kills
+    with ElasticProcesses(str(epochs), str(samples), "0.01", max_size=4, server=server, KIND=kind) as job:
         newcomers = [job.start_candidate(4 + n, WAITS_FOR=str(tmp_path / str(n))) for n in range(num_kills)]
         job.wait_for("IMPORTED")
         members = job.start_first(4)[num_kills:]
