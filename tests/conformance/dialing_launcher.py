@@ -18,6 +18,7 @@ from reigen.launch.base import (
 )
 from reigen.launch.options import LaunchOptions
 from reigen.launch.supervision.spawn import spawn_client
+from tests.conformance.plain_launcher import HOST_VARIABLE
 
 
 class DialingLauncher:
@@ -40,7 +41,7 @@ class DialingLauncher:
             self.start_one(call, agent, caller)
 
     def start_one(self, call: DialCall, agent: AgentCommand, caller: AgentCaller) -> None:
-        environ = [f"{name}={text}" for name, text in agent.environ.items()]
+        environ = [f"{name}={text}" for name, text in [*agent.environ.items(), (HOST_VARIABLE, call.host)]]
         client = self._clients[call.host] = spawn_client(["env", *environ, *agent.argv_dialing()])
         caller.exclude_child(client.pid)
         self._stderr[call.host] = bytearray()

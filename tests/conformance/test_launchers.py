@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -21,7 +23,8 @@ from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
 from tests.conformance.dialing_launcher import DialingLauncher
 from tests.conformance.nodes_launcher import StartedNodes
-from tests.conformance.plain_launcher import PlainLauncher
+from tests.conformance.plain_launcher import PlainLauncher, cancel_job, kill_host
+from tests.lab.support import with_full_disk
 from tests.multiprocess.launcher import launched, run
 from tests.network.conftest import make_hosts  # noqa: F401  a fixture
 
@@ -30,6 +33,8 @@ SOURCE = Path(__file__).parents[2]
 NO_AGENT = dict.fromkeys(
     ("killed_agent", "stopped_agent", "notice", "agent_environment", "missing_python"), "it has none"
 )
+NO_ENGINE = {"cancelled_job": "no cancel_job was given"}
+ONE_HOST = {"resize": "it has one host", "killed_host": "no kill_host was given"} | NO_ENGINE
 #: What `mpirun` does by itself, in its own way.
 OF_MPIRUN = NO_AGENT | {
     "placement": "mpirun places ranks, and tells them in variables of its own",
@@ -41,13 +46,27 @@ OF_MPIRUN = NO_AGENT | {
     "orphans": "mpirun waits for all who have a rank's output open",
     "secret": "rank 0 makes it when all ranks are there",
     "unauthenticated_connections": "rank 0 has the service, where it says when it begins",
+    "full_disk": "mpirun writes the output",
 }
+
+
+@pytest.fixture
+def full_directory(tmp_path):
+    """Where a full disk can be mounted."""
+    command = ["unshare", "--mount", "true"]
+    if subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("no mounts here")
+    return str(tmp_path)
+
+
+def failing(outcome):
+    return {case: what for case, what in outcome.items() if what != "passed"}
 
 
 @pytest.mark.slow
 def test_local():
     outcome = check_launcher("local", "localhost:3", leave_out=NO_AGENT)
-    assert {what for case, what in outcome.items() if case not in NO_AGENT} == {"passed"}
+    assert failing(outcome) == NO_AGENT | ONE_HOST
 
 
 @pytest.mark.slow
@@ -60,24 +79,38 @@ def test_mpi():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ssh(make_hosts):  # noqa: F811
-    hosts = make_hosts(2, ssh_port=22)
-    outcome = check_launcher("ssh", "h1:1,h2:2", prefix=hosts[0].entry(SOURCE))
-    assert set(outcome.values()) == {"passed"}
+def test_ssh(make_hosts, tmp_path):  # noqa: F811
+    hosts = make_hosts(3, ssh_port=22, shared=[tmp_path])
+    prefix = (*hosts[0].entry(SOURCE), *with_full_disk("/media"))
+    outcome = check_launcher(
+        "ssh",
+        "h1:1,h2:2,h3:1",
+        prefix=prefix,
+        kill_host=lambda name: hosts[int(name[1:]) - 1].crash(),
+        directory=str(tmp_path),
+        full_directory="/media",
+    )
+    assert failing(outcome) == NO_ENGINE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_launcher_of_somebody_else():
-    outcome = check_launcher(PlainLauncher, "localhost:1,a.invalid:2")
-    assert set(outcome.values()) == {"passed"}
+    outcome = check_launcher(
+        PlainLauncher,
+        "localhost:1,a.invalid:2",
+        arguments=("--network-interfaces", "lo"),
+        cancel_job=cancel_job,
+        kill_host=kill_host,
+    )
+    assert failing(outcome) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_launcher_whose_agents_dial_back():
-    outcome = check_launcher(DialingLauncher, "localhost:1,a.invalid:2")
-    assert set(outcome.values()) == {"passed"}
+    outcome = check_launcher(DialingLauncher, "localhost:1,a.invalid:2", cancel_job=cancel_job, kill_host=kill_host)
+    assert failing(outcome) == {"resize": "the agents of this launcher dial back: its jobs cannot be elastic yet"}
 
 
 @pytest.mark.slow
@@ -87,7 +120,9 @@ def test_nodes_that_start_themselves():
         "too_many_ranks": "each node takes its share of the ranks, however many there are",
         "agent_environment": "a node has its engine's environment",
         "missing_python": "a node has been started by its engine's Python",
-    }
+        "resize": "it has as many nodes as its engine has started",
+        "killed_host": "no kill_host was given",
+    } | NO_ENGINE
     outcome = check_launcher(
         StartedNodes, "localhost:2,a.invalid:1", leave_out=leave_out, arguments=("--network-interfaces", "lo")
     )
@@ -136,6 +171,56 @@ class Laconic(PlainLauncher):
 class Confused(PlainLauncher):
     def explain_exit(self, host, exit_code, said):
         return replace(super().explain_exit(host, exit_code, said), host="elsewhere")
+
+
+class Tightlipped(PlainLauncher):
+    """Keeps a file for each agent, and does not say why it cannot be made."""
+
+    def start_agent(self, host, agent):
+        directory = os.environ.get("TMPDIR", "/tmp")
+        try:
+            Path(directory, f"agent-{os.getpid()}").write_text("x")
+            Path(directory, f"agent-{os.getpid()}").unlink()
+        except OSError:
+            raise LaunchError("the agent's file cannot be made") from None
+        return super().start_agent(host, agent)
+
+
+class Immovable(PlainLauncher):
+    """Knows the hosts of the beginning alone."""
+
+    def start_agent(self, host, agent):
+        if self._known and host not in self._known[:1]:
+            return spawn_client(["sh", "-c", "echo no such host >&2; exit 1"])
+        self._known.append(host)
+        return super().start_agent(host, agent)
+
+    _known: ClassVar[list[str]] = []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "case", "options", "complaint"),
+    [
+        (Tightlipped, "full_disk", True, "the message does not say that the disk is full"),
+        (Immovable, "resize", {}, "not in time: {'localhost': 1, 'b.invalid': 1}"),
+        (PlainLauncher, "killed_host", {"kill_host": print}, "not in time: the job ends"),
+        (PlainLauncher, "cancelled_job", {"cancel_job": lambda: cancel_job(9)}, "nothing says that the job was cancel"),
+    ],
+)
+def test_the_suite_finds_launchers_whose_engines_fail(launcher, case, options, complaint, full_directory):
+    others = {each: "not now" for each in _CASES if each != case}
+    if options is True:
+        options = {"prefix": with_full_disk(full_directory), "full_directory": full_directory}
+    with pytest.raises(AssertionError, match=complaint):
+        check_launcher(
+            launcher,
+            "localhost:1,a.invalid:1,b.invalid:1",
+            leave_out=others,
+            arguments=("--network-interfaces", "lo"),
+            timeout=10,
+            **options,
+        )
 
 
 @pytest.mark.slow

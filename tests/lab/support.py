@@ -54,3 +54,9 @@ def why_unavailable(*, ssh: bool = False, tun: bool = False) -> str:
     if attempt.returncode:
         return f"the kernel refuses namespaces, overlayfs, veth or tbf: {attempt.stderr.strip()}"
     return ""
+
+
+def with_full_disk(directory: str) -> tuple[str, ...]:
+    """The beginning of a command whose rest finds this directory on a disk without space; nobody else does."""
+    script = f'mount -t tmpfs -o size=4k none {directory} && head -c 4096 /dev/zero >{directory}/it; exec "$@"'
+    return ("unshare", "--mount", "sh", "-c", script, "sh")

@@ -16,6 +16,7 @@ import pytest
 from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
 from tests.lab import Host, Hosts, Unavailable
+from tests.lab.support import with_full_disk
 from tests.network.grid_engine import GridEngine, why_no_grid_engine
 from tests.network.waiting import wait_for
 
@@ -86,11 +87,24 @@ def listed_hosts(engine: GridEngine) -> str:
 @pytest.mark.timeout(600)
 def test_the_conformance_suite(engine: GridEngine) -> None:
     with engine.allocation("-pe", "dealing", "5") as (host, job):
-        leave_out = {DEADLY: "it takes the whole job with it: see test_a_supervisor_that_is_killed_ends_the_job"}
+        leave_out = {
+            DEADLY: "it takes the whole job with it: see test_a_supervisor_that_is_killed_ends_the_job",
+            "cancelled_job": "there is nothing less than the job: see test_a_deleted_job_is_gone",
+        }
+        listed = listed_hosts(engine)
+        last = next(each for each in engine.hosts if each.name == listed.rpartition(",")[2].partition(":")[0])
         outcome = check_launcher(
-            "sge", listed_hosts(engine), prefix=host.entry(SOURCE), environ=job, leave_out=leave_out
+            "sge",
+            listed,
+            prefix=(*host.entry(SOURCE), *with_full_disk("/media")),
+            environ=job,
+            leave_out=leave_out,
+            kill_host=lambda name: last.cut(),
+            directory=str(engine.directory),
+            full_directory="/media",
         )
-    assert {case for case, result in outcome.items() if result != "passed"} == {DEADLY}
+        last.join()
+    assert {case: result for case, result in outcome.items() if result != "passed"} == leave_out
 
 
 def test_a_supervisor_that_is_killed_ends_the_job(engine: GridEngine) -> None:

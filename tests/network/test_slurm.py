@@ -18,6 +18,7 @@ import pytest
 from reigen.launch.slurm.node_list import expand_node_list
 from reigen.testing import check_launcher
 from tests.lab import Hosts, Unavailable
+from tests.lab.support import with_full_disk
 from tests.network.slurm import Slurm, why_no_slurm
 from tests.network.waiting import wait_for
 from tests.unit.launch.test_slurm import number_list
@@ -113,16 +114,28 @@ def count(output: Path, text: str) -> int:
 @pytest.mark.timeout(600)
 def test_the_conformance_suite(slurm: Slurm) -> None:
     with slurm.allocation("-N3", "-n5") as allocation:
-        prefix = slurm.hosts[0].entry(SOURCE)
         outcome = check_launcher(
             "slurm",
             "h1:1,h2:2,h3:2",
-            prefix=prefix,
+            prefix=(*slurm.hosts[0].entry(SOURCE), *with_full_disk("/media")),
             environ=allocation,
             records=lambda: recorded(slurm),
             is_empty=lambda: not steps(slurm, allocation),
+            cancel_job=lambda: cancel_steps(slurm, allocation),
+            kill_host=lambda name: slurm.hosts[2].cut(),
+            directory=str(slurm.directory),
+            full_directory="/media",
         )
-    assert set(outcome.values()) == {"passed"}
+        slurm.hosts[2].join()
+    assert {case: result for case, result in outcome.items() if result != "passed"} == {}
+
+
+def cancel_steps(slurm: Slurm, allocation: dict[str, str]) -> bool:
+    """What users do who cancel a job of `reigen run`, and keep the allocation."""
+    found = [step for step in steps(slurm, allocation) if not step.endswith(".extern")]
+    if found:
+        slurm.run("scancel", *found)
+    return bool(found)
 
 
 def test_node_lists_are_expanded_as_by_slurm(slurm: Slurm) -> None:

@@ -6,6 +6,7 @@ that a job leaves behind are found, even when their parents have ended.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +33,8 @@ _MARK = "REIGEN_TEST_MARK"
 _STARTS_VARIABLE = "REIGEN_TEST_STARTS"
 #: An agent's program, and an option of commands that become agents by themselves.
 _AGENT, _NODE = "reigen.launch.agent", "--nodes-from-env"
+#: With it, hosts are not named.
+_DISCOVERY = "--host-discovery-script"
 #: Beginning of every rank's program. The rank is in Reigen's variable, or in that of the engine that has started it.
 _RANK = """
 import os, signal, subprocess, sys, time
@@ -39,6 +42,7 @@ rank = int(next(os.environ[name] for name in ("REIGEN_RANK", "OMPI_COMM_WORLD_RA
 def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 _WAIT = "say('ready'); time.sleep(600)"
+_NO_SPACE = os.strerror(errno.ENOSPC)
 #: Texts that shells, argument lists and variables distort if they are not careful.
 _SPECIAL_ARGUMENTS = ("a b", "$HOME", '"', "'", "*", ";", "--flag", "x=y", "two\nlines", "ü", "\\")
 
@@ -54,10 +58,15 @@ def check_launcher(
     timeout: float = 120.0,
     records: Callable[[], str] | None = None,
     is_empty: Callable[[], bool] | None = None,
+    cancel_job: Callable[[], bool] | None = None,
+    kill_host: Callable[[str], object] | None = None,
+    directory: str | None = None,
+    full_directory: str | None = None,
 ) -> dict[str, str]:
     """Run the suite on a launcher.
 
-    The case many_starts starts 5 jobs, or as many as REIGEN_TEST_STARTS says.
+    The case many_starts starts 5 jobs, or as many as REIGEN_TEST_STARTS says. The case resize is an elastic job whose
+    hosts come and go; where the launcher refuses elastic jobs, its sentence is the result. killed_host is the last one.
 
     Not covered, so for the launcher's own tests: ``remote_shell`` (`--sync-dst-dir`), waiting in ``allocate`` and what
     ``close`` gives back after it, ``JobPlan.addresses``, PS processes, and what ``explain_exit`` says of other failures
@@ -75,6 +84,12 @@ def check_launcher(
         timeout: seconds for each job.
         records: returns all that the engine shows to others about its jobs, where the secret must not be.
         is_empty: returns whether the engine has nothing left of a job that has ended; waited for.
+        cancel_job: cancels the job that runs now, or its part in this allocation, as users of the engine do; returns
+            whether there was something to cancel. None: the case cancelled_job is left out.
+        kill_host: ends a host, without a word, with all that runs there; gets its name. It need not come back. None:
+            the case killed_host is left out.
+        directory: one that all hosts share with this process, for a file; by default a temporary one.
+        full_directory: one of the launcher's host, on a disk without space. None: only the job's own stdout is full.
 
     Returns:
         The result of each case: "passed", or why it was left out.
@@ -87,13 +102,27 @@ def check_launcher(
     if unknown := sorted(skipped.keys() - _CASES.keys()):
         raise ValueError(f"there are no cases {', '.join(unknown)}; there are {', '.join(_CASES)}")
     name = make if isinstance(make, str) else f"{make.__module__}:{make.__qualname__}"
-    check = _LauncherCheck(name, hosts, arguments, prefix, dict(environ or {}), timeout, records, is_empty)
+    check = _LauncherCheck(
+        name,
+        hosts,
+        arguments,
+        prefix,
+        dict(environ or {}),
+        timeout,
+        records,
+        is_empty,
+        cancel_job,
+        kill_host,
+        directory,
+        full_directory,
+    )
     if check.size < 2:
         raise ValueError(f"hosts {hosts!r} have fewer than two slots")
     for case, body in _CASES.items():
         if case not in skipped:
             try:
-                body(check)
+                if reason := body(check):
+                    skipped[case] = reason
             except AssertionError as error:
                 error.add_note(f"launcher {name}, case {case}")
                 raise
@@ -129,6 +158,10 @@ class _LauncherCheck:
     timeout: float
     records: Callable[[], str] | None
     is_empty: Callable[[], bool] | None
+    cancel_job: Callable[[], bool] | None
+    kill_host: Callable[[str], object] | None
+    directory: str | None
+    full_directory: str | None
 
     @property
     def slots(self) -> list[int]:
@@ -144,22 +177,28 @@ class _LauncherCheck:
             return job.finish()
 
     @contextmanager
-    def start(self, program: str | Sequence[str], *options: str, **more: str) -> Iterator[_Job]:
+    def start(
+        self, program: str | Sequence[str], *options: str, stdout: str | None = None, **more: str
+    ) -> Iterator[_Job]:
         """Start a job on all slots, and kill in the end all that is left of it.
 
         Args:
             program: the ranks' program: Python behind `_RANK`, or a command line.
             options: of `reigen run`, behind those that all jobs have.
+            stdout: a file for its output, which is not read.
             more: environment variables.
         """
         mark = uuid.uuid4().hex
         path = os.pathsep.join([*filter(None, sys.path), f"no-such-directory/{mark}"])
         environ = {**clean_environment(), "REIGEN_RANK": "77", **self.environ, **more, _MARK: mark, "PYTHONPATH": path}
-        command = [*self.prefix, sys.executable, "-m", "reigen", "run", "-np", str(self.size), "-H", self.hosts]
+        command = [*self.prefix, sys.executable, "-m", "reigen", "run"]
+        command += [] if _DISCOVERY in options else ["-np", str(self.size), "-H", self.hosts]
         command += ["--launcher", self.name, *self.arguments, *options]
         command += [sys.executable, "-Sc", _RANK + program] if isinstance(program, str) else program
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        with ExitStack() as stack:
+            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            shown = out if stdout is None else stack.enter_context(Path(stdout).open("wb"))
+            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=shown, stderr=err)
             job = _Job(process, (out.fileno(), err.fileno()), mark, self)
             try:
                 yield job
@@ -235,11 +274,16 @@ class _Job:
                     return True
         return False
 
-    def finish(self) -> _Ended:
-        """Wait for its end, and until nothing of it is left."""
-        self.wait_until(lambda: self._process.poll() is not None, "the job ends")
+    @property
+    def has_ended(self) -> bool:
+        """Whether the command that started it has ended."""
+        return self._process.poll() is not None
+
+    def finish(self, *, empties: bool = True) -> _Ended:
+        """Wait for its end, and until nothing of it is left; ``empties``: in the engine, too."""
+        self.wait_until(lambda: self.has_ended, "the job ends")
         self.wait_until(lambda: not self.processes(), "nothing is left")
-        if self._check.is_empty is not None:
+        if empties and self._check.is_empty is not None:
             self.wait_until(self._check.is_empty, "the engine has nothing left of it")
         return _Ended(self._process.returncode, self.read(), self.read(1).decode(errors="replace"))
 
@@ -550,7 +594,125 @@ def _unused_launcher(check: _LauncherCheck) -> None:
     assert not launcher.close()
 
 
-_CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
+def _full_disk(check: _LauncherCheck) -> None:
+    """Output that cannot be written ends the job, and says why; files that cannot be made are no obstacle, or named."""
+    with check.start(f"say('x' * 100)\n{_WAIT}", "--no-prefix", stdout="/dev/full") as job:
+        ended = job.finish().expect(128 + signal.SIGPIPE)
+        assert _NO_SPACE in ended.stderr, ended
+    if check.full_directory is None:
+        return
+    kept = check.run("say('x' * 100)", "--no-prefix", "--output-filename", f"{check.full_directory}/kept")
+    assert _NO_SPACE in kept.stderr, f"nothing is said of the output that is not kept: {kept}"
+    assert len(kept.lines) == (0 if kept.exit_code else check.size), kept
+    ended = check.run("say('ran')", "--no-prefix", TMPDIR=check.full_directory)
+    assert "Traceback" not in ended.stderr, ended
+    if ended.exit_code:
+        assert _NO_SPACE in ended.stderr, f"the message does not say that the disk is full: {ended}"
+        assert "ran" not in ended.lines, ended
+    else:
+        assert ended.lines == ["ran"] * check.size, ended
+
+
+#: Process of an elastic job that knows the launcher's side of one alone: it trains nothing.
+_ELASTIC_PROGRAM = """
+import os, signal, threading
+from pathlib import Path
+from reigen.cluster.environ import ELASTIC_FINISHED_KEY, parse_secret
+from reigen.cluster.membership.rendezvous import RendezvousClient
+slot, host = os.environ["REIGEN_SLOT"], os.environ["HOROVOD_HOSTNAME"]
+def say(word): os.write(1, f"{word} {host} {slot}\\n".encode())
+def leave(*_):
+    say("left")
+    os._exit(0)
+signal.signal(signal.SIGTERM, leave)
+say("came")
+pause = threading.Event()
+while not Path(os.environ["ELASTIC_OVER"]).exists(): pause.wait(0.05)
+client = RendezvousClient(os.environ["REIGEN_RENDEZVOUS"], parse_secret(os.environ["REIGEN_SECRET"]), int(slot), 30.0)
+client.put_first(ELASTIC_FINISHED_KEY, slot.encode())
+client.close()
+"""
+
+
+def _resize(check: _LauncherCheck) -> str | None:
+    """Hosts of an elastic job come and go, one for another, too: processes start there, and are asked to leave."""
+    listed = [f"{host.name}:{host.slots}" for host in parse_hosts(check.hosts)]
+    if len(listed) < 2:
+        return "it has one host"
+    two, changed = listed[:2], [listed[0], listed[-1]] if len(listed) > 2 else listed[:1]
+    with tempfile.TemporaryDirectory(dir=check.directory) as directory:
+        file, over = Path(directory) / "hosts", Path(directory) / "over"
+        options = ("--min-np", "1", "--max-np", str(check.size), _DISCOVERY, f"cat {file}", "--no-prefix")
+        _replace_lines(file, two)
+        with check.start([sys.executable, "-c", _ELASTIC_PROGRAM], *options, ELASTIC_OVER=str(over)) as job:
+            for hosts in (two, changed, listed):
+                _replace_lines(file, hosts)
+                wanted = {host.name: host.slots for host in parse_hosts(",".join(hosts))}
+                job.wait_until(lambda: job.has_ended or _count_members(job) == wanted, f"{wanted}")  # noqa: B023
+            over.touch()
+            ended = job.finish()
+    refusal = re.search(r"^reigen run: (.* cannot be elastic.*)$", ended.stderr, re.MULTILINE)
+    if ended.exit_code and refusal:
+        assert not ended.stdout, ended
+        return refusal[1]
+    ended.expect(0)
+    return None
+
+
+def _count_members(job: _Job) -> dict[str, int]:
+    """Count the processes of each host that have come, and have not left."""
+    members: dict[str, int] = {}
+    for word, host, _ in map(str.split, job.read().decode().splitlines()):
+        members[host] = members.get(host, 0) + (1 if word == "came" else -1)
+    return {host: number for host, number in members.items() if number}
+
+
+def _replace_lines(file: Path, lines: Sequence[str]) -> None:
+    new = file.with_suffix(".new")
+    new.write_text("\n".join(lines) + "\n")
+    new.replace(file)
+
+
+def _cancelled_job(check: _LauncherCheck) -> str | None:
+    """A job that its engine cancels says so, and leaves nothing: while it starts, runs, or ends."""
+    if (cancel := check.cancel_job) is None:
+        return "no cancel_job was given"
+    with check.start(_WAIT) as job:
+        job.wait_until(lambda: job.has_ended or cancel(), "there is something to cancel")
+        ended = job.finish()
+        assert ended.exit_code != 0, ended
+    with check.start(_WAIT) as job:
+        job.wait_until_ready()
+        assert cancel(), "a job runs, and cancel_job has found none"
+        ended = job.finish()
+        assert ended.exit_code != 0, ended
+        is_told = re.search(r"SIGTERM|SIGINT|cancel", ended.stderr, re.IGNORECASE)
+        is_killed = ended.exit_code in {-signal.SIGKILL, 128 + signal.SIGKILL, 128 + signal.SIGHUP}
+        assert is_told or is_killed, f"nothing says that the job was cancelled: {ended}"
+    code = "def end(*_): say('ending'); time.sleep(0.5); os._exit(0)\nsignal.signal(signal.SIGTERM, end)\n"
+    with check.start(code + _WAIT, "--no-prefix") as job:
+        job.wait_until_ready()
+        os.kill(job.launcher()[0], signal.SIGTERM)
+        job.wait_until(lambda: b"ending" in job.read(), "the job ends")
+        cancel()
+        job.finish().expect(128 + signal.SIGTERM)
+    return None
+
+
+def _killed_host(check: _LauncherCheck) -> str | None:
+    """A host that dies without a word is named when it was silent for a while, and the others end."""
+    if check.kill_host is None:
+        return "no kill_host was given"
+    host = parse_hosts(check.hosts)[-1].name
+    with check.start(_WAIT, REIGEN_PEER_TIMEOUT="1") as job:
+        job.wait_until_ready()
+        check.kill_host(host)
+        ended = job.finish(empties=False).expect(255)
+        assert re.search(rf"reigen run: host {re.escape(host)} was lost, with ranks? ", ended.stderr), ended
+    return None
+
+
+_CASES: Mapping[str, Callable[[_LauncherCheck], str | None]] = {
     case.__name__[1:]: case
     for case in (
         *(_unused_launcher, _all_ranks, _placement, _too_many_ranks, _arguments, _environment, _directory),
@@ -567,6 +729,6 @@ _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
         *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _stopped_agent, _notice, _stopped_start),
         *(_agent_environment, _missing_python, _unauthenticated_connections, _many_starts),
         *(_secret, _missing_program),
-        *(_two_jobs, _collective),
+        *(_two_jobs, _collective, _full_disk, _resize, _cancelled_job, _killed_host),
     )
 }
