@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,6 +64,34 @@ def add(number: int) -> tuple[int, str | None, float]:
     return reigen.rank(), os.environ.get("COLOUR"), float(total[0])
 
 
+def sum_on_servers(dies: bool) -> tuple[int, int, str, float]:
+    store = reigen.kv.create("dist_sync")
+    total = np.empty(4, np.float32)
+    store.init("w", np.zeros(4, np.float32))
+    for _ in range(3):
+        store.push("w", np.full(4, store.rank + 1, np.float32))
+        store.pull("w", total)
+    if dies and store.rank == 0:
+        [server] = find_server(1)
+        os.kill(server, signal.SIGKILL)
+        time.sleep(600)
+    found = store.rank, store.num_workers, os.environ["DMLC_NUM_SERVER"], float(total[0])
+    store.close()
+    return found
+
+
+def find_server(index: int) -> list[int]:
+    """The process of a server of this job, wherever it is: by its environment."""
+    own = {f"{name}={os.environ[name]}" for name in ("DMLC_PS_ROOT_PORT", "REIGEN_SECRET")}
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            variables = set((entry / "environ").read_bytes().decode(errors="replace").split("\0"))
+            if entry.name.isdigit() and own | {"DMLC_ROLE=server", f"DMLC_TASK_ID={index}"} <= variables:
+                found.append(int(entry.name))
+    return found
+
+
 def sleep_long() -> None:
     time.sleep(600)
 
@@ -82,6 +113,35 @@ def test_a_function_runs_on_the_hosts_of_an_engine(engine):
     options = EngineJobOptions(environ={"COLOUR": "blue"})
     results = run_on_engine(add, (2,), agents=engine.agents(), options=options)
     assert results == [(0, "red", 6.0), (1, "red", 6.0), (2, "blue", 6.0)]
+
+
+@pytest.mark.slow
+def test_servers_run_beside_the_ranks_on_hosts_in_turn(engine, capfd):
+    hosts = [EngineHost("localhost", 1, "127.0.0.1"), EngineHost("b.invalid", 1, "127.0.0.1")]
+    options = EngineJobOptions(num_servers=2, environ={"REIGEN_KV_SNAPSHOT_DIR": ""}, verbose=True)
+    results = run_on_engine(sum_on_servers, (False,), agents=engine.agents(hosts), options=options)
+    assert results == [(0, 2, "2", 3.0), (1, 2, "2", 3.0)]
+    started = re.findall(r"host (\S+): (server \d|scheduler): process", capfd.readouterr().err)
+    assert sorted(started) == [("b.invalid", "server 1"), ("localhost", "server 0"), ("localhost#", "scheduler")]
+
+
+@pytest.mark.slow
+def test_servers_beside_tasks_that_were_gathered_and_one_that_is_killed(engine):
+    agents = engine.agents(2, listen_towards="127.0.0.1", exports_environ=False, kept_variables=("",))
+    options = EngineJobOptions(num_servers=2)
+    with pytest.raises(LaunchError, match=r"^server 1 \(host .*\) failed first: killed by SIGKILL") as failed:
+        run_on_engine(sum_on_servers, (True,), agents=agents, options=options)
+    assert "a server is only where it keeps snapshots" in str(failed.value)
+    assert failed.value.exit_code == 137
+    with pytest.raises(ConfigError, match="num_servers must be at least 0, not -1"):
+        run_on_engine(add, (1,), agents=agents, options=EngineJobOptions(num_servers=-1))
+
+
+@pytest.mark.slow
+def test_an_executor_with_servers_runs_several_functions(engine):
+    with EngineExecutor(engine.agents(), EngineJobOptions(num_servers=1)) as executor:
+        assert [found[3] for found in executor.run(sum_on_servers, (False,))] == [6.0] * 3
+        assert executor.run(add, (1,))[0] == (0, "red", 3.0)
 
 
 @pytest.mark.slow

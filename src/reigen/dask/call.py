@@ -40,6 +40,7 @@ def run(
     workers: Sequence[str] | None = None,
     start_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
+    num_servers: int = 0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` in ``num_proc`` processes beside Dask's workers that form a job.
@@ -57,6 +58,8 @@ def run(
         workers: addresses or names of the workers to use, by default all that there are now.
         start_timeout: seconds to wait for the workers, by default 60.
         env: variables for all ranks, above those of the workers.
+        num_servers: parameter servers, which run beside the ranks, on their hosts in turn; Dask counts no threads for
+            them. Their scheduler runs beside this process.
         kwargs: its keyword arguments, but for those named above.
 
     Returns:
@@ -90,7 +93,9 @@ def run(
         listen_towards=host_of(found[0].address),
     )
     timeout = START_TIMEOUT_SECONDS if start_timeout is None else start_timeout
-    options = EngineJobOptions(num_ranks=size, environ=dict(env or {}), start_timeout_seconds=timeout)
+    options = EngineJobOptions(
+        num_ranks=size, environ=dict(env or {}), start_timeout_seconds=timeout, num_servers=num_servers
+    )
     try:
         results = run_on_engine(fn, args, kwargs, agents=agents, options=options)
         tasks.wait()

@@ -202,7 +202,9 @@ def assign_ranks_and_servers(
         ConfigError: too few slots.
     """
     names = [host.name for host in hosts]
-    local_name = _find_local_name([*names, *servers.hosts], is_local) or "localhost"
+    listed = {*names, *servers.hosts}
+    # an engine's host may be called localhost, and be another one
+    local_name = _find_local_name([*names, *servers.hosts], is_local) or ("localhost" + "#" * ("localhost" in listed))
 
     def choose(listed: Sequence[str], index: int) -> str:
         name = listed[index % len(listed)]

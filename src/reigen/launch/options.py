@@ -188,7 +188,7 @@ class JobListener:
         lost: these ranks are lost with their host, for this reason.
         members: slots of an elastic job's last view, by rank; told before ``finished``.
         finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
-        described: gets that message.
+        described: gets that message, before ``finished`` is told; where that is, only about a server or the scheduler.
     """
 
     complain: Callable[[str], None] = complain

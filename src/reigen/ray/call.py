@@ -26,6 +26,7 @@ def run(
     placement_timeout: float = 100,
     network_interfaces: Sequence[str] | None = None,
     verbose: bool = False,
+    num_servers: int = 0,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in new processes on Ray's nodes that form a job, and wait for all of them.
 
@@ -48,6 +49,8 @@ def run(
         placement_timeout: seconds that Ray may take to give the resources.
         network_interfaces: names of interfaces through which nodes may talk to each other.
         verbose: report on stderr which processes are started, where, and why there.
+        num_servers: parameter servers, which run beside the workers, on their nodes in turn; Ray counts no CPUs for
+            them. Their scheduler runs beside the driver.
 
     Returns:
         The values that the processes returned, by rank.
@@ -73,6 +76,7 @@ def run(
         use_gpu=gpus_per_worker > 0,
         gpus_per_worker=gpus_per_worker or None,
         use_current_placement_group=use_current_placement_group,
+        num_servers=num_servers,
     )
     try:
         executor.start(extra_env_vars=env)

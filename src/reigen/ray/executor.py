@@ -9,6 +9,7 @@ from reigen.errors import LaunchError
 from reigen.ray.connection import require_ray
 from reigen.ray.job import Call, ExecutorJob, JobRequest, make_job
 from reigen.ray.settings import RaySettings, check_gpus, request_workers
+from reigen.runner.options import check_num_servers
 
 Callback = Callable[[Any], object]
 
@@ -36,6 +37,9 @@ class RayExecutor:
         cooldown_range: no effect.
         elastic_timeout: no effect.
         override_discovery: no effect.
+        num_servers: parameter servers, which run beside the workers, on their nodes in turn; Ray counts no CPUs for
+            them. Their scheduler runs beside the driver. A store that a function makes it closes, too: the job of the
+            servers ends with that of the workers.
 
     Raises:
         ConfigError: (a ValueError) arguments contradict each other, or ask for what is not possible yet.
@@ -85,6 +89,7 @@ class RayExecutor:
         cooldown_range: Sequence[float] | None = None,
         elastic_timeout: float = 600,
         override_discovery: bool = True,
+        num_servers: int = 0,
     ) -> None:
         self._settings = settings if settings is not None else RaySettings()
         self._request = request_workers(
@@ -97,7 +102,7 @@ class RayExecutor:
             min_workers=min_workers,
             max_workers=max_workers,
         )
-        self._use_current_group = use_current_placement_group
+        self._use_current_group, self._num_servers = use_current_placement_group, check_num_servers(num_servers)
         self._job: ExecutorJob | None = None
 
     @property
@@ -135,7 +140,9 @@ class RayExecutor:
         if executable_cls is not None:
             state = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
         environ = {name: str(text) for name, text in (extra_env_vars or {}).items()}
-        job = make_job(JobRequest(self._request, self._settings, self._use_current_group, environ, state))
+        job = make_job(
+            JobRequest(self._request, self._settings, self._use_current_group, environ, state, self._num_servers)
+        )
         job.start()
         self._job = job
 

@@ -35,6 +35,7 @@ class JobRequest:
         use_current_group: take the placement group that the driver is in.
         environ: variables of all ranks.
         state: class, arguments and keyword arguments of an object that each rank makes; None: none.
+        num_servers: parameter servers beside the ranks.
     """
 
     workers: PlacementRequest
@@ -42,6 +43,7 @@ class JobRequest:
     use_current_group: bool = True
     environ: Mapping[str, str] | None = None
     state: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+    num_servers: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class RayJob:
             verbose=settings.verbose,
             grace_seconds=_GRACE_SECONDS,
             network_interfaces=",".join(settings.nics) if settings.nics else None,
+            num_servers=self._request.num_servers,
         )
         try:
             self._executor = EngineExecutor(agents, options, state=self._request.state, on_note=self._note)

@@ -57,6 +57,7 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
     launcher: str | None = None,
+    num_servers: int = 0,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -98,6 +99,7 @@ def run(
         min_np: deprecated, ``min_num_proc``.
         max_np: deprecated, ``max_num_proc``.
         launcher: how processes are started, as ``reigen run --launcher`` has it; by default on other hosts by ssh.
+        num_servers: parameter servers that run beside the ranks, on their hosts in turn, for `reigen.kv`.
 
     Returns:
         The values that the processes returned, by rank; of an elastic job, those of the last members.

@@ -37,7 +37,7 @@ from reigen.runner.engine_channel import (
 from reigen.runner.engine_launcher import EngineSettings
 from reigen.runner.interpreter import module_command
 from reigen.runner.job_monitor import JobMonitor
-from reigen.runner.options import RunSettings
+from reigen.runner.options import RunSettings, check_num_servers
 from reigen.runner.outcome import list_complaints
 from reigen.runner.result_channel import ResultChannel
 from reigen.runner.serialization import pack_object
@@ -120,6 +120,8 @@ class EngineJobOptions:
         directory: where ranks run; empty: where their agents do.
         verbose, prefix, timestamps, output_directory, grace_seconds: as in ``launch.options.LaunchOptions``.
         network_interfaces: those that may be used, with commas between them; None: as in the environment.
+        num_servers: parameter servers that run beside the ranks, on their hosts in turn; the engine counts no slots for
+            them. The scheduler runs on the caller's host.
         stdout, stderr: where the ranks' output goes; None: to this process's own.
         elastic: what makes the job elastic; it has at most ``elastic.max_ranks`` processes then. None: it is not.
     """
@@ -132,6 +134,7 @@ class EngineJobOptions:
     prefix: bool = True
     timestamps: bool = False
     output_directory: str | None = None
+    num_servers: int = 0
     grace_seconds: float = 5.0
     network_interfaces: str | None = None
     stdout: TextIO | None = None
@@ -378,6 +381,7 @@ class _EngineJob:
             options.timestamps,
             options.grace_seconds,
             options.elastic,
+            num_servers=options.num_servers,
         )
 
 
@@ -408,6 +412,7 @@ def _check_size(agents: EngineAgents, options: EngineJobOptions) -> int:
     timeout = options.start_timeout_seconds
     if timeout is not None and not 0 < timeout < 1e9:
         raise ConfigError(f"the start timeout must be a number of seconds greater than 0, not {timeout!r}")
+    check_num_servers(options.num_servers, options.elastic is not None)
     if isinstance(agents.hosts, int) and not agents.listen_towards:
         raise ConfigError("listen_towards is needed where the hosts are not known: a host of the cluster")
     NetworkOptions.from_environ(os.environ)

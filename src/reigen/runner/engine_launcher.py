@@ -82,10 +82,12 @@ class EngineLauncher:
                 listen_towards=settings.listen_towards,
             )
         hosts = settings.hosts or self._gather(wait)
+        if (servers := self.options.servers) is not None:  # they have the variables that the job was given, too
+            self.options = replace(self.options, servers=replace(servers, environ=settings.environ))
         self._settings = msgspec.structs.replace(settings, hosts=tuple(hosts))
         places = [HostInfo(host.name, host.slots) for host in hosts]
         environs = {host.name: settings.environ | host.environ for host in hosts}
-        assignments = [_with_environ(each, environs[each.host]) for each in self._assign(places)]
+        assignments = [_with_environ(each, environs.get(each.host, {})) for each in self._assign(places)]
         self._tell_hosts(assignments)
         return JobPlan(
             assignments,

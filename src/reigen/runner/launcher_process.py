@@ -18,6 +18,7 @@ from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob, ProcessExite
 from reigen.launch.local_plan import JobServices
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
+from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.ssh.command import SshOptions, check_identity_file
 from reigen.launch.supervision.process_tree import die_with_process
 from reigen.launch.supervision.supervisor import run_job
@@ -88,6 +89,7 @@ def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Ma
         grace_seconds=settings.grace_seconds,
         inherited=inherited,
         hosts=settings.hosts,
+        servers=ServerOptions(settings.num_servers) if settings.num_servers else None,
         elastic=settings.elastic,
         ssh=ssh if settings.executable is None else replace(ssh, python=settings.executable),
         network=NetworkOptions.from_environ(environ),
@@ -101,10 +103,12 @@ def _listener(channel: ResultChannel) -> JobListener:
             _send_message(channel, ProcessExited(rank, HOST_LOST_EXIT_CODE))
 
     members: list[tuple[int, ...]] = []
+    descriptions: list[str] = []
 
     def finished(finish: FinishJob) -> None:
         if not members:
-            _send_message(channel, LauncherFinished(finish.signum))
+            text = "".join(descriptions).removeprefix("reigen run: ").rstrip()
+            _send_message(channel, LauncherFinished(finish.signum, server_failure=text))
             return
         failure = finish.failure
         failed, cause = (None, "") if failure is None else (failure.rank, failure.reason or failure.cause)
@@ -116,6 +120,7 @@ def _listener(channel: ResultChannel) -> JobListener:
         lost=lost,
         members=lambda slots: members.append(tuple(slots)),
         finished=finished,
+        described=descriptions.append,
     )
 
 

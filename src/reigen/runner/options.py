@@ -29,6 +29,7 @@ class RunSettings(msgspec.Struct, frozen=True):
         executable: the Python of the ranks, or None for this one.
         network_interfaces: those that may be used, with commas between them; None: as in the environment.
         elastic: what makes the job elastic; None: it is not.
+        num_servers: parameter servers that run beside the ranks.
     """
 
     num_ranks: int
@@ -45,6 +46,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     timestamps: bool = False
     grace_seconds: float = 5.0
     elastic: ElasticOptions | None = None
+    num_servers: int = 0
 
 
 def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
@@ -85,6 +87,7 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         _join_interfaces(arguments["network_interface"], arguments["network_interfaces"]),
         launcher,
         elastic=elastic,
+        num_servers=check_num_servers(arguments["num_servers"], elastic is not None),
     )
     unused = _WITHOUT_EFFECT + (_ELASTIC_ONLY if elastic is None else ())
     without_effect = [name for name in unused if arguments[name] not in (None, False)]
@@ -119,6 +122,19 @@ def _join_interfaces(*spellings: object) -> str | None:
         elif isinstance(value, Sequence):
             names += map(str, value)
     return ",".join(names) or None
+
+
+def check_num_servers(num_servers: SupportsIndex, is_elastic: bool = False) -> int:
+    """Return the number of parameter servers; raise ConfigError where it is none, or the job cannot have any."""
+    try:
+        number = operator.index(num_servers)
+    except TypeError:
+        raise ConfigError(f"num_servers must be a number of servers, not {num_servers!r}") from None
+    if number < 0:
+        raise ConfigError(f"num_servers must be at least 0, not {number}")
+    if number and is_elastic:
+        raise ConfigError("num_servers: parameter servers cannot run beside the ranks of an elastic job yet")
+    return number
 
 
 def _num_ranks(num_proc: SupportsIndex, name: str = "num_proc") -> int:

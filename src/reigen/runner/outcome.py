@@ -41,12 +41,14 @@ def decide_outcome(
 
     Returns:
         None: the function has returned in all ranks. Else the report of the rank in which it raised first; the process
-        that died first; the end of a launcher that a signal stopped; or the complaints, perhaps none, of one that did
-        not do its part.
+        that died first; the end of a launcher that a signal stopped; or a complaint: about a server that failed first,
+        or those, perhaps none, of a launcher that did not do its part.
     """
     ended = next((message for message in messages if isinstance(message, LauncherFinished)), None)
     if ended is not None and ended.signum is not None:
         return ended
+    if ended is not None and ended.server_failure:
+        return LauncherComplaint(ended.server_failure)
     failure = _first_failure(messages)
     if failure is not None:
         return failure

@@ -60,6 +60,7 @@ class LauncherFinished(JobMessage, tag=3, frozen=True):
         exit_code: of an elastic job.
         failed_slot: whose failure ended it, if any.
         cause: the kernel's part in that.
+        server_failure: description of the server's, or scheduler's, failure that ended the job; else empty.
     """
 
     signum: int | None
@@ -67,6 +68,7 @@ class LauncherFinished(JobMessage, tag=3, frozen=True):
     exit_code: int = 0
     failed_slot: int | None = None
     cause: str = ""
+    server_failure: str = ""
 
 
 class LauncherComplaint(JobMessage, tag=4, frozen=True):
@@ -108,6 +110,8 @@ class ResultChannel(socket.socket):
         """
         if isinstance(message, LauncherComplaint | RankReport):
             message = msgspec.structs.replace(message, text=message.text[:_MAX_TEXT])
+        elif isinstance(message, LauncherFinished):
+            message = msgspec.structs.replace(message, server_failure=message.server_failure[:_MAX_TEXT])
         socket.send_fds(self, [_MESSAGES.encode(message)], [] if descriptor is None else [descriptor])
 
     def receive(self) -> ReceivedMessage | None:

@@ -60,6 +60,7 @@ def run(
     nics: str | Sequence[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
+    num_servers: int = 0,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` in ``num_proc`` processes on Spark's executors that form a job.
 
@@ -84,6 +85,8 @@ def run(
         nics: interfaces through which hosts may talk to each other: ``"eth0,eth1"``, or a list.
         prefix_output_with_timestamp: write the time before each line of output.
         executable: the Python to run, with Reigen installed; by default that of the executors.
+        num_servers: parameter servers, which run beside the ranks, on their hosts in turn; Spark counts no slots for
+            them. Their scheduler runs beside the driver.
 
     Returns:
         The values that the function returned, by rank.
@@ -124,6 +127,7 @@ def run(
             network_interfaces=nics if nics is None or isinstance(nics, str) else ",".join(nics),
             stdout=stdout,
             stderr=stderr,
+            num_servers=num_servers,
         ),
         executable=executable,
     )

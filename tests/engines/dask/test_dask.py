@@ -76,6 +76,28 @@ def announced(path: Path, func: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def sum_on_servers(timeline: str) -> tuple[int, int, float]:
+    import numpy as np
+
+    reigen.init()
+    reigen.start_timeline(timeline)
+    reigen.allreduce(np.ones(2), name="seen")
+    reigen.stop_timeline()
+    with reigen.kv.create("dist_sync") as store:
+        total = np.empty(4, np.float32)
+        store.init("w", np.zeros(4, np.float32))
+        store.push("w", np.full(4, store.rank + 1, np.float32))
+        store.pull("w", total)
+        return store.rank, store.num_workers, float(total[0])
+
+
+def test_parameter_servers_and_a_timeline(client: Client, tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    results = reigen.dask.run(client, sum_on_servers, str(timeline), num_proc=3, num_servers=2)
+    assert results == [(rank, 3, 6.0) for rank in range(3)]
+    assert "seen" in timeline.read_text()
+
+
 def test_results_by_rank(client: Client) -> None:
     offset = 5
 

@@ -88,6 +88,42 @@ def wait_until_ready(driver: HostProcess) -> None:
     wait_for(lambda: driver.output()[0].count("READY") == 3, "the ranks")
 
 
+SERVERS = """
+def on_servers(timeline):
+    import numpy, reigen
+    reigen.init()
+    if timeline:
+        reigen.start_timeline(timeline)
+        reigen.allreduce(numpy.ones(2), name="seen")
+        reigen.stop_timeline()
+    with reigen.kv.create("dist_sync") as store:
+        summed = numpy.empty(4, "f4")
+        store.init("w", numpy.zeros(4, "f4"))
+        store.push("w", numpy.full(4, store.rank + 1, "f4"))
+        store.pull("w", summed)
+        return store.num_workers, float(summed[0]), os.environ["DMLC_NUM_SERVER"]
+"""
+
+
+def test_parameter_servers_and_a_timeline(cluster: RayCluster):
+    timeline = cluster.directory / "timeline.json"
+    facts = facts_of(
+        cluster,
+        SERVERS
+        + f"say(results=reigen.ray.run(on_servers, ({str(timeline)!r},), num_workers=3, num_servers=2))\n"
+        + """
+with_servers = RayExecutor(num_workers=2, num_servers=1)
+with_servers.start()
+say(again=with_servers.run(on_servers, [""]), total=with_servers.run(total, [1]))
+with_servers.shutdown()
+""",
+    )
+    assert facts["results"] == [[3, 6.0, "2"]] * 3
+    assert facts["again"] == [[2, 3.0, "1"]] * 2
+    assert facts["total"] == [[3, 3]] * 2
+    assert "seen" in timeline.read_text()
+
+
 def test_the_whole_surface_as_horovod_has_it(cluster: RayCluster):
     facts = facts_of(
         cluster,

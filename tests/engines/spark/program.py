@@ -47,6 +47,28 @@ class Stream(io.StringIO):
         return written
 
 
+def servers(tasks: int, timeline: str) -> list[Any]:
+    """A sum on parameter servers, and a timeline."""
+
+    def add() -> tuple[int, int, float, str]:
+        import numpy as np
+
+        import reigen
+
+        reigen.init()
+        reigen.start_timeline(timeline)
+        reigen.allreduce(np.ones(2), name="seen")
+        reigen.stop_timeline()
+        with reigen.kv.create("dist_sync") as store:
+            total = np.empty(4, np.float32)
+            store.init("w", np.zeros(4, np.float32))
+            store.push("w", np.full(4, store.rank + 1, np.float32))
+            store.pull("w", total)
+            return store.rank, store.num_workers, float(total[0]), os.environ["DMLC_NUM_SERVER"]
+
+    return reigen.spark.run(add, num_proc=tasks, num_servers=2, stdout=Stream(), stderr=Stream())
+
+
 def plain(tasks: int) -> list[Any]:
     """How long Spark itself needs for a barrier stage, and where its tasks are."""
     started = time.monotonic()

@@ -77,6 +77,12 @@ def test_results_output_and_environment_by_rank(driver: Driver) -> None:
     assert driver.ask("results", tasks=4)["warned"] == [], "once for an application"
 
 
+def test_parameter_servers_and_a_timeline(driver: Driver, shared: Path) -> None:
+    timeline = shared / "timeline.json"
+    assert driver.ask("servers", tasks=4, timeline=str(timeline)) == [[rank, 4, 10.0, "2"] for rank in range(4)]
+    assert "seen" in timeline.read_text()
+
+
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
