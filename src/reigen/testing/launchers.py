@@ -276,7 +276,7 @@ class _Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the command that started it has ended."""
+        """Return whether the command that started it has ended."""
         return self._process.poll() is not None
 
     def finish(self, *, empties: bool = True) -> _Ended:

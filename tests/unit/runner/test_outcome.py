@@ -98,3 +98,9 @@ def test_a_victim_is_known_however_the_function_puts_it(error, is_victim):
 def test_the_exit_code_of_sys_exit(code, exit_code):
     report = failure_report(2, SystemExit(code))
     assert (report.rank, report.exit_code, report.failed) == (2, exit_code, True)
+
+
+def test_a_server_that_fails_is_the_failure_and_not_the_ranks_that_were_stopped():
+    ended = LauncherFinished(None, server_failure="server 0 failed first: killed by SIGKILL")
+    messages = [ProcessExited(0, -15), ProcessExited(1, -15), ended]
+    assert decide_outcome(messages, 2) == LauncherComplaint("server 0 failed first: killed by SIGKILL")

@@ -21,7 +21,7 @@ from reigen.runner import interpreter, run, serialization
 from reigen.runner.options import resolve_arguments
 from reigen.runner.result_channel import LauncherComplaint, RankReport, ReceivedMessage, ResultChannel
 
-ARGUMENTS = dict.fromkeys(inspect.signature(run).parameters) | {"num_proc": 2}
+ARGUMENTS = dict.fromkeys(inspect.signature(run).parameters) | {"num_proc": 2, "num_servers": 0}
 
 
 # ---------------------------------------------------------------- the line
@@ -190,6 +190,9 @@ def test_elastic_jobs():
         ({"num_proc": 0}, "at least 1, not 0"),
         ({"num_proc": "2"}, "a number of processes, not '2'"),
         ({"start_timeout": 0}, "greater than 0, not 0"),
+        ({"num_servers": "one"}, "num_servers must be a number of servers, not 'one'"),
+        ({"num_servers": -1}, "num_servers must be at least 0, not -1"),
+        ({"num_servers": 1, "min_num_proc": 1}, "servers cannot run beside the ranks of an elastic job yet"),
     ],
 )
 def test_what_makes_no_sense(changes, message):

@@ -373,11 +373,11 @@ class Supervisor:
         self._local.drain()
         self._finish_agents()
         self._display.finish()
-        failure, is_told = self._finish.failure, self._listener.finished is None
+        failure, is_shown = self._finish.failure, self._listener.finished is None
         is_server = failure is not None and failure.rank in self._names
-        message = self._describe_end(self._finish) if is_told or is_server else b""
+        message = self._describe_end(self._finish) if is_shown or is_server else b""
         self._display.say_repeats()
-        self._display.say(message if is_told else b"")
+        self._display.say(message if is_shown else b"")
         if message:
             self._listener.described(message.decode(errors="replace"))
         timeout_seconds = None if self._finish.signum is None else self._options.grace_seconds
