@@ -686,9 +686,9 @@ def _cancelled_job(check: _LauncherCheck) -> str | None:
         assert cancel(), "a job runs, and cancel_job has found none"
         ended = job.finish()
         assert ended.exit_code != 0, ended
-        is_told = re.search(r"SIGTERM|SIGINT|cancel", ended.stderr, re.IGNORECASE)
+        is_explained = re.search(r"SIGTERM|SIGINT|cancel", ended.stderr, re.IGNORECASE)
         is_killed = ended.exit_code in {-signal.SIGKILL, 128 + signal.SIGKILL, 128 + signal.SIGHUP}
-        assert is_told or is_killed, f"nothing says that the job was cancelled: {ended}"
+        assert is_explained or is_killed, f"nothing says that the job was cancelled: {ended}"
     code = "def end(*_): say('ending'); time.sleep(0.5); os._exit(0)\nsignal.signal(signal.SIGTERM, end)\n"
     with check.start(code + _WAIT, "--no-prefix") as job:
         job.wait_until_ready()
