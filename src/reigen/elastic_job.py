@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
 from reigen.cluster.membership.elastic.directory import meet_first_view
-from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, ViewDriver
+from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, PLANNED_REASON, ViewDriver
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.view_service import ViewService, view_service_address, view_service_name
 from reigen.cluster.membership.place import ElasticPlace
 from reigen.cluster.membership.rendezvous import RendezvousClient, split_address
+from reigen.cluster.membership.views.history import ElasticHistory, compare_views
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.config import Config
@@ -114,6 +115,7 @@ class ElasticJob(Generic[_Context]):
     Attributes:
         epoch: of the view whose context the program has; 0: none yet.
         renumbered: ranks in that view, by ranks in the one that the program had before.
+        history: of its views.
         has_failed: the program has ended by an exception: this process's end is a loss.
         has_left: this process has left the job, and ends; its program is not done.
         step_state: says how far the program is; None: as far as `step_applied` has counted.
@@ -139,6 +141,10 @@ class ElasticJob(Generic[_Context]):
         #: the latest step that the program has applied; whether it has the state at all
         self._step, self._has_state = 0, False
         self.epoch = 0
+        self.history = ElasticHistory()
+        #: the view that ran last, and when its end began
+        self._ran: View | None = None
+        self._revoked_at: float | None = None
         self.renumbered: dict[int, int] = {}
         self.has_failed = self.has_left = False
         #: when the last step was applied, and how long it took
@@ -298,6 +304,7 @@ class ElasticJob(Generic[_Context]):
 
     def revoke(self, epoch: int) -> StepProgress:
         """Stop the collectives of a view."""
+        self._revoked_at = self._revoked_at or time.monotonic()
         with self._revoking:
             with self._changed:
                 self._running = self._wanted = None
@@ -372,9 +379,18 @@ class ElasticJob(Generic[_Context]):
 
     def run(self, view: View) -> None:
         """Let steps be run in a view."""
+        self._note_change(view)
         with self._changed:
             self._running, self._num_failed_builds = view, 0
             self._changed.notify_all()
+
+    def _note_change(self, view: View) -> None:
+        reason, revoked_at = self._driver.reason, self._revoked_at
+        seconds = 0.0 if revoked_at is None else time.monotonic() - revoked_at
+        is_planned = reason == PLANNED_REASON
+        change = compare_views(self._ran, view, reason=reason, seconds=seconds, is_planned=is_planned)
+        self.history = self.history.add(change)
+        self._ran, self._revoked_at = view, None
 
     def end(self, exit_code: int, reason: str) -> None:
         """End this process; nothing that the program does can hold it up.

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import reigen as hvd
-from reigen.elastic import ObjectState, run
+from reigen.elastic import ObjectState, history, run
 
 
 def main() -> None:
@@ -33,6 +33,8 @@ def main() -> None:
 
     train(state)
     print(f"DONE {hvd.rank()} {hvd.size()} {state.total}", flush=True)
+    found = history()
+    print(f"HISTORY {found.num_changes} {found.num_reruns} {found.seconds_lost:.3f} {found.changes[-1].describe()}")
 
 
 if __name__ == "__main__":

@@ -106,6 +106,12 @@ def test_several_die_at_once(victims: tuple[int, ...]):
         assert [member.wait() for member in rest] == [0] * len(rest)
         check_counts(members)
         assert [steps_of(member)[-1][1:3] for member in rest] == [[str(n), str(len(rest))] for n in range(len(rest))]
+        for member in rest:
+            (words,) = [line.split(" ", 4) for line in member.lines if line.startswith("HISTORY")]
+            assert 1 <= int(words[1]) <= len(victims)
+            assert int(words[2]) >= 1
+            assert 0 < float(words[3]) < 30
+            assert f"{len(rest)} rank" in words[4]
 
 
 def test_newcomers_get_the_state_and_members_keep_theirs():

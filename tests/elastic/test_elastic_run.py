@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,15 @@ def test_a_horovod_script_survives_a_kill_and_follows_the_discovery(tmp_path: Pa
     numbers = [int(line.split()[-4]) for line in output.read_text().splitlines() if line.endswith(f" {survivor}")]
     assert sorted(set(numbers)) == list(range(1, max(numbers) + 1))  # no batch is missing
     assert len(numbers) - len(set(numbers)) <= 1  # a death makes one batch anew; who is asked to leave does not
-    assert "killed by SIGKILL" in output.read_text()
+    said = [line for line in output.read_text().splitlines() if line.startswith("reigen run: ")]
+    assert "killed by SIGKILL" in said[0]
+    # one line for each view: a death, who came in its place, a host with one place more, and with one less
+    views = [line.removeprefix("reigen run: ") for line in said if ": view " in line]
+    assert len(views) == 4, said
+    assert re.match(r"view 2: 1 rank goes on \d+\.\d s after that; .*since step \d+ is done again$", views[0])
+    assert re.fullmatch(r"view 3: 2 ranks go on; slot \d joins as rank 1", views[1])
+    assert re.fullmatch(r"view 4: 3 ranks go on; slot \d joins as rank 2", views[2])
+    assert views[3].startswith("view 5: 2 ranks go on")
 
 
 def test_a_job_that_is_told_to_end_saves_the_state_of_one_step(tmp_path: Path):

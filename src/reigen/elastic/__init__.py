@@ -3,18 +3,22 @@
 Frameworks add states of their own: `reigen.torch.elastic`, `reigen.keras.elastic`, `reigen.tensorflow.elastic`.
 """
 
+from reigen.cluster.membership.views.history import ElasticHistory, ViewChange
 from reigen.elastic.loop import run, run_fn
-from reigen.elastic.membership import leave
+from reigen.elastic.membership import history, leave
 from reigen.elastic.state import Departure, HostUpdateResult, ObjectState, State
 from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
     "Departure",
+    "ElasticHistory",
     "HorovodInternalError",
     "HostUpdateResult",
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "ViewChange",
+    "history",
     "leave",
     "run",
     "run_fn",

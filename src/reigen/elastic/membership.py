@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from reigen import context
 from reigen.api import job
+from reigen.cluster.membership.views.history import ElasticHistory
 from reigen.errors import HostsUpdatedInterrupt
 
 if TYPE_CHECKING:  # elastic jobs alone load it
@@ -136,3 +137,17 @@ def fail() -> None:
     """Take note that the program ends by an exception: the end of this process is a loss to the others."""
     if (member := _member()) is not None:
         member.fail()
+
+
+def history() -> ElasticHistory:
+    """Return the history of this process's views: number and reasons of changes, and their cost in seconds.
+
+    Empty in a job that is not elastic.
+
+    Example::
+
+        last = hvd.elastic.history().changes[-1]
+        print(last.epoch, last.size, last.reason, last.seconds, hvd.elastic.history().seconds_lost)
+    """
+    elastic = context.elastic_job()
+    return ElasticHistory() if elastic is None else elastic.history

@@ -7,11 +7,20 @@ from typing import Any
 
 from reigen.api.functions import broadcast_object
 from reigen.api.job import rank
-from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, leave, membership
+from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, history, leave, membership
 from reigen.elastic.loop import repeat_in_views
 from reigen.jax.native import change_job, collective_errors
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "leave", "run"]
+__all__ = [
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "JaxState",
+    "ObjectState",
+    "State",
+    "history",
+    "leave",
+    "run",
+]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

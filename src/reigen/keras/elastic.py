@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, leave, membership
+from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, history, leave, membership
 from reigen.elastic.keras_logic import (
     CommitStateLogic,
     KerasStateLogic,
@@ -30,6 +30,7 @@ __all__ = [
     "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "history",
     "leave",
     "run",
 ]

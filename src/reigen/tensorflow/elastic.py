@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from reigen.api.horovod_basics import make_lazy_getattr
 from reigen.api.job import rank
-from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, leave
+from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, history, leave
 from reigen.elastic.loop import repeat_in_views
 from reigen.errors import ArgumentError
 from reigen.tensorflow.errors import collective_errors
@@ -21,6 +21,7 @@ __all__ = [
     "ObjectState",
     "State",
     "TensorFlowState",
+    "history",
     "leave",
     "run",
 ]

@@ -342,6 +342,8 @@ def test_a_process_that_leaves_by_itself_has_not_failed() -> None:
         "slot 1 (host h1) leaves; 3 processes go on",
         "slot 4 is started (host h2)",
         "slot 1 (host h1) has left; 4 processes go on, its place rests for 10 s",
+        "view 2: 3 ranks go on; ranks 2-3 are now 1-2",
+        "view 3: 4 ranks go on; slot 4 joins as rank 3",
     ]
     job.exit(4, 1)  # which has failed, and is not used again
     job.at(9.9)

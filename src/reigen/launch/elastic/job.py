@@ -31,6 +31,7 @@ from signal import SIGCONT, SIGKILL, SIGTERM
 
 import msgspec
 
+from reigen.cluster.membership.views.history import describe_moves
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
@@ -95,10 +96,15 @@ class HostUnusable(JobMessage, frozen=True):
 
 
 class ViewAnnounced(JobMessage, frozen=True):
-    """View that is run from now on: its epoch, and the members' slots and incarnations in the order of ranks."""
+    """View that is run from now on: its epoch, and the members' slots and incarnations in the order of ranks.
+
+    ``step`` have all of them applied; ``completes``: that one was finished by those who are left.
+    """
 
     epoch: int
     members: tuple[tuple[int, int], ...]
+    step: int = 0
+    completes: bool = False
 
 
 class MemberFinished(JobMessage, frozen=True):
@@ -196,6 +202,8 @@ class ElasticJobState(JobState):
         self._short_since: float | None = now
         #: Since when a first process is dead, and no view was announced: the others wait for it in vain.
         self._doomed_since: float | None = None
+        #: when the first member has died since the last view began
+        self._died_at: float | None = None
         #: Since when no member is known to run.
         self._orphaned_since: float | None = None
         #: Changes of members: deaths by the epoch in which they happened, and views.
@@ -219,8 +227,8 @@ class ElasticJobState(JobState):
                 self.slots.hosts[name].phase, self.slots.hosts[name].num_refusals = HostPhase.READY, 0
             case HostUnusable(name, reason):
                 instructions += self._refused(self.slots.hosts[name], reason)
-            case ViewAnnounced(epoch, members):
-                self._announced(epoch, members)
+            case ViewAnnounced():
+                instructions += self._announced(event)
             case ProcessExited(number, exit_code, cause):
                 instructions += self._process_ended(self.slots[number], exit_code, cause)
             case HostLost(_, reason, host):
@@ -302,14 +310,34 @@ class ElasticJobState(JobState):
         host.failures.rests_until = max(host.failures.rests_until, self._now + rest)
         return [SayToUser(f"host {host.name} cannot take part: {reason}; it is called again in {rest:g} s")]
 
-    def _announced(self, epoch: int, members: tuple[tuple[int, int], ...]) -> None:
-        if self.epoch is not None and epoch <= self.epoch:
-            return
+    def _announced(self, view: ViewAnnounced) -> list[JobInstruction | ElasticInstruction]:
+        if self.epoch is not None and view.epoch <= self.epoch:
+            return []
         if self.epoch is not None and self._counted_epoch != self.epoch:
             self._num_resizes += 1
             self._num_resets += self._options.counts_resizes
-        self.epoch, self.members, self._doomed_since = epoch, members, None
+        words = [] if self.epoch is None else [SayToUser(self._describe_view(view))]
+        self.epoch, self.members, self._doomed_since, self._died_at = view.epoch, view.members, None, None
         self._deaths.clear()
+        return [*words]
+
+    def _describe_view(self, view: ViewAnnounced) -> str:
+        """Describe what has changed: ``view 2: 3 ranks go on after 0.1 s; rank 3 is now 2; ...``."""
+        before, size = {member: rank for rank, member in enumerate(self.members)}, len(view.members)
+        text = f"view {view.epoch}: {size} rank{'s go' if size != 1 else ' goes'} on"
+        if self._died_at is not None:
+            text += f" {self._now - self._died_at:.1f} s after that"
+        parts = [text]
+        if joined := [(rank, slot) for rank, (slot, _) in enumerate(view.members) if view.members[rank] not in before]:
+            parts.append(", ".join(f"slot {slot} joins as rank {rank}" for rank, slot in joined))
+        moved = [(before[each], rank) for rank, each in enumerate(view.members) if before.get(each, rank) != rank]
+        if moved:
+            parts.append(describe_moves(moved))
+        if view.completes:
+            parts.append(f"step {view.step} was completed without those who died")
+        elif self._died_at is not None:
+            parts.append(f"what was done since step {view.step} is done again")
+        return "; ".join(parts)
 
     def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         was_noticed = host.phase is HostPhase.LEAVING
@@ -375,6 +403,8 @@ class ElasticJobState(JobState):
             self._doomed_since = self._now
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
+        if slot.id in self.members and self._died_at is None:
+            self._died_at = self._now
         if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
             self._counted_epoch = self.epoch
             self._num_resets += 1

@@ -533,4 +533,5 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
         slot, incarnation = map(int, value.split())
         return MemberLeaving(slot, incarnation)
     view = _VIEW_CODEC.decode(value)
-    return ViewAnnounced(view.epoch, tuple((member.slot, member.incarnation) for member in view.members))
+    members = tuple((member.slot, member.incarnation) for member in view.members)
+    return ViewAnnounced(view.epoch, members, view.base.target, view.base.completes)

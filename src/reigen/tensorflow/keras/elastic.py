@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, leave
+from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, history, leave
 from reigen.tensorflow.elastic import run
 from reigen.tensorflow.keras.choice import IS_LEGACY
 
@@ -31,6 +31,7 @@ __all__ = [
     "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "history",
     "leave",
     "run",
 ]

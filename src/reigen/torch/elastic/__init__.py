@@ -1,6 +1,6 @@
 """Elastic training with PyTorch: ``hvd.elastic`` in scripts."""
 
-from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, leave, run
+from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, history, leave, run
 from reigen.elastic.cursor import Cursor
 from reigen.torch.elastic.job import Job
 from reigen.torch.elastic.sampler import ElasticSampler
@@ -15,6 +15,7 @@ __all__ = [
     "ObjectState",
     "State",
     "TorchState",
+    "history",
     "leave",
     "run",
 ]

@@ -86,6 +86,8 @@ _LAST_SECONDS, _LAST_SHARE = 1.0, 0.25
 MAX_FAILED_VIEWS = 8
 #: Members of another host that are asked for its voter's answer at once; any of them has it.
 NUM_WAYS_TO_VOTER = 2
+#: Reason of a change for which all stop behind one step.
+PLANNED_REASON = "processes come or leave"
 #: Where steps are run.
 _STEPPING = {ElasticState.RUNNING, ElasticState.LEAVING}
 #: Where the end of a member whose program is done asks for nothing.
@@ -505,7 +507,7 @@ class ViewDriver:
             case Received(MemberId() as sender, RevokeView() | AskMember()):
                 self.reason = f"rank {view.ranks.get(sender)} asked for it"
             case _:
-                self.reason = "processes come or leave"
+                self.reason = PLANNED_REASON
 
     # -- changes that are asked for, and the end of the program -------------------------------------------------------
 
