@@ -29,7 +29,7 @@ from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, PLANNED_RE
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.view_service import ViewService, view_service_address, view_service_name
 from reigen.cluster.membership.place import ElasticPlace
-from reigen.cluster.membership.rendezvous import RendezvousClient, split_address
+from reigen.cluster.membership.rendezvous import ReconnectingRendezvous, RendezvousClient, split_address
 from reigen.cluster.membership.views.history import ElasticHistory, compare_views
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
@@ -96,9 +96,13 @@ class JobAccess:
     timeout_seconds: float
     tls: TlsContext | None
 
-    def connect(self) -> RendezvousClient:
-        """Return a connection of its own; errors of `RendezvousClient`."""
-        return RendezvousClient(self.address, self.secret, self.slot, self.timeout_seconds, self.tls)
+    def rendezvous(self, node: ElasticNode) -> ReconnectingRendezvous:
+        """Return a rendezvous of its own, which follows the launcher where another one takes its place."""
+        page = node.voter.page
+        return ReconnectingRendezvous(
+            lambda: page.launcher or self.address,
+            lambda address: RendezvousClient(address, self.secret, self.slot, self.timeout_seconds, self.tls),
+        )
 
 
 _Context = TypeVar("_Context", bound=ViewContext)
@@ -173,7 +177,7 @@ class ElasticJob(Generic[_Context]):
         self._grace_seconds = config.notice_grace_seconds
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
-            self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
+            self._driver = ViewDriver(node, self, self._access.rendezvous(node), timeouts)
             self._driver.wait_for_view()
             self._notices = NoticeHandler(self)
             return
@@ -181,7 +185,7 @@ class ElasticJob(Generic[_Context]):
             sizes, layout = (self._place.min_size, self._place.max_size), first.layout
             timeout = config.start_timeout_seconds
             view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout)
-        self._driver = ViewDriver(node, self, self._access.connect(), timeouts)
+        self._driver = ViewDriver(node, self, self._access.rendezvous(node), timeouts)
         self._driver.begin(view)
         self._notices = NoticeHandler(self)
 

@@ -12,6 +12,7 @@ from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.base import DEFAULT_LAUNCHER
+from reigen.launch.elastic.continuation import ContinuedJob
 from reigen.launch.elastic.options import (
     ElasticRequest,
     check_elastic_hosts,
@@ -32,6 +33,16 @@ from reigen.launch.supervision.supervisor import run_job
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
+    return run_arguments(arguments, None)
+
+
+def run_arguments(arguments: Sequence[str], continued: ContinuedJob | None) -> int:
+    """Run a job, or take the place of a launcher that was lost; returns the exit code.
+
+    Args:
+        arguments: as of `reigen run`.
+        continued: the job of that launcher.
+    """
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     if chosen.check_build:
@@ -55,9 +66,17 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("the following arguments are required: -np/--num-proc")
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
         options = _options(chosen, environ, tuple(exports), translation.launcher_options, choice)
+        if options.continues and launcher not in {DEFAULT_LAUNCHER, "local"}:
+            raise ConfigError(f"--on-launcher-loss continue: agents of --launcher {launcher} end with this command")
         _print_translation(translation)
         seen = _with_compat_path(environ, chosen)
-        return run_job(options, seen, launcher=launcher) if start is None else start.run(options, seen)
+        if options.continues and continued is None:
+            continued = ContinuedJob.create(arguments, os.environ)
+        return (
+            run_job(options, seen, launcher=launcher, continued=continued)
+            if start is None
+            else start.run(options, seen)
+        )
     except ConfigError as error:
         parser.error(str(error))
     except LaunchError as error:
@@ -140,6 +159,7 @@ def _options(
         bind=chosen.bind,
         hosts=hosts,
         elastic=elastic,
+        continues=chosen.on_launcher_loss == "continue",
         network=NetworkOptions.from_environ(environ),
         exports=exports,
         mpi_args=split_words("--mpi-args", launcher_options.get("mpi_args", "")),

@@ -11,7 +11,7 @@ from typing import Any
 
 from reigen._version import __version__
 from reigen.errors import ConfigError
-from reigen.launch.elastic.options import BLACKLISTS
+from reigen.launch.elastic.options import BLACKLISTS, LAUNCHER_LOSS_CHOICES
 from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, OPTION_HELP, HorovodrunOption
 from reigen.launch.local_plan import CPU_BINDINGS
 from reigen.launch.ssh.command import SshOptions, check_identity_file
@@ -190,6 +190,13 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="an elastic job: it goes on while so many processes are left (default: -np)",
     )
     add("--max-np", "--max-num-proc", dest="max_ranks", type=int, metavar="N", help="and has at most so many")
+    add(
+        "--on-launcher-loss",
+        choices=LAUNCHER_LOSS_CHOICES,
+        default=LAUNCHER_LOSS_CHOICES[0],
+        help="whether an elastic job ends when this command is killed or its terminal goes, or continues without it; "
+        "`reigen attach` takes its place (default: stop)",
+    )
     add(
         "--blacklist",
         choices=BLACKLISTS,

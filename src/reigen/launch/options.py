@@ -119,6 +119,7 @@ class LaunchOptions:
         servers: parameter servers that run beside the ranks; None: none.
         gpus_per_rank: how many of its host's GPUs each rank sees; None: all of them.
         elastic: what makes the job elastic; None: its processes are the same from beginning to end.
+        continues: an elastic job goes on when its launcher is lost.
         requeue_on_notice: when the job has ended after its engine had announced an end, have the engine run it again.
 
     Raises:
@@ -145,6 +146,7 @@ class LaunchOptions:
     servers: ServerOptions | None = None
     gpus_per_rank: int | None = None
     elastic: ElasticOptions | None = None
+    continues: bool = False
     requeue_on_notice: bool = False
 
     def __post_init__(self) -> None:
@@ -158,6 +160,8 @@ class LaunchOptions:
             raise ConfigError("-s: parameter servers cannot run beside the ranks of an elastic job yet")
         if self.elastic is not None and self.sync_directory is not None:
             raise ConfigError("--sync-dst-dir: hosts come later to an elastic job; use a directory that all share")
+        if self.continues and self.elastic is None:
+            raise ConfigError("--on-launcher-loss continue: only elastic jobs can go on: --min-np makes one")
         if self.sync_directory == "":
             raise ConfigError("--sync-dst-dir names no directory: '' (~ is the home directory)")
         for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,7 +32,14 @@ from reigen.net.connection import Connection, open_connection
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-__all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClient", "split_address"]
+__all__ = [
+    "LocalRendezvous",
+    "PrefixRendezvous",
+    "ReconnectingRendezvous",
+    "Rendezvous",
+    "RendezvousClient",
+    "split_address",
+]
 
 
 class Rendezvous(ABC):
@@ -125,6 +133,39 @@ class PrefixRendezvous(Rendezvous):
     def close(self) -> None:
         """Leave the whole rendezvous."""
         self._rendezvous.close()
+
+
+class ReconnectingRendezvous(Rendezvous):
+    """Rendezvous whose service may end, and be followed by another one elsewhere. One thread uses it.
+
+    Args:
+        find_address: returns where the service is now.
+        connect: connects to it; its errors are those of a request, too.
+    """
+
+    def __init__(self, find_address: Callable[[], str], connect: Callable[[str], RendezvousClient]) -> None:
+        self._find_address, self._connect = find_address, connect
+        self._client: RendezvousClient | None = None
+        self._connected_to = ""
+
+    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
+        """Have a request served, by a new connection where the last one has failed, or the service has moved."""
+        address = self._find_address()
+        if address != self._connected_to:
+            self.close()
+        if self._client is None:
+            self._client, self._connected_to = self._connect(address), address
+        try:
+            return self._client.request(message, timeout_seconds)
+        except (OSError, PeerLostError, AuthenticationError, WireError):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave; all values stay. May be called twice."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
 
 class RendezvousClient(Rendezvous):

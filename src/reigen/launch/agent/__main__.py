@@ -4,9 +4,13 @@ With ``--dial`` it connects to the launcher by itself: the dial text is the firs
 agent, or is in a file, ``--dial FILE``. With ``--dial-by VARIABLE`` stdin has a line for each of several agents: a name
 and a dial text; this one's is that of the name in VARIABLE.
 
+With ``--listen`` it is the agent of the launcher's own host, in a job that goes on without its launcher: the job's
+secret is the first line of stdin, the address where it listens the first line of stdout; it goes on in the background.
+
 It keeps the host's ranks as the launcher keeps those of its own host: it plans their processors, starts them, reports
 their output and their ends, and ends them on request. It decides nothing but this: when nothing has come from the
-launcher for too long, everything ends at once. `launch.agent.agent_protocol` has the protocol.
+launcher for too long, everything ends at once, or goes on by itself, as the launcher has said.
+`launch.agent.agent_protocol` has the protocol.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from pathlib import Path
 from shutil import which
 from typing import Protocol
 
+from reigen.cluster.membership.elastic.host_page import HostPage
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_protocol import (
+    ATTACH_PURPOSE,
     KEEPALIVE_SECONDS,
     REPLY_CODEC,
     REQUEST_CODEC,
@@ -40,11 +46,14 @@ from reigen.launch.agent.dialing import dial, read_dial_file, read_dial_text, wa
 from reigen.launch.agent.gathering import await_call
 from reigen.launch.agent.heartbeat import AgentHeartbeat
 from reigen.launch.agent.host_facts import collect_host_facts
+from reigen.launch.agent.launcher_role import LauncherRole, RoleState
 from reigen.launch.agent.lines import MessageConnection
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.agent.relay import RankRelay
+from reigen.launch.agent.unattended import UnattendedHost
 from reigen.launch.elastic.places import make_voter_memory, plan_starts
 from reigen.launch.env_export import merge_remote_environ
+from reigen.launch.job_directory import job_directory
 from reigen.launch.job_state import ProcessesSwept, ProcessExited
 from reigen.launch.local_plan import plan_host
 from reigen.launch.options import NetworkOptions
@@ -54,13 +63,16 @@ from reigen.launch.supervision.host_processes import STREAMS, HostProcesses, Loc
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
 from reigen.launch.supervision.watchdog import PASSED_SIGNALS, run_under_watchdog
-from reigen.net.connection import Connection
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.connection import Connection, ConnectionOptions
 from reigen.net.interfaces import choose_address
+from reigen.net.listener import Listener, join_address, open_listening_socket
 from reigen.resources.stdio import open_standard_streams
 
 #: In force until the launcher has set another.
 _FIRST_SILENCE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0
+_LOOPBACK = "127.0.0.1"
 
 
 class RequestChannel(Protocol):
@@ -68,6 +80,9 @@ class RequestChannel(Protocol):
 
     def send(self, message: AgentReply) -> None:
         """Send a message."""
+
+    def close(self) -> None:
+        """End the channel. May be called twice."""
 
     @property
     def has_pending(self) -> bool:
@@ -79,8 +94,10 @@ ChannelFactory = Callable[[LauncherLoop, Callable[[AgentRequest], None], Callabl
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Serve the launcher; returns the exit code. ``arguments``: none for stdin and stdout, or ``--dial [FILE]``."""
+    """Serve the launcher; returns the exit code. ``arguments``: none for stdin and stdout, or as above."""
     open_standard_streams()
+    if list(arguments) == ["--listen"]:
+        return _main_listening()
     if arguments:
         return _main_dialing(arguments)
     reading, writing = os.dup(0), os.dup(1)
@@ -93,7 +110,8 @@ def main(arguments: Sequence[str] = ()) -> int:
 def _main_dialing(arguments: Sequence[str]) -> int:
     kind, *operands = arguments
     if (kind, len(operands)) not in {("--dial", 0), ("--dial", 1), ("--dial-by", 1)}:
-        complain_as_agent(f"unknown arguments: {' '.join(arguments)}; there are --dial [FILE], --dial-by VARIABLE")
+        known = "--dial [FILE], --dial-by VARIABLE, --listen"
+        complain_as_agent(f"unknown arguments: {' '.join(arguments)}; there are {known}")
         return 2
     stdin = os.dup(0) if kind == "--dial-by" or not operands else None
     try:
@@ -106,6 +124,22 @@ def _main_dialing(arguments: Sequence[str]) -> int:
     except LaunchError as error:
         complain_as_agent(str(error))
         return error.exit_code
+
+
+def _main_listening() -> int:
+    """Become a process of its own, which is below no launcher's; returns in both, at once or at the end."""
+    secret = bytes.fromhex(os.read(0, 1 << 12).decode().strip())
+    listening, address = open_listening_socket("127.0.0.1")
+    os.write(1, f"{address}\n".encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fork():
+        return 0
+    os.setsid()
+    _detach_standard_streams()
+    return run_under_watchdog(
+        lambda watchdog_pipe: Agent(watchdog_pipe, None, listening=(listening, secret)).run(), complain_as_agent
+    )
 
 
 def serve_by_dialing(text: DialText, stdin: int | None = None, num_slots: int | None = None) -> int:
@@ -160,17 +194,19 @@ class Agent:
 
     Args:
         watchdog_pipe: see ``launch.supervision.watchdog``.
-        make_channel: makes the channel to the launcher.
+        make_channel: makes the channel to the launcher; None: that comes to ``listening``.
         unmask: returns the job's secret, as it comes through the channel, in the clear.
         stdin: a descriptor whose end ends the agent; None: there is none.
+        listening: a socket for launchers, and the job's secret.
     """
 
     def __init__(
         self,
         watchdog_pipe: int,
-        make_channel: ChannelFactory,
+        make_channel: ChannelFactory | None,
         unmask: Callable[[bytes], bytes] = bytes,
         stdin: int | None = None,
+        listening: tuple[socket.socket, bytes] | None = None,
     ) -> None:
         self._loop = LauncherLoop(watchdog_pipe, self._on_signal, self._on_watchdog_lost)
         self._unmask, self._stdin = unmask, stdin
@@ -185,35 +221,66 @@ class Agent:
         self._credit = dict.fromkeys(STREAMS, WINDOW_BYTES)
         #: Address at which the others reach this host.
         self._address = ""
+        #: Where launchers reach this agent, and options of its network.
+        self._attach_at = "" if listening is None else join_address(*listening[0].getsockname()[:2])
+        self._network: NetworkOptions | None = None
         #: Memory of the host's voter, in an elastic job.
         self._voter: int | None = None
         self._is_swept = False
         self._exit_code: int | None = None
         self._stack = ExitStack()
-        self._pipes = make_channel(self._loop, self._on_request, self._on_end)
-        self._relay = RankRelay(self._loop, self._pipes.send, lambda: self._pipes.has_pending)
+        self._role = LauncherRole(state=RoleState.ORPHANED if make_channel is None else RoleState.HERE)
+        #: To the launcher; None: there is none.
+        self._channel: RequestChannel | None = None
+        self._listener: Listener | None = None
+        self._unattended: UnattendedHost | None = None
+        self._exits_by: float | None = time.monotonic() + _FIRST_SILENCE_SECONDS
+        #: Processes that have not ended.
+        self._running: set[int] = set()
+        if make_channel is not None:
+            self._channel = make_channel(self._loop, self._on_request, self._on_end)
+        if listening is not None:
+            self._secret = listening[1]
+            self._listen(*listening)
+        self._relay = RankRelay(self._loop, self._send, lambda: self._channel is not None and self._channel.has_pending)
         if stdin is not None:
             self._loop.watch(stdin, self._read_stdin)
 
     def run(self) -> int:
         """Serve until the launcher has gone; the watchdog ends all that runs then."""
         with self._loop, self._stack:
-            client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
-            self._pipes.send(agent_protocol.AgentHello(socket.gethostname(), platform.python_version(), client))
+            if self._channel is not None:
+                self._send_hello()
             while self._exit_code is None:
                 self._turn()
+            if self._listener is not None:
+                self._listener.close()
         return self._exit_code
+
+    def _send_hello(self) -> None:
+        client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+        self._send(agent_protocol.AgentHello(socket.gethostname(), platform.python_version(), client))
+
+    def _send(self, message: AgentReply) -> None:
+        """Send a message to the launcher; where there is none, keep what another one, or the user, needs to know."""
+        if self._channel is not None:
+            self._channel.send(message)
+        elif isinstance(message, ProcessExited) and self._unattended is not None:
+            self._unattended.exits.append(message)
 
     def _turn(self) -> None:
         now, before = time.monotonic(), self._turned_at
         self._turned_at = now
         if now - before > 2 * KEEPALIVE_SECONDS:  # this process did not run: what came meanwhile is still to be read
             self._last_received = now
-        if now - self._last_received > self._silence_seconds:
-            self._end(f"the launcher has not been heard of for {self._silence_seconds:g} s")
+        if self._channel is None:
+            self._turn_unattended(now)
+        elif now - self._last_received > self._silence_seconds:
+            self._lose_launcher(f"the launcher has not been heard of for {self._silence_seconds:g} s")
+        if self._exit_code is not None:
             return
         if now >= self._next_keepalive:
-            self._pipes.send(agent_protocol.KeepAlive())
+            self._send(agent_protocol.KeepAlive())
             if self._heartbeat is not None:
                 self._heartbeat.ask()
             self._next_keepalive = now + KEEPALIVE_SECONDS
@@ -223,8 +290,110 @@ class Agent:
         self._loop.wait(wait if seconds is None else min(wait, seconds))
 
     def _end(self, reason: str, exit_code: int = 1) -> None:
+        self._role.end()
         complain_as_agent(reason)
         self._exit_code = exit_code
+
+    # ---------------------------------------------------------------- launchers that go and come
+
+    def _lose_launcher(self, reason: str) -> None:
+        """Go on without a launcher, or end everything."""
+        goes_on, _ = self._role.lose(has_processes=bool(self._running))
+        if not goes_on:
+            self._end(reason)
+            return
+        complain_as_agent(f"{reason}; its processes go on")
+        self._drop_channel()
+        for stream in STREAMS:
+            self._processes.resume(stream)
+
+    def _drop_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    def _turn_unattended(self, now: float) -> None:
+        """End when nothing runs any more: how that was is in a file; or when no launcher has ever come."""
+        self._relay.forward()
+        if self._unattended is None:
+            if self._exits_by is not None and now > self._exits_by:
+                self._end("no launcher has come")
+        elif not self._running:
+            self._processes.drain()
+            self._unattended.close()
+            try:
+                self._unattended.write_result(self._page.finished)
+            except OSError as error:
+                complain_as_agent(f"how the job has ended cannot be written: {error}")
+            self._end("its processes have ended, and there is no launcher", 0)
+
+    @property
+    def _page(self) -> HostPage:
+        assert self._voter is not None, "the job is elastic"
+        return HostPage(self._voter)
+
+    def _listen(self, listening: socket.socket, secret: bytes, network: NetworkOptions | None = None) -> None:
+        """Let other launchers come."""
+        network = network or NetworkOptions.from_environ(os.environ)
+        me = Identity(ProcessRole.AGENT, 0, ATTACH_PURPOSE)
+        options = ConnectionOptions(
+            secret, me, agent_protocol.MAX_FRAME_BYTES, network.make_tls(), network.peer_timeout_seconds
+        )
+        self._listener = Listener(self._loop, listening, options, self._on_launcher)
+
+    def _on_launcher(self, connection: Connection) -> None:
+        """Obey a launcher from now on, unless it is an older one."""
+        peer = connection.peer
+        is_launcher = peer.role is ProcessRole.LAUNCHER and peer.purpose == ATTACH_PURPOSE
+        obeys, reason = self._role.claim(peer.rank) if is_launcher else (False, f"{peer} is no launcher")
+        if not obeys:
+            assert self._listener is not None, "it has accepted this"
+            self._listener.refuse(reason)
+            connection.close()
+            return
+        complain_as_agent(reason)
+        self._send(agent_protocol.Superseded(peer.rank))
+        self._drop_channel()
+        self._heartbeat, self._unmask = None, connection.mask
+        self._mark_alive()
+        self._silence_seconds = _FIRST_SILENCE_SECONDS
+        self._credit = dict.fromkeys(STREAMS, WINDOW_BYTES)
+        for stream in STREAMS:
+            self._processes.resume(stream)
+        self._channel = _dialed_channel(connection)(self._loop, self._on_request, self._on_end)
+        self._send_hello()
+
+    def _attach(self, request: agent_protocol.AttachRequest) -> None:
+        """Tell a launcher that has taken another one's place of the processes."""
+        self._silence_seconds = request.silence_seconds
+        directory, exits = "", []
+        if self._unattended is not None:
+            self._page.write_launcher(request.rendezvous)
+            directory, exits = str(self._unattended.output_directory), self._unattended.exits
+            self._unattended.exits = []
+            self._unattended.close()
+            self._start_heartbeat(request.rendezvous, request.number)
+        finished = None if self._voter is None else self._page.finished
+        # for a launcher that does not know of their ends, these run, too
+        numbers = self._running | {each.rank for each in exits}
+        self._send(agent_protocol.AttachReply(tuple(sorted(numbers)), finished, directory))
+        for each in exits:
+            self._send(each)
+
+    def _continue_without_launcher(self, continuation: agent_protocol.Continuation) -> str:
+        """Prepare to go on without this launcher; returns where another one reaches this agent."""
+        if self._unattended is None:
+            directory = job_directory(continuation.job)
+            output = Path(continuation.output_directory or directory / "output")
+            self._unattended = UnattendedHost(directory, output, continuation.num_ranks)
+            self._role.continues = True
+            self._role.generation = max(self._role.generation, continuation.generation)
+        if self._listener is None:
+            listening, self._attach_at = open_listening_socket(self._address or _LOOPBACK)
+            self._listen(listening, self._secret, self._network)
+        return self._attach_at
 
     # ---------------------------------------------------------------- requests
 
@@ -237,13 +406,17 @@ class Agent:
             self._handle(request)
         except (LaunchError, ConfigError) as error:
             code = error.exit_code if isinstance(error, LaunchError) else 1
-            self._pipes.send(agent_protocol.HostRefused(str(error), code))
+            self._send(agent_protocol.HostRefused(str(error), code))
 
     def _handle(self, request: AgentRequest) -> None:
         match request:
             case agent_protocol.PrepareRequest():
                 self._silence_seconds = request.silence_seconds
-                self._pipes.send(self._prepare(request))
+                self._send(self._prepare(request))
+            case agent_protocol.AttachRequest():
+                self._attach(request)
+            case agent_protocol.EndRequest():
+                self._end("the launcher has ended the job")
             case agent_protocol.StartRequest():
                 self._start(request)
             case agent_protocol.OutputCredit(stream, num_bytes):
@@ -253,9 +426,9 @@ class Agent:
             case agent_protocol.PayloadChunk():
                 self._relay.receive(request)
             case agent_protocol.FactsRequest():
-                self._pipes.send(collect_host_facts())
+                self._send(collect_host_facts())
             case agent_protocol.TimeRequest():
-                self._pipes.send(agent_protocol.TimeReply(time.time()))
+                self._send(agent_protocol.TimeReply(time.time()))
             case agent_protocol.KeepAlive():
                 pass
             case _:
@@ -283,18 +456,13 @@ class Agent:
     def _start(self, request: agent_protocol.StartRequest) -> None:
         environ = merge_remote_environ(os.environ, request.environ, request.package, request.kept_variables)
         self._secret = self._secret or self._unmask(request.services.secret)
-        services = replace(request.services, secret=self._secret, node_host=self._address)
+        services = replace(request.services, secret=self._secret, node_host=self._address or _LOOPBACK)
         if self._heartbeat is None:
-            self._heartbeat = AgentHeartbeat(
-                services.rendezvous,
-                services.secret,
-                request.number,
-                self._loop,
-                self._mark_alive,
-                NetworkOptions.from_environ(environ),
-                min(_CONNECT_SECONDS, self._silence_seconds / 2),
-            )
-            self._stack.callback(self._heartbeat.close)
+            self._network = NetworkOptions.from_environ(environ)
+            self._start_heartbeat(services.rendezvous, request.number)
+        attach_at = ""
+        if request.continuation is not None:
+            attach_at = self._continue_without_launcher(request.continuation)
         options = replace(request.options, command=_with_python(request.options.command))
         if request.elastic_starts:
             if self._voter is None:
@@ -306,14 +474,23 @@ class Agent:
             specs, notes = plan_host(request.assignment, options, services, environ)
         for spec in specs:
             self._processes.start(spec, self._relay.inherited, stdin=0)
+            self._running.add(spec.number)
         pids = tuple(self._processes.pids[spec.number] for spec in specs)
-        self._pipes.send(agent_protocol.ProcessesStarted(pids, tuple(notes)))
+        self._send(agent_protocol.ProcessesStarted(pids, tuple(notes), attach_at))
+
+    def _start_heartbeat(self, rendezvous: str, number: int) -> None:
+        assert self._network is not None, "processes were started"
+        seconds = min(_CONNECT_SECONDS, self._silence_seconds / 2)
+        self._heartbeat = AgentHeartbeat(
+            rendezvous, self._secret, number, self._loop, self._mark_alive, self._network, seconds
+        )
+        self._stack.callback(self._heartbeat.close)
 
     def _on_end(self, reason: str) -> None:
-        if self._is_swept or not self._processes.pids:
+        if self._is_swept or not self._processes.pids or (self._role.continues and not self._running):
             self._exit_code = 0
         else:
-            self._end(f"the connection to the launcher has ended{reason and ': '}{reason}")
+            self._lose_launcher(f"the connection to the launcher has ended{reason and ': '}{reason}")
 
     def _read_stdin(self) -> None:
         assert self._stdin is not None, "it is watched"
@@ -322,8 +499,8 @@ class Agent:
             self._on_end("the process that has started the agent has ended")
 
     def _on_signal(self, signum: int) -> None:
-        if self._processes.pids and not self._is_swept:
-            self._pipes.send(agent_protocol.SignalNotice(signum))
+        if self._channel is not None and self._processes.pids and not self._is_swept:
+            self._send(agent_protocol.SignalNotice(signum))
         elif signum not in PASSED_SIGNALS:
             self._end(f"ended by {signal_name(signum)}", 128 + signum)
 
@@ -334,17 +511,24 @@ class Agent:
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
         """Send the output, and pause its source where the launcher does not keep up."""
-        self._pipes.send(agent_protocol.OutputChunk(rank, stream, data))
+        if self._channel is None and self._unattended is not None:
+            self._unattended.write(rank, stream, data)
+            return
+        self._send(agent_protocol.OutputChunk(rank, stream, data))
         self._credit[stream] -= len(data)
         if self._credit[stream] <= 0:
             self._processes.pause(stream)
 
     def closed(self, rank: int, stream: int) -> None:
         """Report the end of a stream."""
-        self._pipes.send(agent_protocol.OutputClosed(rank, stream))
+        if self._channel is None and self._unattended is not None:
+            self._unattended.close_stream(rank, stream)
+            return
+        self._send(agent_protocol.OutputClosed(rank, stream))
 
     def exited(self, event: ProcessExited) -> None:
         """Report the end of a process, after the rank's own messages."""
+        self._running.discard(event.rank)
         self._relay.put(event)
 
     def swept(self, processes: HostProcesses) -> None:

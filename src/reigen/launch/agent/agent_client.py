@@ -63,7 +63,8 @@ class AgentClient:
         last_received_elsewhere: returns when the agent was last alive on another connection, by ``time.monotonic()``.
         phase: of the agent.
         refused: why it cannot take part, in its own words; or why the connection has ended.
-        hello, ready, started, facts, time_reply: its latest answers.
+        hello, ready, started, attached, facts, time_reply: its latest answers.
+        superseded: another launcher has taken the place of this one.
         exit_code: of the line's own process, when it has ended.
         engine_problem: why the agent cannot come, or has ended, as its engine has said by itself.
     """
@@ -80,6 +81,8 @@ class AgentClient:
         self.hello: agent_protocol.AgentHello | None = None
         self.ready: agent_protocol.HostReady | None = None
         self.started: agent_protocol.ProcessesStarted | None = None
+        self.attached: agent_protocol.AttachReply | None = None
+        self.superseded: agent_protocol.Superseded | None = None
         self.facts: agent_protocol.HostFacts | None = None
         self.time_reply: agent_protocol.TimeReply | None = None
         self.exit_code: int | None = None
@@ -245,6 +248,10 @@ class AgentClient:
                 self.ready, self.phase = answer, AgentPhase.READY
             case agent_protocol.ProcessesStarted():
                 self.started, self.phase = answer, AgentPhase.RUNNING
+            case agent_protocol.AttachReply():
+                self.attached, self.phase = answer, AgentPhase.RUNNING
+            case agent_protocol.Superseded():
+                self.superseded = answer
             case agent_protocol.HostRefused():
                 self.refused = answer
         self._listener.stepped(self)

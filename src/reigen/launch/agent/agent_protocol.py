@@ -22,6 +22,10 @@ h. `reigen check` asks for no job, but for HostFacts (FactsRequest), and for the
 i. A process that has ended is started again by RestartProcess; the agent refuses if it cannot be.
 j. A signal that the agent is sent goes to the launcher in a SignalNotice: what follows from it is decided there.
 k. When the agent's stdin ends, it kills everything that it started and exits: after ProcessesSwept there is nothing.
+l. Not so in a job that goes on without its launcher (Continuation): then the agent writes output to files, and listens
+   for another launcher, which proves that it knows the job's secret, and has a higher generation than the last one. It
+   sends AttachRequest, and is told what runs (AttachReply) and what has ended meanwhile (ProcessExited). The line of an
+   older launcher is closed, after Superseded: what it still sends is not read. EndRequest ends everything at once.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_BANNER_BYTES = 1 << 18
 WINDOW_BYTES = 1 << 20
 KEEPALIVE_SECONDS = 1.0
+#: Purpose of a launcher's connection to an agent that listens; its rank is the launcher's generation.
+ATTACH_PURPOSE = "attach"
 
 GREETING = b"\0reigen-agent "
 
@@ -106,6 +112,22 @@ class PrepareRequest(JobMessage, tag=2, frozen=True):
     silence_seconds: float
 
 
+class Continuation(JobMessage, frozen=True):
+    """Facts that an agent needs to go on when its launcher is lost.
+
+    Attributes:
+        job: name of the job, and of its directory.
+        generation: of the launcher.
+        output_directory: of the processes' output then; empty: in the job's directory.
+        num_ranks: as in ``launch.output.output_files.process_directory``.
+    """
+
+    job: str
+    generation: int
+    output_directory: str
+    num_ranks: int
+
+
 class StartRequest(JobMessage, tag=3, frozen=True):
     """Request to start the ranks and the PS processes.
 
@@ -117,6 +139,7 @@ class StartRequest(JobMessage, tag=3, frozen=True):
         kept_variables: as in ``launch.base.JobPlan``.
         elastic_starts: of an elastic job, whose processes are started so, and not by the assignment; may come again.
         num_places: of an elastic job: how many processes there may be on the host at a time.
+        continuation: None: everything ends when the launcher is lost.
     """
 
     number: int
@@ -128,6 +151,7 @@ class StartRequest(JobMessage, tag=3, frozen=True):
     kept_variables: tuple[str, ...] = ()
     elastic_starts: tuple[PlacedStart, ...] = ()
     num_places: int = 0
+    continuation: Continuation | None = None
 
     def __repr__(self) -> str:
         """Describe it without the secret, and without the environment, which may hold others."""
@@ -164,10 +188,14 @@ class HostRefused(JobMessage, tag=11, frozen=True):
 
 
 class ProcessesStarted(JobMessage, tag=12, frozen=True):
-    """Processes of a host, ranks before PS processes, in the order of StartRequest, with a line about each binding."""
+    """Processes of a host, ranks before PS processes, in the order of StartRequest, with a line about each binding.
+
+    ``attach_at``: where another launcher reaches the agent, ``host:port``; empty: it goes with its launcher.
+    """
 
     pids: tuple[int, ...]
     notes: tuple[str, ...]
+    attach_at: str = ""
 
 
 class OutputChunk(JobMessage, tag=13, frozen=True):
@@ -227,11 +255,51 @@ class SignalNotice(JobMessage, tag=24, frozen=True):
     signum: int
 
 
+class AttachRequest(JobMessage, tag=26, frozen=True):
+    """First message of a launcher that takes another one's place.
+
+    Attributes:
+        rendezvous: ``host:port`` of its service.
+        number: the agent's there.
+        silence_seconds: see above.
+    """
+
+    rendezvous: str
+    number: int
+    silence_seconds: float
+
+
+class AttachReply(JobMessage, tag=27, frozen=True):
+    """Answer to AttachRequest.
+
+    Attributes:
+        running: numbers of processes that run, or have ended without a launcher: their ends are told next.
+        finished: slot of a process whose program was done; None: there was none.
+        output_directory: where their output is that no launcher has taken; empty: there was always one.
+    """
+
+    running: tuple[int, ...]
+    finished: int | None
+    output_directory: str
+
+
+class Superseded(JobMessage, tag=28, frozen=True):
+    """Last message to a launcher: one of this generation has taken its place."""
+
+    generation: int
+
+
+class EndRequest(JobMessage, tag=29, frozen=True):
+    """Request to kill everything, and to end."""
+
+
 _Start = AgentHello | HostReady | HostRefused | ProcessesStarted
 _RankEvent = OutputChunk | OutputClosed | ProcessExited | RankMessageHeader
 _Shared = KeepAlive | PayloadChunk
-AgentRequest = _Shared | PrepareRequest | StartRequest | ProcessInstruction | OutputCredit | FactsRequest | TimeRequest
-AgentReply = _Shared | SignalNotice | _Start | _RankEvent | ProcessesSwept | HostFacts | TimeReply
+_JobRequest = PrepareRequest | StartRequest | AttachRequest | EndRequest
+AgentRequest = _Shared | _JobRequest | ProcessInstruction | OutputCredit | FactsRequest | TimeRequest
+_JobReply = AttachReply | Superseded | ProcessesSwept
+AgentReply = _Shared | SignalNotice | _Start | _RankEvent | _JobReply | HostFacts | TimeReply
 
 REQUEST_CODEC: MessageCodec[AgentRequest] = MessageCodec(AgentRequest, MAX_FRAME_BYTES)
 REPLY_CODEC: MessageCodec[AgentReply] = MessageCodec(AgentReply, MAX_FRAME_BYTES)

@@ -167,6 +167,26 @@ ElasticInstruction = CallHost | StartSlots | SayToUser
 
 
 @dataclass(frozen=True, slots=True)
+class TakenOverJob:
+    """Job as another launcher has left it.
+
+    Attributes:
+        slots: the latest process of each place, by number.
+        running: numbers of those that run.
+        hosts: that have an agent.
+        epoch, members: the latest view that was announced.
+        finished: slots whose program is done.
+    """
+
+    slots: tuple[SlotStart, ...]
+    running: frozenset[int]
+    hosts: tuple[str, ...]
+    epoch: int | None
+    members: tuple[tuple[int, int], ...]
+    finished: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Death:
     """End of a process that was not to end."""
 
@@ -242,6 +262,24 @@ class ElasticJobState(JobState):
             case _:
                 return list(self.handle(event))
         return instructions + self._decide()
+
+    def restore(self, taken: TakenOverJob, now: float) -> None:
+        """Go on where a launcher that was lost has left the job, before the first event.
+
+        What it knew of failures and rests is lost with it.
+        """
+        self._now = now
+        for start in taken.slots:
+            is_running = start.slot in taken.running
+            self.slots.restore(start.slot, start.host, start.local_rank, start.incarnation, is_running=is_running)
+            if is_running:
+                self.running.add(start.slot)
+                self.slots.hosts[start.host].phase = HostPhase.READY
+        for name in taken.hosts:
+            if name in self.slots.hosts:
+                self.slots.hosts[name].phase = HostPhase.READY
+        self.has_begun, self.epoch, self.members = True, taken.epoch, taken.members
+        self.finished |= {slot for slot in taken.finished if self.slots.has(slot)}
 
     def next_due(self) -> float:
         """Return when TimePassed is due; inf: not at all."""

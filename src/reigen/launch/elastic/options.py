@@ -10,6 +10,8 @@ from reigen.launch.hosts import HostInfo
 
 #: What a process's failure keeps from being used for a while: its own place, or its whole host, as Horovod does.
 BLACKLISTS = ("seat", "host")
+#: What follows from the loss of the launcher: `--on-launcher-loss`.
+LAUNCHER_LOSS_CHOICES = ("stop", "continue")
 #: Limits of `--blacklist-cooldown-range`, in seconds.
 _MOST_COOLDOWN_SECONDS = 3600.0
 _REST_SECONDS = 10.0

@@ -152,6 +152,16 @@ class SlotTable:
                 lost.append(host)
         return gained, lost
 
+    def restore(self, number: int, host: str, local_rank: int, incarnation: int, *, is_running: bool) -> None:
+        """Take a place as another launcher has left it; numbers come in order, from 0 on."""
+        assert number == len(self._slots), "each number was given once"
+        of = self.hosts.setdefault(host, HostSlots(host))
+        of.slots += [JobSlot(host, each) for each in range(len(of.slots), local_rank + 1)]
+        slot = of.slots[local_rank]
+        slot.number, slot.incarnation = number, incarnation
+        slot.state = SlotState.RUNNING if is_running else SlotState.FREE
+        self._slots.append(slot)
+
     def occupy(self, slot: JobSlot) -> None:
         """Give a place its next process."""
         if slot.number < 0:

@@ -22,6 +22,7 @@ from reigen.cluster.environ import (
     ELASTIC_VIEW_KEY,
     SECRET_VARIABLE,
 )
+from reigen.cluster.membership.rendezvous import split_address
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, View
 from reigen.errors import ConfigError, LaunchError, WireError
 from reigen.launch.agent import agent_protocol
@@ -29,6 +30,7 @@ from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.dial_calls import DialCalls, DialingOwner
 from reigen.launch.agent.remote_start import find_scripts, is_dial_back, is_own_variable
 from reigen.launch.base import AgentCommand, AgentStarter, JobPlan
+from reigen.launch.elastic.continuation import ATTACH_SECONDS, THIS_HOST, ContinuedJob
 from reigen.launch.elastic.discovery import (
     POLL_SECONDS,
     DiscoveryRuns,
@@ -50,6 +52,7 @@ from reigen.launch.elastic.job import (
     SayToUser,
     SlotStart,
     StartSlots,
+    TakenOverJob,
     TimePassed,
     ViewAnnounced,
 )
@@ -62,6 +65,7 @@ from reigen.launch.local_plan import JobServices, ProcessSpec
 from reigen.launch.options import LaunchOptions
 from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
 from reigen.net.codec import MessageCodec
+from reigen.net.connection import Connection
 from reigen.net.interfaces import choose_address
 
 _LOOPBACK = "127.0.0.1"
@@ -76,6 +80,9 @@ _VIEW_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 class ElasticOwner(DialingOwner, Protocol):
     """Supervisor, as the elastic part of it sees it."""
 
+    #: Agent of this host, in a job that goes on without its launcher.
+    here: AgentClient | None
+
     def turn(self, limit_seconds: float | None = None) -> None:
         """Wait for events, and handle them."""
 
@@ -84,6 +91,9 @@ class ElasticOwner(DialingOwner, Protocol):
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """Talk to an agent through this client process."""
+
+    def attach_agent(self, host: str, connection: Connection) -> AgentClient:
+        """Talk to an agent that listens, that of this host if the name is empty."""
 
     def start_slots(self, host: str, numbers: Sequence[int]) -> None:
         """Take note that these processes are on this host from now on."""
@@ -111,6 +121,7 @@ class ElasticSupervision:
         plan: of its launcher.
         environ: of the processes.
         owner: the supervisor.
+        continued: what another launcher needs, if the job goes on without this one.
 
     Attributes:
         job: decides.
@@ -124,8 +135,9 @@ class ElasticSupervision:
         plan: JobPlan,
         environ: Mapping[str, str],
         owner: ElasticOwner,
+        continued: ContinuedJob | None = None,
     ) -> None:
-        self._options, self._elastic, self._plan = options, elastic, plan
+        self._options, self._elastic, self._plan, self._continued = options, elastic, plan, continued
         self._environ, self._owner = environ, owner
         self.job = ElasticJobState(elastic, random.SystemRandom().random, time.monotonic())
         self._announced: deque[tuple[str, bytes]] = deque(maxlen=_MAX_ANNOUNCEMENTS)
@@ -268,7 +280,72 @@ class ElasticSupervision:
         """Begin the job: the service runs, hosts were called, and signals are the job's from now on."""
         self._services, self._heard_at = services, heard_at
         assert self._found is not None, "find_hosts comes first"
+        if self._continued is not None:
+            self._continued.note_service(split_address(services.rendezvous)[0])
+            if not self._continued.takes_over:
+                self._prepare_here(self._continued)
         self._owner.handle(HostsFound(self._found))
+
+    def _prepare_here(self, continued: ContinuedJob) -> None:
+        """Connect to the agent of this host, whose processes are not below this one."""
+        record = next((agent for agent in continued.file.record.agents if agent.host == THIS_HOST), None)
+        connection = None if record is None else continued.connect(record, self._options)
+        if connection is None:
+            raise LaunchError("the agent of this host has ended")
+        self._prepare(self._owner.attach_agent(THIS_HOST, connection))
+
+    def attach(self, service: str) -> TakenOverJob:
+        """Take the agents of a launcher that was lost; returns the job as it is.
+
+        Args:
+            service: address of this launcher's service.
+
+        Raises:
+            LaunchError: no agent answers.
+        """
+        continued = self._continued
+        assert continued is not None, "there is a record"
+        clients: list[AgentClient] = []
+        for each in continued.file.record.agents:
+            connection = continued.connect(each, self._options)
+            if connection is None:
+                what = f"host {each.host}" if each.host else "this host"
+                self._owner.say(f"the agent of {what} has gone, with its processes")
+                continue
+            client = self._owner.attach_agent(each.host, connection)
+            self._num_agents += 1
+            self._agent_numbers[each.host] = self._num_agents
+            silence = self._options.network.silence_seconds
+            client.send(agent_protocol.AttachRequest(service, self._num_agents, silence))
+            clients.append(client)
+        until = time.monotonic() + ATTACH_SECONDS
+        while any(self._is_attaching(client) for client in clients) and (left := until - time.monotonic()) > 0:
+            self._owner.turn(left)
+        replies = {client.host: client.attached for client in clients if client.attached is not None}
+        record = continued.file.record
+        slots = tuple(SlotStart(each.number, each.incarnation, each.host, each.local_rank) for each in record.slots)
+        running = {number for reply in replies.values() for number in reply.running}
+        if not running:
+            raise LaunchError(f"job {continued.name} has no processes any more")
+        for client in clients:
+            if client.attached is None:
+                client.close()
+        here = self._owner.here
+        for slot in slots:
+            if slot.slot in running:
+                self._owner.start_slots(slot.host, [slot.slot])
+        hosts = [name for name in {slot.host for slot in slots} if name in replies]
+        hosts += [slot.host for slot in slots if here is not None and here.attached and self._is_here(slot.host)]
+        finished = tuple(reply.finished for reply in replies.values() if reply.finished is not None)
+        if directories := sorted({reply.output_directory for reply in replies.values() if reply.output_directory}):
+            self._owner.say(f"output without a launcher is in {', '.join(directories)}")
+        return TakenOverJob(
+            slots, frozenset(running), tuple(dict.fromkeys(hosts)), record.epoch, record.members, finished
+        )
+
+    @staticmethod
+    def _is_attaching(client: AgentClient) -> bool:
+        return client.attached is None and client.phase is not AgentPhase.GONE
 
     # ---------------------------------------------------------------- one turn
 
@@ -303,6 +380,8 @@ class ElasticSupervision:
             except (WireError, ValueError) as error:
                 self._owner.say(f"what a process has put under {key!r} makes no sense: {error}")
                 continue
+            if self._continued is not None and isinstance(event, ViewAnnounced):
+                self._continued.note_view(event.epoch, event.members)
             self._owner.handle(event)
 
     def execute(self, instruction: ElasticInstruction) -> None:
@@ -376,7 +455,10 @@ class ElasticSupervision:
     def _advance(self, host: str) -> None:
         """Do the next thing for a host that was called."""
         if self._is_here(host):
-            self._owner.handle(HostPrepared(host))
+            if self._continued is not None and (self._owner.here is None or self._owner.here.phase is AgentPhase.GONE):
+                self._owner.handle(HostUnusable(host, "the agent of this host has ended"))
+            else:
+                self._owner.handle(HostPrepared(host))
             return
         agent = self._owner.agents.get(host)
         if agent is None:
@@ -390,6 +472,9 @@ class ElasticSupervision:
 
     def stepped(self, agent: AgentClient) -> bool:
         """Handle an agent's progress; returns whether it was that of a host that is being called."""
+        if self._continued is not None and agent.started is not None and agent.started.attach_at:
+            host = THIS_HOST if agent is self._owner.here else agent.host
+            self._continued.note_agent(host, agent.started.attach_at)
         if self._services is None or agent.host not in self._deadlines:
             return False
         self._advance(agent.host)
@@ -403,9 +488,21 @@ class ElasticSupervision:
 
     def refused(self, agent: AgentClient) -> None:
         """Count a host as lost whose agent cannot start a process; it ends everything there."""
+        if self._continued is not None:
+            agent.send(agent_protocol.EndRequest())
         agent.close()
         reason = "" if agent.refused is None else agent.refused.reason
-        self._owner.lose_host(agent.host, reason or "its agent has ended")
+        self.lose_agent(agent, reason or "its agent has ended")
+
+    def lose_agent(self, agent: AgentClient, reason: str) -> None:
+        """Count the host of an agent as lost; that of this host has several names perhaps."""
+        names = [agent.host]
+        if agent is self._owner.here:
+            names = [name for name in self.job.slots.hosts if self._is_here(name)]
+        if self._continued is not None:
+            self._continued.forget_agent(THIS_HOST if agent is self._owner.here else agent.host)
+        for name in names:
+            self._owner.lose_host(name, reason)
 
     def _give_up(self, host: str, reason: str) -> None:
         """Take note that a host cannot take part now."""
@@ -420,7 +517,8 @@ class ElasticSupervision:
     def _prepare(self, agent: AgentClient) -> None:
         """Have a host checked for everything that the job needs, and give it the payload."""
         assert self._services is not None, "the service has its address"
-        self._deadlines[agent.host] = time.monotonic() + _PREPARE_SECONDS
+        if agent is not self._owner.here:
+            self._deadlines[agent.host] = time.monotonic() + _PREPARE_SECONDS
         options, directory = self._options, self._plan.directory
         agent.send(
             agent_protocol.PrepareRequest(
@@ -444,6 +542,8 @@ class ElasticSupervision:
     # ---------------------------------------------------------------- processes
 
     def _start(self, starts: Sequence[SlotStart]) -> None:
+        if self._continued is not None:
+            self._continued.note_starts(starts)
         placed = [
             replace(each, variables={**self._variables_of(start.host), **each.variables})
             for start, each in zip(starts, place_starts(starts, self._elastic, self._place_offsets()), strict=True)
@@ -455,7 +555,9 @@ class ElasticSupervision:
         for machine, indices in by_machine.items():
             chosen = [placed[index] for index in indices]
             if machine:
-                self._send_start(machine, chosen)
+                self._send_start(self._owner.agents[machine], machine, chosen)
+            elif self._owner.here is not None:
+                self._send_start(self._owner.here, THIS_HOST, chosen)
             else:
                 self._start_here(chosen)
 
@@ -477,15 +579,14 @@ class ElasticSupervision:
                 # the others go on
                 self._owner.handle(ProcessExited(spec.number, error.exit_code, str(error)))
 
-    def _send_start(self, host: str, starts: Sequence[PlacedStart]) -> None:
-        agent = self._owner.agents[host]
+    def _send_start(self, agent: AgentClient, host: str, starts: Sequence[PlacedStart]) -> None:
         assert self._services is not None, "the job has begun"
-        environ = select_exported(self._environ, self._options.exports)
-        if not self._plan.exports_environ:
+        environ = dict(self._environ) if host == THIS_HOST else select_exported(self._environ, self._options.exports)
+        if host != THIS_HOST and not self._plan.exports_environ:
             exports = self._options.exports
             environ = {name: text for name, text in environ.items() if name in exports or is_own_variable(name)}
         environ.pop(SECRET_VARIABLE, None)
-        if agent.started is None:
+        if host not in self._agent_numbers or (agent.started is None and agent.attached is None):
             self._num_agents += 1
             self._agent_numbers[host] = self._num_agents
             agent.last_received_elsewhere = partial(self._heard_at, self._num_agents)
@@ -500,6 +601,7 @@ class ElasticSupervision:
                 self._plan.kept_variables,
                 tuple(starts),
                 self._num_places(host),
+                None if self._continued is None else self._continued.continuation(self._options),
             )
         )
 

@@ -12,7 +12,8 @@ from reigen.files import open_directory, open_replacement
 from reigen.resources.limits import explain_limit
 
 #: Names of a process's files, by stream.
-_NAMES = ("stdout", "stderr")
+OUTPUT_NAMES = ("stdout", "stderr")
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def process_directory(number: int, num_ranks: int, name: str) -> str:
@@ -24,7 +25,7 @@ def process_directory(number: int, num_ranks: int, name: str) -> str:
 
 
 class OutputFile:
-    """File of one stream of a process (0: stdout, 1: stderr), which replaces an older one.
+    """File of one stream of a process (0: stdout, 1: stderr), which replaces an older one, unless it ``appends``.
 
     ``complain`` is called once when the file cannot be written any more. The job goes on without it.
 
@@ -32,16 +33,21 @@ class OutputFile:
         LaunchError: the file cannot be made.
     """
 
-    def __init__(self, directory: Path, stream: int, complain: Callable[[str], None]) -> None:
-        self._path = directory / _NAMES[stream]
+    def __init__(self, directory: Path, stream: int, complain: Callable[[str], None], *, appends: bool = False) -> None:
+        self._path = directory / OUTPUT_NAMES[stream]
         self._complain = complain
         self._is_broken = False
         self._fd = -1
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # The user has named what is above; this name can be foreseen, and lead elsewhere at any moment.
-            with open_directory(directory) as dir_fd, open_replacement(self._path.name, dir_fd=dir_fd) as self._fd:
-                self._identity = _file_identity(self._fd)
+            with open_directory(directory) as dir_fd:
+                if appends:
+                    self._fd = os.open(self._path.name, _APPENDING | os.O_CREAT, 0o666, dir_fd=dir_fd)
+                    self._identity = _file_identity(self._fd)
+                else:
+                    with open_replacement(self._path.name, dir_fd=dir_fd) as self._fd:
+                        self._identity = _file_identity(self._fd)
         except OSError as error:
             self.close()
             raise LaunchError(f"cannot keep output in {self._path}: {explain_limit(error).strerror}") from None
@@ -67,9 +73,8 @@ class OutputFile:
 
     def _open_again(self) -> None:
         """Open the same file again; raises OSError if another one is there now."""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open_directory(self._path.parent) as dir_fd:
-            self._fd = os.open(self._path.name, flags, dir_fd=dir_fd)
+            self._fd = os.open(self._path.name, _APPENDING, dir_fd=dir_fd)
         if _file_identity(self._fd) != self._identity:
             raise OSError(errno.ESTALE, "another file is there now")
 

@@ -28,7 +28,7 @@ class OutputMux:
     """Multiplexer of the streams of all processes.
 
     ``groups`` returns the sources that have to pause when a reader does not keep up; ``complain`` is called when a file
-    cannot be written.
+    cannot be written. ``appends``: files of a launcher before this one go on.
 
     Raises:
         LaunchError: a file cannot be made.
@@ -40,8 +40,10 @@ class OutputMux:
         loop: LauncherLoop,
         groups: Callable[[], Iterable[HostProcesses]],
         complain: Callable[[str], None],
+        *,
+        appends: bool = False,
     ) -> None:
-        self._loop, self._groups = loop, groups
+        self._loop, self._groups, self._appends = loop, groups, appends
         num_ranks = options.num_ranks
         names = name_ps_processes(num_ranks, options.servers)
         self._writers = open_std_writers(prefix=options.prefix, timestamps=options.timestamps, names=names)
@@ -64,7 +66,9 @@ class OutputMux:
         folder = process_directory(number, self._num_ranks, name)
         for stream in STREAMS:
             writer = self._writers[stream]
-            record = None if directory is None else OutputFile(directory / folder, stream, self._complain)
+            record = None
+            if directory is not None:
+                record = OutputFile(directory / folder, stream, self._complain, appends=self._appends)
             keep = partial(self._keep, number) if stream == STDERR and not name else list
             lines = LineSplitter(writer.screen, (number, stream), keep)
             self._streams[number, stream] = _OutputStream(lines, writer, record)

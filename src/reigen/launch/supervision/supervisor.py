@@ -10,20 +10,22 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Self
 
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.rendezvous import split_address
-from reigen.errors import LaunchError, format_ranks
+from reigen.errors import LaunchError, ReigenError, format_ranks
 from reigen.launch import job_state
+from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.lines import DialedLine, PipedLine
 from reigen.launch.agent.remote_start import RemoteStart
 from reigen.launch.base import DEFAULT_LAUNCHER, HostProblem, JobPlan, Launcher, LauncherFactory, find_launcher
+from reigen.launch.elastic.continuation import AttachedLine, ContinuedJob
 from reigen.launch.elastic.job import (
     CallHost,
     ElasticEvent,
@@ -49,6 +51,7 @@ from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.spawn import reserve_port
 from reigen.launch.supervision.watchdog import PASSED_SIGNALS, STOP_SIGNALS, run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
+from reigen.net.connection import Connection
 from reigen.resources.limits import explain_limit
 
 #: Seconds that the agents may take to end when everything else has.
@@ -65,11 +68,12 @@ def run_job(
     listener: JobListener | None = None,
     *,
     launcher: str | LauncherFactory = DEFAULT_LAUNCHER,
+    continued: ContinuedJob | None = None,
 ) -> int:
     """Run a job to its end; returns its exit code. Call it before any thread is started.
 
-    Nothing that the job started is left when this returns, on any host that can be reached. The default listener
-    writes to stderr.
+    Nothing that the job started is left when this returns, on any host that can be reached, unless the job goes on
+    without its launcher (``continued``), and this one was lost. The default listener writes to stderr.
 
     Raises:
         LaunchError: the kernel refused a process, or the launcher cannot be used.
@@ -80,11 +84,21 @@ def run_job(
         make = find_launcher(launcher) if isinstance(launcher, str) else launcher
         engine = make(options, environ)
         try:
-            return run_under_watchdog(lambda end: _run_supervised(engine, environ, end, listener), listener.complain)
+            if continued is not None:
+                continued.start_local_agent(environ)
+            return run_under_watchdog(
+                lambda end: _run_supervised(engine, environ, end, listener, continued),
+                listener.complain,
+                lambda: "" if continued is None else continued.describe_loss(options),
+            )
         finally:
             _close_launcher(engine, listener)
     except OSError as error:
         raise LaunchError(f"cannot start: {explain_limit(error)}") from error
+    except ReigenError:
+        if continued is not None and not continued.takes_over:
+            continued.end()
+        raise
 
 
 def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
@@ -92,16 +106,22 @@ def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
         listener.complain(message)
 
 
-def _run_supervised(launcher: Launcher, environ: Mapping[str, str], watchdog_pipe: int, listener: JobListener) -> int:
+def _run_supervised(
+    launcher: Launcher,
+    environ: Mapping[str, str],
+    watchdog_pipe: int,
+    listener: JobListener,
+    continued: ContinuedJob | None,
+) -> int:
     options = launcher.options
     kept = {name: text for name, text in environ.items() if name not in {TERMINAL_VARIABLE, PREFIXED_VARIABLE}}
     environ = without_elastic_variables(kept) | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
     with ExitStack() as stack:
         stack.callback(_close_launcher, launcher, listener)
-        supervisor = stack.enter_context(Supervisor(options, watchdog_pipe, listener, environ))
+        supervisor = stack.enter_context(Supervisor(options, watchdog_pipe, listener, environ, continued))
         plan = supervisor.allocate(launcher)
         if options.elastic is not None:
-            listener.started(_start_elastic(options, options.elastic, plan, environ, supervisor, stack))
+            listener.started(_start_elastic(options, options.elastic, plan, environ, supervisor, stack, continued))
         elif plan.processes is not None:
             supervisor.start_all(plan.processes)
             supervisor.is_starting = False
@@ -143,10 +163,11 @@ def _start_elastic(
     environ: Mapping[str, str],
     supervisor: Supervisor,
     stack: ExitStack,
+    continued: ContinuedJob | None,
 ) -> JobServices:
     """Find the hosts of an elastic job, and begin it, with the services that its processes need, which are returned."""
     elastic = replace(elastic, is_polled=plan.poll is not None)
-    part = ElasticSupervision(options, elastic, plan, environ, supervisor)
+    part = ElasticSupervision(options, elastic, plan, environ, supervisor, continued)
     stack.callback(part.close)
     supervisor.make_elastic(part)
     listed = [HostInfo(each.host, len(each.ranks)) for each in plan.assignments]
@@ -154,10 +175,12 @@ def _start_elastic(
     hosts = (
         options.hosts or listed or [HostInfo("localhost", min(elastic.max_ranks, options.num_ranks) + elastic.spares)]
     )
-    secret, network = secrets.token_bytes(SECRET_BYTES), options.network
+    network = options.network
+    secret = secrets.token_bytes(SECRET_BYTES) if continued is None else continued.secret
+    takes_over = continued is not None and continued.takes_over
     server = ControlService(
         secret,
-        part.find_hosts(hosts),
+        continued.file.record.service if continued is not None and takes_over else part.find_hosts(hosts),
         peer_timeout_seconds=network.peer_timeout_seconds,
         tls=network.make_tls(),
         on_put=part.announce,
@@ -166,8 +189,16 @@ def _start_elastic(
     port = stack.enter_context(reserve_port()).getsockname()[1]
     services = JobServices(server.address, secret, port, split_address(server.address)[0])
     server.start()
+    if takes_over:
+        with supervisor.held_events():
+            part.job.restore(part.attach(server.address), time.monotonic())
+            part.find_hosts(hosts)
     supervisor.is_starting = False
     part.begin(services, server.heard_at)
+    supervisor.release_events()
+    if continued is not None:
+        continued.keeps_record = False
+        supervisor.say(continued.describe_start(options))
     return services
 
 
@@ -199,9 +230,19 @@ class Supervisor:
     """
 
     def __init__(
-        self, options: LaunchOptions, watchdog_pipe: int, listener: JobListener, environ: Mapping[str, str]
+        self,
+        options: LaunchOptions,
+        watchdog_pipe: int,
+        listener: JobListener,
+        environ: Mapping[str, str],
+        continued: ContinuedJob | None = None,
     ) -> None:
-        self._options, self._listener, self._environ = options, listener, environ
+        self._options, self._listener, self._environ, self._continued = options, listener, environ, continued
+        #: Exit code of this launcher, which goes, while the job goes on; None: it does not.
+        self._detached: int | None = None
+        self._holds_events = False
+        self._held_events: list[job_state.JobEvent | ElasticEvent] = []
+        self.here: AgentClient | None = None
         self._plan = JobPlan(())
         #: The host of each process, and the processes of each host.
         self._hosts: dict[int, str] = {}
@@ -216,7 +257,8 @@ class Supervisor:
         self.is_starting = True
         #: Hosts that were lost, and why.
         self._losses: dict[str, str] = {}
-        self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain)
+        takes_over = continued is not None and continued.takes_over
+        self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain, appends=takes_over)
         self.printed, self.closed = self._display.printed, self._display.closed
         self._local = LocalProcesses(self.loop, self)
         #: Groups of which something may be left, while sweeping.
@@ -241,15 +283,19 @@ class Supervisor:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._continued is not None and self._detached is None and not self._continued.keeps_record:
+            for agent in self._all_agents:
+                agent.send(agent_protocol.EndRequest())
+            self._continued.end()
         # engines may lose sight of what a client has just started when it is killed: first it may end by itself
-        for agent in self.agents.values():
+        for agent in self._all_agents:
             agent.finish_agent()
         deadline = time.monotonic() + _LAST_SECONDS
-        for agent in self.agents.values():
+        for agent in self._all_agents:
             agent.wait_end(0.0 if self._is_forced else max(0.0, deadline - time.monotonic()))
-        for agent in self.agents.values():
+        for agent in self._all_agents:
             agent.begin_close()
-        for agent in self.agents.values():
+        for agent in self._all_agents:
             agent.close()
         if self._channel is not None:
             self._channel.close()
@@ -259,7 +305,11 @@ class Supervisor:
 
     @property
     def _groups(self) -> list[HostProcesses]:
-        return [self._local, *self.agents.values()]
+        return [self._local, *self._all_agents]
+
+    @property
+    def _all_agents(self) -> list[AgentClient]:
+        return [*([] if self.here is None else [self.here]), *self.agents.values()]
 
     def allocate(self, launcher: Launcher) -> JobPlan:
         """Have the launcher place the processes; returns its plan.
@@ -298,6 +348,37 @@ class Supervisor:
     def handle(self, event: ElasticEvent | job_state.ProcessExited) -> None:
         """Have an elastic job decide."""
         self._handle(event)
+
+    def attach_agent(self, host: str, connection: Connection) -> AgentClient:
+        """Talk to an agent that listens, that of this host if the name is empty."""
+        line, silence = AttachedLine(self.loop, connection), self._options.network.silence_seconds
+        client = AgentClient(host or "localhost", line, self, silence)
+        if host:
+            self.agents[host] = client
+        else:
+            self.here = client
+        return client
+
+    @contextmanager
+    def held_events(self) -> Iterator[None]:
+        """Keep what happens to processes, until `release_events`: the job is not known yet."""
+        self._holds_events = True
+        try:
+            yield
+        finally:
+            self._holds_events = False
+
+    def release_events(self) -> None:
+        """Handle the events that were kept."""
+        events, self._held_events = self._held_events, []
+        for event in events:
+            self._handle(event)
+
+    def detach(self, reason: str, exit_code: int) -> None:
+        """Go, and leave the job to itself, or to another launcher."""
+        if self._continued is not None and self._detached is None:
+            self.say(f"{reason}; {self._continued.describe_loss(self._options)}")
+            self._detached = exit_code
 
     def start_slots(self, host: str, numbers: Sequence[int]) -> None:
         """Take note that these processes are on this host from now on."""
@@ -370,6 +451,9 @@ class Supervisor:
         """Keep the job until it ends; returns the exit code."""
         while self._finish is None:
             self.turn()
+            if self._detached is not None:
+                self._display.write()
+                return self._detached
         self._local.drain()
         self._finish_agents()
         self._display.finish()
@@ -397,7 +481,7 @@ class Supervisor:
         if self._plan.describe_end is not None:
             message = self._plan.describe_end(finish)
             return f"reigen run: {message}\n".encode() if message else b""
-        locations = ProcessLocations(self._hosts if self.agents else {}, self._names, self._losses)
+        locations = ProcessLocations(self._hosts if self._all_agents else {}, self._names, self._losses)
         if finish.failure is None:
             return format_exit_report(finish, [], locations)
         number = finish.failure.rank
@@ -415,6 +499,8 @@ class Supervisor:
     def turn(self, limit_seconds: float | None = None) -> None:
         """Wait for events, not longer than that, and handle them."""
         was_finished = self._finish is not None
+        if self._detached is not None:
+            return
         waits = [limit_seconds, self._display.turn(), *(group.turn() for group in self._groups)]
         if self._elastic is not None:
             waits.append(self._elastic.turn())
@@ -432,9 +518,15 @@ class Supervisor:
         had_reader = not self._display.is_stdout_closed
         self._display.write()
         if had_reader and self._display.is_stdout_closed:
+            if self._continued is not None and not self.is_starting:
+                self.detach("stdout has no reader any more", 128 + signal.SIGPIPE)
+                return
             self._handle(job_state.SignalReceived(signal.SIGPIPE, time.monotonic()))
 
     def _handle(self, event: job_state.JobEvent | ElasticEvent) -> None:
+        if self._holds_events:
+            self._held_events.append(event)
+            return
         if isinstance(self._job, ElasticJobState):
             self._events.append(event)
             if len(self._events) == 1:  # else it is what follows from another one, which is carried out first
@@ -447,7 +539,7 @@ class Supervisor:
             for instruction in self._job.handle(event):
                 self._execute(instruction)
         if self._job.failure is not None and self._job.phase is not job_state.JobPhase.RUNNING:
-            for agent in self.agents.values():
+            for agent in self._all_agents:
                 agent.silence_seconds = self._options.network.last_silence_seconds
 
     def _execute(self, instruction: job_state.JobInstruction | ElasticInstruction) -> None:
@@ -491,14 +583,15 @@ class Supervisor:
             group.execute(instruction)
 
     def _of(self, group: HostProcesses, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if self.agents.get(self._hosts[rank], self._local) is group)
+        here = self._local if self.here is None else self.here
+        return tuple(rank for rank in ranks if self.agents.get(self._hosts[rank], here) is group)
 
     def _finish_agents(self) -> None:
         """Have the agents end, and wait for that: where ssh has ended, nothing is left there."""
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
-        for agent in self.agents.values():
+        for agent in self._all_agents:
             agent.finish_agent()
-        while not self._is_forced and any(each.phase is not AgentPhase.GONE for each in self.agents.values()):
+        while not self._is_forced and any(each.phase is not AgentPhase.GONE for each in self._all_agents):
             if (remaining := deadline - time.monotonic()) <= 0:
                 return
             self.turn(remaining)
@@ -529,6 +622,9 @@ class Supervisor:
 
     def stepped(self, agent: AgentClient) -> None:
         """Handle an agent's progress or loss."""
+        if agent.superseded is not None:
+            self.detach(f"launcher {agent.superseded.generation} has taken the place of this one", 1)
+            return
         if self._elastic is not None and self._elastic.stepped(agent):
             return
         if agent.started is not None and agent.phase is AgentPhase.RUNNING and self._elastic is None:
@@ -542,8 +638,11 @@ class Supervisor:
                 self._elastic.refused(agent)
                 return
             raise LaunchError(f"host {agent.host}: {refused.reason}", refused.exit_code)
-        assert self._plan.agents is not None, "something has started this agent"
-        self.lose_host(agent.host, agent.problem(self._plan.agents, 0.0).what)
+        if self._elastic is not None and (agent is self.here or agent.attached is not None):
+            self._elastic.lose_agent(agent, agent.refused.reason or "its agent has ended")
+        else:
+            assert self._plan.agents is not None, "something has started this agent"
+            self.lose_host(agent.host, agent.problem(self._plan.agents, 0.0).what)
         if agent in self._unswept:
             self.swept(agent)
 
@@ -575,6 +674,9 @@ class Supervisor:
 
     def _on_watchdog_lost(self) -> None:
         self._is_forced = True
+        if self._continued is not None and not self.is_starting:
+            self.detach("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
+            return
         if self.is_starting:
             raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
         self._handle(job_state.WatchdogLost())
@@ -597,6 +699,9 @@ class Supervisor:
         if self.is_starting:
             if signum in STOP_SIGNALS:
                 raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
+            return
+        if self._continued is not None and signum == signal.SIGHUP and self._finish is None:
+            self.detach("the terminal has gone", 128 + signum)
             return
         self._has_notice |= signum in PASSED_SIGNALS or signum == signal.SIGTERM
         self._is_forced = self._finish is not None and signum in STOP_SIGNALS

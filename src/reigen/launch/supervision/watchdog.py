@@ -32,7 +32,9 @@ _LAST_SECONDS = 5.0
 _INTERNAL_ERROR_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: our own bug
 
 
-def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], None]) -> int:
+def run_under_watchdog(
+    work: Callable[[int], int], complain: Callable[[str], None], describe_loss: Callable[[], str] = str
+) -> int:
     """Run ``work`` in a supervisor process under a watchdog.
 
     To be called before any thread is started, as the last thing that a process does: it gets no stop signal after it.
@@ -41,6 +43,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
         work: gets the pipe: a descriptor from which it reads the numbers of the signals that the watchdog was sent,
             one byte each, and the end of file when the watchdog has gone. Returns the exit code.
         complain: prints a line for the user.
+        describe_loss: returns what follows from a violent end of the supervisor, for the user; empty: nothing.
 
     Returns:
         The exit code of ``work``, that of a LaunchError it raised, or 128 + n if a signal n ended the supervisor.
@@ -71,7 +74,11 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code
-    complain(f"the supervising process was ended by {signal_name(-code)}; {num_killed} processes were killed")
+    loss = describe_loss()
+    complain(
+        f"the supervising process was ended by {signal_name(-code)}; {num_killed} processes were killed"
+        + (f"; {loss}" if loss else "")
+    )
     return 128 - code
 
 

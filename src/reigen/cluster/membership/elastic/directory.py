@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 VIEW_RECORD_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 _CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
+#: Between looks of rank 0 whether there is another launcher.
+_LAUNCHER_SECONDS = 0.5
 
 
 def meet_first_view(
@@ -92,21 +94,37 @@ def meet_first_view(
 class ViewDirectory:
     """One process's use of the rendezvous, in a thread of its own: others do not wait when the launcher is slow.
 
+    A view that runs is put again at a launcher that has taken the place of the first one.
+
     Args:
         rendezvous: used by this thread alone; stays the caller's.
+        find_launcher: returns something that is different for each launcher.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self, rendezvous: Rendezvous, find_launcher: Callable[[], str] = str) -> None:
+        self._rendezvous, self._find_launcher = rendezvous, find_launcher
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
         #: asked for by a candidate: called with each view that is found
         self._look: Callable[[View], bool] | None = None
+        #: the latest view that this process has to announce, and the launcher that knows it; None: none does
+        self._view: View | None = None
+        self._known_to: str | None = None
 
     def announce(self, view: View) -> None:
-        """Put a view that runs."""
-        self._do(partial(self._rendezvous.put, ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view)))
+        """Put a view that runs, once there is a launcher."""
+        self._do(partial(self._announce, view))
+
+    def _announce(self, view: View) -> None:
+        self._view, self._known_to = view, None
+        launcher = self._find_launcher()
+        self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view))
+        self._known_to = launcher
+
+    def _announce_again(self) -> None:
+        if self._view is not None and self._known_to != self._find_launcher():
+            self._announce(self._view)
 
     def look_for_view(self, found: Callable[[View], bool]) -> None:
         """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread."""
@@ -149,15 +167,21 @@ class ViewDirectory:
     def _serve(self) -> None:
         while not self._is_closed:
             try:
-                job = self._jobs.get(timeout=None if self._look is None else _LOOK_SECONDS)
+                job = self._jobs.get(timeout=self._wait_seconds())
             except Empty:
-                job = self._look_once
+                job = self._announce_again if self._look is None else self._look_once
             if job is None:
                 return
             try:
                 job()
             except (OSError, ReigenError) as error:  # the launcher's loss is seen elsewhere, too
                 _log.debug("the rendezvous of an elastic job: %s", error)
+
+    def _wait_seconds(self) -> float | None:
+        """Return how long to wait for jobs before there is something to do."""
+        if self._look is not None:
+            return _LOOK_SECONDS
+        return None if self._view is None else _LAUNCHER_SECONDS
 
     def _look_once(self) -> None:
         data = self._rendezvous.peek(ELASTIC_VIEW_KEY)

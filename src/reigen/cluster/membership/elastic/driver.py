@@ -125,7 +125,7 @@ class ViewDriver:
         self._node, self._plane, self._timeouts = node, plane, timeouts
         self._loop = EventLoop()
         self._links = MemberLinks(self._loop, node, self)
-        self._directory = ViewDirectory(rendezvous)
+        self._directory = ViewDirectory(rendezvous, lambda: node.voter.page.launcher)
         self._thread = threading.Thread(target=self._serve, name="reigen-views", daemon=True)
         #: guards all that follows, but `_posted`
         self._lock = threading.RLock()
@@ -270,6 +270,7 @@ class ViewDriver:
         until = time.monotonic() + _FINISH_SECONDS
         if not self._is_finished:
             is_public = threading.Event()
+            self._node.voter.page.write_finished(self.me.slot)
             self._directory.tell_finished(self.me, is_public.set)
             self._post(self._begin_finish)
             self._all_know.wait(_FINISH_SECONDS)

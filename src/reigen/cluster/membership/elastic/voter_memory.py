@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from reigen.cluster.membership.elastic.host_page import HostPage
 from reigen.cluster.membership.elastic.messages import VoterReply, VoterRequest
 from reigen.cluster.membership.elastic.process_identity import LocalProcess
 from reigen.cluster.membership.views.paxos import Acceptor
@@ -46,6 +47,10 @@ class VoterMemory:
         fd: of the file; stays the caller's.
         host: name of the host in views.
 
+    Attributes:
+        id: of the voter.
+        page: what else is in the memory.
+
     Raises:
         ConfigError: ``fd`` is not a file that this process may write to.
         SharedMemoryError: there is no memory for it.
@@ -63,6 +68,7 @@ class VoterMemory:
                 "are started by `reigen run --min-np`"
             ) from error
         self._process = LocalProcess.current()
+        self.page = HostPage(self._fd)
         try:
             with self._lock():
                 self._allocate()
