@@ -177,8 +177,12 @@ class Submission(Protocol):
     def read_output(self) -> Iterable[tuple[int, bytes]]:
         """Return some new output of the job, in pieces for descriptor 1 or 2; empty: there is none. Never waits."""
 
-    def cancel(self) -> None:
-        """Have the engine end the job, and return without waiting for that; raises LaunchError where it refuses."""
+    def cancel(self) -> float:
+        """Have the engine end the job, and return without waiting for that; raises LaunchError where it refuses.
+
+        Returns:
+            the seconds that the engine gives the job's processes, where they are its own to give; else 0.
+        """
 
     def close(self) -> Sequence[str]:
         """Remove the files made for the job; returns those that could not be, each with the command for it."""
@@ -325,7 +329,8 @@ class _Follower:
         complain(f"{signal.Signals(signum).name}: {self._name} is cancelled; waiting for its end")
         try:
             with self._stops.reporting("the engine has not taken that yet"):
-                self._submission.cancel()
+                engine_seconds = self._submission.cancel()
+            self._cancel_seconds = max(self._cancel_seconds, _CANCEL_SECONDS + engine_seconds)
         except LaunchError as error:
             complain(f"{error}; to remove it: {self._command}")
 

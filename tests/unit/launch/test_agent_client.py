@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -48,6 +49,33 @@ def test_a_host_that_says_nothing_is_lost(outpost: AgentClient, clock: list[floa
     assert outpost.phase is AgentPhase.GONE
     assert outpost.refused is not None
     assert outpost.refused.reason == "nothing has been heard of it for 5 s"
+
+
+def test_the_client_of_a_lost_host_has_its_time_to_end_and_is_killed_then(clock: list[float]) -> None:
+    with LauncherLoop() as loop:
+        process = spawn_client(["sleep", "60"], end_seconds=0.05)
+        with closing(AgentClient("h2", PipedLine(process, loop), Mock(), 5.0)) as client:
+            client.phase = AgentPhase.CONNECTED
+            pass_seconds(client, clock, 6)
+            assert client.phase is AgentPhase.GONE
+            assert process.poll() is None
+            while (left := client.turn()) is not None:
+                loop.wait(left)
+            assert process.wait(60) == -signal.SIGKILL
+
+
+def test_an_agent_whose_line_has_ended_is_ending_until_its_client_has(clock: list[float]) -> None:
+    with LauncherLoop() as loop:
+        process = spawn_client(["sh", "-c", "exec >&- <&-; exec sleep 60"])
+        with closing(AgentClient("h2", PipedLine(process, loop), Mock(), 5.0)) as client:
+            client.phase = AgentPhase.READY
+            while not client.is_ending:
+                loop.wait(60)
+            assert client.phase is AgentPhase.READY
+            process.kill()
+            process.wait()
+            client.turn()
+            assert (client.phase, client.is_ending, client.exit_code) == (AgentPhase.GONE, False, -signal.SIGKILL)
 
 
 def test_a_host_that_is_heard_in_another_way_is_not_lost(outpost: AgentClient, clock: list[float]) -> None:

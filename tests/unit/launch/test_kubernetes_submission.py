@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -275,6 +276,27 @@ def test_a_job_is_deleted_that_kubectl_may_have_created(
     created, deleted = cluster.asked
     label = json.loads(created["stdin"])["metadata"]["labels"]["reigen-submission"]
     assert f"--selector=reigen-submission={label}" in deleted["argv"], "it, and no other's"
+
+
+@pytest.mark.parametrize(
+    ("words", "may_exist"),
+    [
+        ("error: unexpected EOF", True),
+        ("Error from server (Timeout): the server was unable to return a response in the time allotted", True),
+        ('Error from server (AlreadyExists): jobs.batch "train" already exists', False),
+        ("The connection to the server 127.0.0.1:8080 was refused: connection refused", False),
+    ],
+)
+def test_a_job_that_an_error_leaves_in_doubt_is_deleted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, words: str, may_exist: bool
+) -> None:
+    def lose_answer(command: Sequence[str], **options: Any) -> object:
+        done = submission.run_client(command, **options)
+        return subprocess.CompletedProcess(command, 1, "", words) if "create" in command else done
+
+    monkeypatch.setattr(kubernetes_submission, "run_client", lose_answer)
+    assert launch() == 1
+    assert cluster.verbs == ["create", *["delete"] * may_exist]
 
 
 def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

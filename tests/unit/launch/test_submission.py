@@ -46,6 +46,7 @@ class Job:
         self.output: list[tuple[int, bytes]] = []
         self.num_cancelled = self.num_closed = 0
         self.left: list[str] = []
+        self.engine_seconds = 0.0
 
     def submit(self) -> str:
         return "job 7"
@@ -60,9 +61,10 @@ class Job:
         found, self.output = self.output, []
         return found
 
-    def cancel(self) -> None:
+    def cancel(self) -> float:
         self.num_cancelled += 1
         self._answers = [SubmittedState(SubmittedPhase.ENDED, "deleted")]
+        return self.engine_seconds
 
     def close(self) -> Sequence[str]:
         self.num_closed += 1
@@ -137,8 +139,9 @@ class TestFollowing:
 
     def test_a_second_signal_leaves_the_job_to_the_engine(self, capfd: pytest.CaptureFixture[str]) -> None:
         class Stubborn(Job):
-            def cancel(self) -> None:
+            def cancel(self) -> float:
                 self.num_cancelled += 1
+                return 0.0
 
         def stop() -> SubmittedState:
             os.kill(os.getpid(), signal.SIGINT)
@@ -206,9 +209,10 @@ class TestFollowing:
         self, capfd: pytest.CaptureFixture[str]
     ) -> None:
         class Mute(Job):
-            def cancel(self) -> None:
+            def cancel(self) -> float:
                 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
                 run_client(["sleep", "600"])
+                return 0.0
 
         def stop() -> SubmittedState:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -250,14 +254,19 @@ class TestFollowing:
         monkeypatch.setattr(submission, "_CANCEL_SECONDS", 0.0)
 
         class Slow(Job):
-            def cancel(self) -> None:
+            def cancel(self) -> float:
                 self._answers = [RUNNING, RUNNING, ended(0)]
+                return self.engine_seconds
 
         def stop() -> SubmittedState:
             os.kill(os.getpid(), signal.SIGINT)
             return RUNNING
 
         assert run_submission(Slow(stop, RUNNING), grace_seconds=30.0) == 130
+        assert "may still be there" not in capfd.readouterr()[1]
+        of_an_engine = Slow(stop, RUNNING)
+        of_an_engine.engine_seconds = 30.0
+        assert run_submission(of_an_engine) == 130
         assert "may still be there" not in capfd.readouterr()[1]
         assert run_submission(Slow(stop, RUNNING)) == 130
         assert "it has not ended within 0 s: job 7 may still be there" in capfd.readouterr()[1]

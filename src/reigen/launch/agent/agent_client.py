@@ -138,6 +138,11 @@ class AgentClient:
         self._line.send(request)
 
     @property
+    def is_ending(self) -> bool:
+        """Return whether the line has ended, and the exit code of its own process is still waited for."""
+        return self._ends_at is not None and self.phase is not AgentPhase.GONE
+
+    @property
     def is_busy(self) -> bool:
         """Return whether part of a request has not been written yet."""
         return self._line.has_pending
@@ -159,9 +164,9 @@ class AgentClient:
         self._give_credit(stream)
 
     def turn(self) -> float | None:
-        """Send a KeepAlive when it is due; see whether the agent is alive."""
+        """Send a KeepAlive when it is due; see whether the agent is alive, and end a client that outlives its host."""
         if self.phase is AgentPhase.GONE:
-            return None
+            return self._line.end_overdue()
         if self._ends_at is not None:
             self._end_if_possible("")
             return _LOOK_SECONDS

@@ -58,6 +58,9 @@ class AgentLine(Protocol):
     def begin_close(self) -> None:
         """Begin to end the line, without waiting; `close` does the rest. May be called twice."""
 
+    def end_overdue(self) -> float | None:
+        """End what has had its time since `begin_close`; returns the seconds until then, None: nothing is left."""
+
     def close(self) -> int | None:
         """End the line; returns the exit code as `wait_end`. May be called twice."""
 
@@ -132,6 +135,14 @@ class PipedLine:
             self._kill_at = time.monotonic() + end_seconds
             if not end_seconds and self._process.returncode is None:
                 self._process.kill()
+
+    def end_overdue(self) -> float | None:
+        if self._kill_at is None or self._process.poll() is not None:
+            return None
+        if (left := self._kill_at - time.monotonic()) > 0:
+            return left
+        self._process.kill()
+        return None
 
     def close(self) -> int | None:
         self.begin_close()
@@ -217,6 +228,9 @@ class DialedLine:
 
     def begin_close(self) -> None:
         self.close()
+
+    def end_overdue(self) -> float | None:
+        return None
 
     def close(self) -> int | None:
         if self._messages is not None:

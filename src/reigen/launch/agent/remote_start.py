@@ -216,14 +216,16 @@ class RemoteStart:
         agents = self._caller.agents.values()
         begin = time.monotonic()
         deadline, next_notice = begin + seconds, begin + _NOTICE_SECONDS
-        while missing := [each.host for each in agents if each.phase < phase and each.refused is None]:
+        while missing := [
+            each.host for each in agents if (each.phase < phase and each.refused is None) or each.is_ending
+        ]:
             if (now := time.monotonic()) >= deadline:
                 break
             if now >= next_notice:
                 next_notice = now + _NOTICE_SECONDS
                 complain(describe_waiting(missing, now - begin, deadline - now))
             self._caller.turn(min(deadline, next_notice) - now)
-        failed = [each for each in agents if each.phase < phase or each.refused is not None]
+        failed = [each for each in agents if each.phase < phase or each.refused is not None or each.is_ending]
         if problems := [each.problem(self._starter, seconds) for each in failed]:
             codes = {each.refused.exit_code for each in agents if each.refused is not None}
             raise LaunchError(format_problems(problems, len(agents)), codes.pop() if len(codes) == 1 else 1)

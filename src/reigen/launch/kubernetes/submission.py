@@ -44,6 +44,16 @@ _SECRET_BYTES = 32
 _SUBMISSION_LABEL = "reigen-submission"
 #: Seconds without more of the log, while the job has ended, after which the rest is not waited for.
 _LAST_LOG_SECONDS = 10.0
+#: Words of kubectl's by which nothing was created; with any other error, a broken connection's, the Job may be there.
+_REFUSALS = (
+    "already exists",
+    "forbidden",
+    "not found",
+    "invalid",
+    "connection refused",
+    "unauthorized",
+    "no such host",
+)
 #: The manifests are as for any user of the cluster, but these words of kubectl's explain themselves with one more.
 _ADVICE = (
     ("namespaces", "not found", "create the namespace, or name another: --kube-namespace"),
@@ -129,10 +139,8 @@ class KubernetesSubmission:
         self._is_created = True  # it may be, also where no answer comes, or a signal
         try:
             uid = self._create([manifest], ["--output=jsonpath={.metadata.uid}"])
-        except NoAnswerError:
-            raise
-        except LaunchError:
-            self._is_created = False
+        except LaunchError as error:
+            self._is_created = isinstance(error, NoAnswerError) or not _is_refusal(str(error))
             raise
         secret = make_secret(job, secrets.token_hex(_SECRET_BYTES), uid.strip())
         self._create([*make_manifests(job, uid.strip()), secret], [])
@@ -182,9 +190,10 @@ class KubernetesSubmission:
             data = self._log.finish()
         return [(1, data)] if data else []
 
-    def cancel(self) -> None:
-        """Delete the Job; its pods get SIGTERM, and are killed after their grace."""
+    def cancel(self) -> float:
+        """Delete the Job; its pods get SIGTERM, and are killed after their grace, which is returned."""
         self._delete()
+        return float(self._manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
 
     def close(self) -> Sequence[str]:
         """Delete the Job, and with it what belongs to it."""
@@ -234,3 +243,8 @@ class KubernetesSubmission:
         text = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         advice = next((advice for one, other, advice in _ADVICE if one in text.lower() and other in text.lower()), "")
         raise LaunchError(f"kubectl {arguments[0]}: {text}{f' ({advice})' if advice else ''}")
+
+
+def _is_refusal(text: str) -> bool:
+    """Return whether an error of kubectl's says for sure that nothing was created."""
+    return any(words in text.lower() for words in _REFUSALS)

@@ -131,11 +131,12 @@ class SgeSubmission:
                 self._num_read[descriptor] += len(data)
                 yield descriptor, data
 
-    def cancel(self) -> None:
+    def cancel(self) -> float:
         """Have the job deleted; raises LaunchError, in qdel's words."""
         ended = run_client(["qdel", self._job_id])
         if ended.returncode != 0 and "does not exist" not in ended.stdout + ended.stderr:
             raise LaunchError(f"qdel {self._job_id}: {(ended.stderr or ended.stdout).strip()}")
+        return 0.0
 
     def close(self) -> tuple[str, ...]:
         """Remove the job's directory, if it has ended or was not submitted."""

@@ -340,8 +340,8 @@ class YarnSubmission:
             self._link, self._lost_at = None, time.monotonic()
         return found
 
-    def cancel(self) -> None:
-        """Ask the master to end the job; where it cannot be asked, or does not, YARN ends it."""
+    def cancel(self) -> float:
+        """Ask the master to end the job; where it cannot be asked, or does not, YARN ends it. Returns 0."""
         if self._link is not None:
             try:
                 self._link.post(STOP)
@@ -350,8 +350,9 @@ class YarnSubmission:
                 pass
             else:
                 self._stopped_at = time.monotonic()
-                return
+                return 0.0
         self._kill()
+        return 0.0
 
     def _kill(self) -> None:
         with self._gateway.explained("YARN's ResourceManager"):
