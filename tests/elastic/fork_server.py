@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 _DEADLINE_SECONDS = 120.0
@@ -120,11 +121,10 @@ def serve(module: str) -> None:
             os.write(1, (text + "\n").encode())
 
     def reap(signum: int, frame: object) -> None:
-        for pid in [*children]:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                children.discard(pid)
-                os.write(1, f"ended {pid} {os.waitstatus_to_exitcode(status)}\n".encode())
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                children.discard(found[0])
+                os.write(1, f"ended {found[0]} {os.waitstatus_to_exitcode(found[1])}\n".encode())
 
     for line in requests:
         request = json.loads(line)

@@ -1,5 +1,7 @@
 """A training in an `hvd.elastic.Job`, whose steps are written down.
 
+It dies by its own hand where ``DIES_AT`` says, ``POINT:NUMBER`` of the step: so others are in a state that is known.
+
 Lines: ``TRY number view rank size epoch indices`` before gradients are computed; ``STEP number view rank size digest
 time`` when the weights have changed; ``SETTLED`` with the same fields and ``DONE`` at the end. So the samples of each
 step that was applied are known, whoever died in it. Arguments: epochs, samples, seconds a step.
@@ -8,6 +10,7 @@ step that was applied are known, whoever died in it. Arguments: epochs, samples,
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +22,7 @@ import reigen.elastic_job
 import reigen.engine_factory  # noqa: F401
 import reigen.torch as hvd
 from reigen import context
+from reigen.elastic import job as jobs
 
 
 class Model(torch.nn.Module):
@@ -27,11 +31,41 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         kinds = os.environ.get("KIND", "")
-        more = [torch.nn.BatchNorm1d(16)] * ("norm" in kinds) + [torch.nn.Dropout(0.2)] * ("dropout" in kinds)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), *more, torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        width = int(os.environ.get("WIDTH", "16"))
+        more = [torch.nn.BatchNorm1d(width)] * ("norm" in kinds) + [torch.nn.Dropout(0.2)] * ("dropout" in kinds)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, width), *more, torch.nn.Tanh(), torch.nn.Linear(width, 1))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layers(inputs)
+
+
+class Death:
+    """The end of this process at one point of one step."""
+
+    def __init__(self) -> None:
+        self._point, _, number = os.environ.get("DIES_AT", ":-1").partition(":")
+        self._number = int(number)
+
+    def at(self, point: str, number: int) -> None:
+        """The program has come to this point; with `change`, in the next view behind this step."""
+        if point == self._point and (number == self._number or (point == "change" and number >= self._number)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self, job: hvd.elastic.Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Die between the gradients of a step, or around the update of the weights, or in a change of members."""
+        names = ["last", *["middle"] * (len(list(model.parameters())) - 2), "first"]  # backward begins with the last
+        for name, parameter in zip(names, model.parameters(), strict=True):
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.at(name, job.number))
+        optimizer.register_step_pre_hook(lambda *_: self.at("before", job.number))
+        optimizer.register_step_post_hook(lambda *_: self.at("after", job.number))
+        exchange = jobs.allgather_object
+
+        def exchange_or_die(obj: object, name: str | None = None) -> list[object]:
+            if context.elastic_job().epoch > 1:
+                self.at("change", job.number)
+            return exchange(obj, name)
+
+        jobs.allgather_object = exchange_or_die
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -59,34 +93,43 @@ def main() -> None:
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
     data = hvd.elastic.Cursor(num_samples, global_batch=int(os.environ.get("BATCH", "16")), seed=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=os.environ.get("SCALER") == "1")
     resume, every = os.environ.get("RESUME"), int(os.environ.get("EVERY", "0"))
     least = int(os.environ.get("MIN", "1"))
-    with hvd.elastic.Job(model, optimizer, scheduler, data=data, min_size=least, resume=resume) as job:
+    with hvd.elastic.Job(model, optimizer, scheduler, data=data, min_size=least, resume=resume, scaler=scaler) as job:
+        death = Death()
+        death.watch(job, model, optimizer)
         for step in job.steps(num_epochs):
             elastic = context.elastic_job()
             place = f"{step.number} {elastic.epoch if elastic else 0} {hvd.rank()} {hvd.size()}"
+            if step.number == int(os.environ.get("UNTIL", "-1")):
+                break
             with step:
                 if step.number == int(os.environ.get("FAIL_AT", "-1")):
                     raise OSError("the disk of this rank is full")
                 indices = [index for part in step.parts for index in part.indices.tolist()]
                 print(f"TRY {place} {step.epoch} {json.dumps(indices)}", flush=True)
+                death.at("forward", step.number)
                 for part in step.parts:
                     batch = torch.from_numpy(part.indices)
-                    torch.nn.functional.mse_loss(model(inputs[batch]), targets[batch]).backward()
+                    scaler.scale(torch.nn.functional.mse_loss(model(inputs[batch]), targets[batch])).backward()
                 time.sleep(seconds / 2)
                 if os.environ.get("CATCHES") == "1":
                     try:
-                        optimizer.step()
+                        scaler.step(optimizer)
                     except Exception as error:  # noqa: BLE001  a program that wants to know nothing
                         print(f"CAUGHT {type(error).__name__}", flush=True)
+                        scheduler.step()
+                        continue
                 else:
-                    optimizer.step()
+                    scaler.step(optimizer)
+                scaler.update()
                 print(f"STEP {place} {digest(model, optimizer)} {time.monotonic()}", flush=True)
                 time.sleep(seconds / 2)
                 scheduler.step()
             if every and job.number % every == 0 and Path(os.environ["CHECKPOINTS"]).exists():
                 job.checkpoint(Path(os.environ["CHECKPOINTS"]) / f"{job.number}.pt")
-        print(f"SETTLED {job.number} {optimizer.param_groups[0]['lr']}", flush=True)
+        print(f"SETTLED {job.number} {optimizer.param_groups[0]['lr']} {scaler.get_scale()}", flush=True)
     print(f"DONE {hvd.rank()} {hvd.size()} {digest(model, optimizer)} {job.num_undone}", flush=True)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.elastic.elastic_processes import ElasticProcesses, Member
 from tests.elastic.fork_server import ForkServer
@@ -119,3 +120,112 @@ def test_each_sample_counts_once_whoever_dies_when(server: ForkServer, kind: str
         ledger = Ledger()
         ledger.read(job.members)
         ledger.check(epochs, samples)
+
+
+#: By slot: where it dies, and in which step.
+DEATHS = {
+    0: "forward:3",
+    1: "middle:6",
+    2: "before:9",
+    3: "after:12",
+}
+
+
+def segments(ledger: Ledger) -> list[tuple[int, int, int]]:
+    """Runs of steps with the same members: the first step, the one behind the last, and the number of ranks."""
+    found: list[tuple[int, int, int]] = []
+    for number in sorted(ledger.views):
+        size = ledger.sizes[number, max(ledger.views[number])]
+        if found and found[-1][2] == size:
+            found[-1] = (found[-1][0], number + 1, size)
+        else:
+            found.append((number, number + 1, size))
+    return found
+
+
+def test_deaths_at_each_point_leave_the_weights_of_a_run_with_these_members(server: ForkServer, tmp_path: Path):
+    """Each run of steps with the same members is made again from a checkpoint, by as many processes, undisturbed."""
+    epochs, samples = 2, 203
+    first = tmp_path / "first"
+    first.mkdir()
+    variables = {"EVERY": "1", "SCALER": "1"}
+    with ElasticProcesses(str(epochs), str(samples), "0", server=server, CHECKPOINTS=str(first), **variables) as job:
+        members = job.start_first(6, {slot: {"DIES_AT": at} for slot, at in DEATHS.items()})
+        finish(job, members[4:])
+        assert [member.wait() for member in members[:4]] == [-9] * 4
+        ledger = Ledger()
+        ledger.read(members)
+        ledger.check(epochs, samples)
+        ends = {line for member in members[4:] for line in member.lines if line.startswith("SETTLED")}
+    runs = segments(ledger)
+    assert [size for _, _, size in runs] == [6, 5, 4, 3, 2]
+    number = runs[-1][1]
+    (settled,) = ends
+    assert list(map(float, settled.split()[1:])) == pytest.approx(
+        [number, 0.05 * 0.9 ** (number // 7), 2.0 ** (10 + number // 5)]
+    )
+    for begin, end, size in runs:
+        again = tmp_path / str(begin)
+        again.mkdir()
+        more = {"RESUME": str(first / f"{begin}.pt"), "UNTIL": str(end), "CHECKPOINTS": str(again), **variables}
+        with ElasticProcesses(str(epochs), str(samples), "0", server=server, **more) as job:
+            finish(job, job.start_first(size))
+            undisturbed = Ledger()
+            undisturbed.read(job.members)
+        for number in range(begin, end):
+            (expected,) = undisturbed.digests[number, 1]
+            assert ledger.digests[number, max(ledger.views[number])] == {expected}, (number, size)
+        found, expected_state = (torch.load(path / f"{end}.pt", weights_only=True) for path in (first, again))
+        assert repr(found) == repr(expected_state)
+
+
+def test_a_program_that_catches_everything_goes_on(server: ForkServer):
+    with ElasticProcesses("1", "203", "0", server=server, CATCHES="1") as job:
+        deaths = {0: {"DIES_AT": "first:4"}, 1: {"DIES_AT": "last:8"}, 2: {"DIES_AT": "change:5"}}
+        members = job.start_first(4, deaths)
+        finish(job, members[3:])
+        assert members[3].says("CAUGHT PeerLostError")
+        ledger = Ledger()
+        ledger.read(members)
+        ledger.check(1, 203)
+
+
+def test_steps_wait_for_enough_members(server: ForkServer, tmp_path: Path):
+    with ElasticProcesses("1", "403", "0.005", server=server, MIN="3") as job:
+        newcomer = job.start_candidate(3, WAITS_FOR=str(tmp_path / "go"))
+        members = job.start_first(3, {1: {"DIES_AT": "first:4"}})[1:]
+        assert members[1].wait() == -9
+        threading.Event().wait(0.5)
+        assert max(count_steps(member) for member in members) == 4
+        (tmp_path / "go").touch()
+        rest = [members[0], members[2], newcomer]
+        finish(job, rest)
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(1, 403)
+        assert set(ledger.sizes.values()) == {3}
+
+
+def test_a_newcomer_with_another_model_is_told_and_disturbs_nobody(server: ForkServer):
+    with ElasticProcesses("1", "803", "0.01", server=server) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ", members)
+        wrong = job.start_candidate(2, WIDTH="17")
+        assert wrong.wait() == 1
+        assert wrong.says("model of this rank is not like that of rank 0")
+        assert wrong.says("Start this process with the same program and options as the others")
+        finish(job, members)
+        ledger = Ledger()
+        ledger.read(members)
+        ledger.check(1, 803)
+
+
+def test_a_program_that_fails_on_one_rank_ends_there(server: ForkServer):
+    with ElasticProcesses("1", "203", "0", server=server) as job:
+        failing, *members = job.start_first(3, {0: {"FAIL_AT": "5"}})
+        assert failing.wait() == 1
+        assert failing.says("OSError")
+        finish(job, members)
+        ledger = Ledger()
+        ledger.read(members)
+        assert sorted(ledger.views) == list(range(13))

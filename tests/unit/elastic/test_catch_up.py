@@ -1,0 +1,40 @@
+"""Who gives its state to whom in a new view."""
+
+from __future__ import annotations
+
+from reigen.elastic.catch_up import CatchUpPlan, HeldState, plan_catch_up
+
+
+def member(number: int, *, is_whole: bool = True) -> HeldState:
+    return HeldState(number, is_member=True, is_whole=is_whole)
+
+
+def other(number: int = 0) -> HeldState:
+    return HeldState(number, is_member=False)
+
+
+def test_equals_do_nothing() -> None:
+    assert plan_catch_up([member(5), member(5)]) == CatchUpPlan(0)
+
+
+def test_at_the_beginning_rank_0_gives_to_all() -> None:
+    assert plan_catch_up([other(), other(), other()]) == CatchUpPlan(0, frozenset({1, 2}))
+
+
+def test_at_the_beginning_the_latest_checkpoint_counts() -> None:
+    assert plan_catch_up([other(), other(80), other(80)]) == CatchUpPlan(1, frozenset({0, 2}))
+
+
+def test_who_is_behind_gets_everything_from_the_furthest() -> None:
+    assert plan_catch_up([member(4), member(5), member(4), member(5)]) == CatchUpPlan(1, frozenset({0, 2}))
+
+
+def test_who_comes_gets_everything_however_far_it_says_it_is() -> None:
+    assert plan_catch_up([member(5), other(9)]) == CatchUpPlan(0, frozenset({1}))
+
+
+def test_who_has_come_to_the_end_of_the_step_gives_the_rest() -> None:
+    cut = member(5, is_whole=False)
+    assert plan_catch_up([cut, member(5), member(4)]) == CatchUpPlan(1, frozenset({2}), frozenset({0}))
+    assert plan_catch_up([cut, cut]) == CatchUpPlan(0), "nobody has more"
+    assert plan_catch_up([cut, member(4)]) == CatchUpPlan(0, frozenset({1})), "an applied step is not undone"
