@@ -272,6 +272,12 @@ class ElasticJob(Generic[_Context]):
         self._driver.require_size(size)
 
     @property
+    def lost_ranks(self) -> list[int]:
+        """Ranks of the view that ends that are known, or said, to be lost; for `StepState.progress`."""
+        view, lost = self._driver.view, self._driver.lost
+        return [] if view is None else [rank for member, rank in view.ranks.items() if member in lost]
+
+    @property
     def has_finished_members(self) -> bool:
         """Return whether the program is done on other members."""
         return bool(self._driver.finished)

@@ -7,6 +7,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class SumsAtHand:
+    """Sums of a step that a member has begun and not applied, and with which it can go on where it was cut off.
+
+    Attributes:
+        epoch: of the view in which they are made.
+        rank: in that view.
+        can_finish: all that they are made of lies in memory that it has mapped.
+        are_whole: it has all sums.
+    """
+
+    epoch: int
+    rank: int
+    can_finish: bool
+    are_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
 class HeldState:
     """State of a member that enters a view.
 
@@ -15,11 +32,13 @@ class HeldState:
         is_member: it was given the state of the job, or went on with it; otherwise its weights are its own.
         is_whole: the program went on behind the update to the end of the step, so that learning rate and loss scale are
             of this step, too.
+        sums: of the following step, if the program waits for them, and can go on with them.
     """
 
     number: int
     is_member: bool
     is_whole: bool = True
+    sums: SumsAtHand | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +49,23 @@ class CatchUpPlan:
         source: rank whose state all will have.
         receivers: ranks that get everything.
         partial_receivers: ranks that have the weights, and get what is small: schedulers and the like.
+        completing: ranks that go on with the step in which they were cut off, and apply it.
+        finishing: if sums of this step have to be finished first, the ranks of those who do it, in the view in which
+            the step began.
     """
 
     source: int
     receivers: frozenset[int] = frozenset()
     partial_receivers: frozenset[int] = frozenset()
+    completing: frozenset[int] = frozenset()
+    finishing: tuple[int, ...] = ()
 
 
 def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     """Choose the source: who has applied most steps, best to their end; of equals, the lowest rank.
+
+    A step that all were in, and of whose sums nothing is lost, is completed by all. Who has not applied a step that
+    others have, but has its sums, applies it by itself. If one is left who cannot, all of them get the state.
 
     Before anybody is a member, that is who has loaded the latest checkpoint.
 
@@ -52,7 +79,23 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     receivers = {
         rank for rank, each in enumerate(held) if rank != source and not (each.is_member and each.number == best.number)
     }
+    if all(each.sums is not None and each.sums.can_finish and each.is_member for each in held) and not receivers:
+        finishing = tuple(each.sums.rank for each in held if each.sums is not None)
+        if len({each.sums.epoch for each in held if each.sums is not None}) == 1:
+            return CatchUpPlan(source, completing=frozenset(range(len(held))), finishing=finishing)
+    completing: set[int] = set()
+    if all(held[rank].is_member and _is_one_behind(held[rank], best) for rank in receivers):
+        receivers, completing = set(), receivers
     partial = {
-        rank for rank, each in enumerate(held) if rank not in receivers and best.is_whole and not each.is_whole
+        rank
+        for rank, each in enumerate(held)
+        if rank not in receivers | completing and best.is_whole and not each.is_whole
     } - {source}
+    if completing:
+        return CatchUpPlan(source, partial_receivers=frozenset(partial), completing=frozenset(completing))
     return CatchUpPlan(source, frozenset(receivers), frozenset(partial))
+
+
+def _is_one_behind(each: HeldState, best: HeldState) -> bool:
+    """Return whether a member has not applied the latest step, but has its sums."""
+    return each.number == best.number - 1 and each.sums is not None and each.sums.are_whole

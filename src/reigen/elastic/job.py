@@ -11,8 +11,17 @@ c. The program learns of a change by an error of a collective in ``with step:``,
 d. A step is *stable* at a member that knows that all have applied it: it has caught up, or been in a barrier since.
    Only stable state leaves the job, in a checkpoint or at its end.
 
-Where the sums of a step that nobody has applied are still there, the step can be completed instead of being undone
-(`StepBase.completes`). The place for that is `BaseJob.completion`.
+Where all gradients of a step that nobody has applied are still there, the step is completed instead of being undone:
+
+e. Each member goes on to the place where it waits for the sums, and changes the view there (`complete_step`), in the
+   middle of the user's call of the optimizer. So what the program does with gradients is done to these sums, too.
+f. In the next view all say what they have (`SumsAtHand`), and decide alike. If all wait, and nothing is lost, they
+   finish the sums (`reigen.backends.shm.step_sums`), meet in a barrier, and return to the program, which applies them:
+   the step has had the samples of the dead. Views are numbered as if they had known (`StepBase.completes`); where they
+   have not, or had hoped in vain, the numbers of steps of program and membership differ by another `_Mark.offset`.
+g. If a member dies in (f), or before all have applied the step, the next view begins with (f), too: who has all sums
+   applies them by itself, if others have.
+h. A member that waits holds the gradients of this step until it is applied, then its optimizer begins anew in the view.
 """
 
 from __future__ import annotations
@@ -24,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from reigen import context as contexts
 from reigen.api import job as api
@@ -32,7 +41,7 @@ from reigen.api.functions import allgather_object, barrier, broadcast_object
 from reigen.api.process_sets import RegisteredSets, follow_members
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
-from reigen.elastic.catch_up import HeldState, plan_catch_up
+from reigen.elastic.catch_up import HeldState, SumsAtHand, plan_catch_up
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.training import TrainingState
 from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError, StepOrderError
@@ -40,27 +49,12 @@ from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError
 if TYPE_CHECKING:
     import os
 
-    from reigen.cluster.membership.views.record import View
     from reigen.elastic_job import ElasticJob
 
 _log = logging.getLogger(__name__)
 
 #: How often a receiver's state may differ from the source's after it was sent.
 _MAX_TRANSFERS = 2
-
-
-class StepCompletion(Protocol):
-    """Completion of a step that was cut off, from sums that are left: `BaseJob.completion`."""
-
-    def held_sums(self, epoch: int) -> HeldSums:
-        """Return which sums of the step that is not applied are held here; by the driver's thread, when a view ends."""
-
-    def complete(self, view: View) -> None:
-        """Collective, in the next view: get all sums of the interrupted step, and let the optimizer apply them.
-
-        Called before the gradients of the interrupted step are dropped. The update is made as always, in the context
-        that `TrainingState.attach` was given. Where this raises, the step has been applied or it has not.
-        """
 
 
 class StepParts(Sequence[Part]):
@@ -168,7 +162,6 @@ class BaseJob(ABC):
 
     Attributes:
         data: where the next step begins.
-        completion: completes steps that were cut off, if that can be done; None: they are undone.
         num_undone: steps that were undone and run again, in this process.
     """
 
@@ -183,7 +176,7 @@ class BaseJob(ABC):
     ) -> None:
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise ArgumentError(f"min_size must be a positive integer, got {min_size!r}")
-        self.training, self.data, self.completion = training, data, None
+        self.training, self.data = training, data
         self.num_undone = 0
         self._min_size, self._num_parts, self._resume = min_size, num_parts, resume
         self._elastic: ElasticJob[contexts.Context] | None = None
@@ -195,8 +188,17 @@ class BaseJob(ABC):
         self._is_whole = True
         self._process_sets: RegisteredSets | None = None
         self._is_open = False
-
-    completion: StepCompletion | None
+        #: the context and the epoch in which the step began
+        self._step_context: contexts.Context | None = None
+        self._step_epoch = 0
+        #: the program waits for sums, with which it can go on
+        self._waits = False
+        #: steps that all have had when they have come to the membership's target
+        self._base_number = 0
+        #: the membership has counted the step that is completed
+        self._is_counted = False
+        #: the optimizer has begun anew in this view
+        self._has_renewed = True
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class BaseJob(ABC):
         self._elastic = contexts.elastic_job()
         if self._resume is not None:
             self.load(self._resume)
-        self.training.attach(_Update(self))
+        self.training.attach(_Update(self), self.complete_step)
         self._is_open = True
         if self._elastic is not None:
             self._elastic.step_state = self
@@ -312,6 +314,11 @@ class BaseJob(ABC):
         self._step, self._is_stable = step, False
         step.has_ended = True
         self.training.begin_step()
+        self._step_context = contexts.current()
+        self._step_context.keeps_journals = self._elastic is not None
+        self._step_epoch = 0 if self._elastic is None else self._elastic.epoch
+        for sums in self._step_context.step_sums:
+            sums.begin_step()
 
     def begin_part(self, part: Part) -> None:
         """Begin with a part: its gradients are weighted so that the average over ranks is that over samples."""
@@ -321,6 +328,11 @@ class BaseJob(ABC):
         """End an attempt at a step; returns whether the error was a change of members, and is done with."""
         if self._is_updating:
             self.end_update(is_applied=False)
+        if self._step is not step:  # it was cut off, and could not be completed: members have changed since
+            return error is None or isinstance(error, CollectiveError)
+        if not self._has_renewed:
+            self.training.renew()
+            self._has_renewed = True
         if error is None and not step.is_applied:
             error = self._apply_nothing()
         if error is not None and not self._is_change(error):
@@ -333,9 +345,47 @@ class BaseJob(ABC):
         self._step = None
         if error is not None:
             self._change(f"step {step.number} is applied; what came behind the update is lost here: {error}")
-        elif self._elastic is not None and self._elastic.step_applied():
+        elif self._elastic is not None and self._count_step(self._elastic):
             self._change(f"step {step.number} is the last with these members")
         return True
+
+    def _count_step(self, elastic: ElasticJob[contexts.Context]) -> bool:
+        """Count a step for the membership, if its view does not yet; returns True if members change now."""
+        is_counted, self._is_counted = self._is_counted, False
+        return elastic.is_changing() if is_counted else elastic.step_applied()
+
+    def complete_step(self, error: CollectiveError) -> bool:
+        """Go to the next view in the middle of a step, at the place where its sums are waited for.
+
+        Collective over the members of that view: each comes from here, or from the end of its step.
+
+        Args:
+            error: the reason why there are no sums.
+
+        Returns:
+            The sums are complete in this rank's memory, and the program goes on as if nothing had been. Otherwise the
+            step is undone, or is to be: the error has to leave it.
+        """
+        step = self._step
+        if step is None or step.is_applied or not self._is_change(error):
+            return False
+        self._waits = True
+        try:
+            self._change(f"step {step.number} is cut off: {error}")
+        finally:
+            self._waits = False
+        if self._step is step:
+            _log.info("step %d is completed with the gradients of all ranks that began it", step.number)
+        return self._step is step
+
+    def _sums_at_hand(self) -> SumsAtHand | None:
+        """Return a description of the sums for which the program waits; None: it waits for none."""
+        context = self._step_context
+        if not self._waits or self._step is None or context is None or not context.step_sums:
+            return None
+        can_finish = all(sums.can_finish for sums in context.step_sums)
+        are_whole = all(sums.is_whole for sums in context.step_sums)
+        return SumsAtHand(self._step_epoch, context.rank, can_finish, are_whole)
 
     def _apply_nothing(self) -> BaseException | None:
         """Count a step in which no update was made, on no rank; returns an error if members change meanwhile."""
@@ -356,11 +406,17 @@ class BaseJob(ABC):
             PeerLostError: the view has ended.
         """
         self._lock.acquire()
+        while self._elastic is not None and self._mark.revoked >= self._elastic.epoch:
+            self._lock.release()
+            error = PeerLostError("the members of the job change: this step is not applied")
+            gradients = self.training.gradients()  # perhaps clipped by now
+            if not self.complete_step(error):
+                raise error
+            self.training.set_gradients(gradients)
+            self._lock.acquire()
         self._is_updating = True
         problem: Exception | None = None
-        if self._elastic is not None and self._mark.revoked >= self._elastic.epoch:
-            problem = PeerLostError("the members of the job change: this step is not applied")
-        elif self._step is not None and self._step.is_applied:
+        if self._step is not None and self._step.is_applied:
             problem = StepOrderError("optimizer.step() was called twice in a step")
         if problem is not None:
             self.end_update(is_applied=False)
@@ -385,10 +441,23 @@ class BaseJob(ABC):
             applied = mark.number - mark.offset if mark.is_member else 0
             here = SamplePosition(self.data.epoch, self.data.position)
             held, following = HeldSums(epoch), here
-            if self.completion is not None and self._step is not None and not self._step.is_applied:
-                held = self.completion.held_sums(epoch)
+            if self._step is not None and not self._step.is_applied:
+                held = self._held_sums(epoch)
                 following = SamplePosition(self._step.epoch, self._step.interval.stop)
             return StepProgress(applied, here, following, held)
+
+    def _held_sums(self, epoch: int) -> HeldSums:
+        """Return of which buckets the sums of the step in flight can be had, as far as that is known now."""
+        context, elastic = self._step_context, self._elastic
+        if context is None or elastic is None:
+            return HeldSums(epoch)
+        lost = elastic.lost_ranks if self._step_epoch == epoch else ()
+        buckets: list[int] = []
+        first = 0
+        for sums in list(context.step_sums):
+            buckets += [first + number for number in sums.held(lost)]
+            first += sums.num_buckets
+        return HeldSums(self._step_epoch, tuple(buckets), max(1, first))
 
     def _is_change(self, error: BaseException) -> bool:
         """Return whether an error is a change of members; others leave."""
@@ -423,7 +492,7 @@ class BaseJob(ABC):
         assert self._elastic is not None
         target = self._elastic.view.base.target
         with self._lock:
-            self._mark.offset = self._mark.number - max(target, 1)
+            self._mark.offset = self._base_number - max(target, 1)
             self._mark.is_member = True
         return target == 0 and self._elastic.step_applied()
 
@@ -431,19 +500,30 @@ class BaseJob(ABC):
         """Collective: all members of a view come to hold the state of those who are furthest."""
         if self._elastic is not None:
             self._process_sets = follow_members(self._process_sets)
-            if self._elastic.view.base.completes and self.completion is not None:
-                self.completion.complete(self._elastic.view)
         mark = self._mark
         is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
-        held: list[HeldState] = allgather_object(HeldState(mark.number, mark.is_member, is_whole), "elastic.held")
+        own = HeldState(mark.number, mark.is_member, is_whole, self._sums_at_hand())
+        held: list[HeldState] = allgather_object(own, "elastic.held")
         plan = plan_catch_up(held)
-        self._resolve_step(is_redone=self.rank not in plan.receivers)
-        self.training.enter_view()
+        if plan.finishing and self._step_context is not None:
+            for sums in self._step_context.step_sums:
+                sums.finish(plan.finishing)
+            barrier()
+        self._base_number = held[plan.source].number
+        if self._elastic is not None and self._elastic.view.base.completes and plan.finishing:
+            self._base_number += 1
+        is_completing = self.rank in plan.completing
+        self._is_counted = is_completing and self._base_number > mark.number
+        self._has_renewed = not is_completing
+        if not is_completing:
+            self._resolve_step(is_redone=self.rank not in plan.receivers)
+        self.training.enter_view(keeps_gradients=is_completing)
         if plan.receivers:
             self._receive(plan.source, receives=self.rank in plan.receivers)
         if plan.receivers or plan.partial_receivers:
             self._receive_small(plan.source, receives=self.rank in plan.receivers | plan.partial_receivers)
-        self._is_whole = self._is_stable = True  # or nobody has more
+        self._is_whole = True  # or nobody has more
+        self._is_stable = not plan.completing
 
     def _resolve_step(self, *, is_redone: bool) -> None:
         """Decide what comes of a step that was cut off: it is undone here, or others have applied it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+from reigen.errors import CollectiveError
 
 
 class TrainingState(Protocol):
@@ -14,14 +16,19 @@ class TrainingState(Protocol):
     such as BatchNorm's, learning rate schedulers, the loss scale.
     """
 
-    def attach(self, update: AbstractContextManager[None]) -> None:
-        """Enter this context for each update of the weights, when its sums are there."""
+    def attach(self, update: AbstractContextManager[None], complete: Callable[[CollectiveError], bool]) -> None:
+        """Connect the optimizer with the job.
+
+        Args:
+            update: entered for each update of the weights, when its sums are there.
+            complete: called where the sums of all gradients have failed; True: they are complete where they lie.
+        """
 
     def detach(self) -> None:
         """Take off what `attach` and `begin_step` have put on model and optimizer."""
 
     def begin_step(self) -> None:
-        """Keep a copy of the small state."""
+        """Clear the gradients, and keep a copy of the small state."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply gradients by this number from now on, before they are averaged over the ranks."""
@@ -35,8 +42,17 @@ class TrainingState(Protocol):
     def describe(self) -> Mapping[str, list[str]]:
         """Return what must be the same on all members, by name, in lines."""
 
-    def enter_view(self) -> None:
-        """Collective: begin in a view as if made there."""
+    def enter_view(self, *, keeps_gradients: bool) -> None:
+        """Collective: begin in a view as if made there; who keeps its gradients calls `renew` later."""
+
+    def renew(self) -> None:
+        """Begin in the view of `enter_view`, which has kept gradients."""
+
+    def gradients(self) -> Any:
+        """Return the gradients, which are complete, for `set_gradients`."""
+
+    def set_gradients(self, gradients: Any) -> None:
+        """Go on with these gradients: members have changed."""
 
     def backup(self) -> Any:
         """Return what `recover` needs to undo an unfinished `transfer` to this member."""

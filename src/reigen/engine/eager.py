@@ -89,8 +89,8 @@ class EagerAllreduce:
             whether it was submitted; if not, nothing has changed.
         """
         cached = self._controller.cached.get(operation.name)
-        if cached is None or cached.operation is not operation:
-            return False
+        if cached is None or cached.operation is not operation or handle.task.journal is not None:
+            return False  # nobody could finish a sum in registered memory that was not made there
         slot, prepared = cached.slot, self._prepared
         call = prepared[slot] if slot in prepared else self._prepare(cached)
         if call is None or not self._outstanding.add_alone(operation.name, handle):

@@ -59,6 +59,10 @@ class SparseGradients:
         self._average = average
         self._pending: dict[int, Handle[list[torch.Tensor]]] = {}
 
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._dims)
+
     @staticmethod
     def refused(name: str, error: JoinedError) -> JoinedError:
         """Explain that a sparse gradient cannot be gathered, because some rank has joined."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.elastic.state import (
     ModelStateHandler,
@@ -60,20 +60,23 @@ class TorchTraining:
         self._options: list[dict[str, Any]] = []
         self._states: dict[str, Any] = {}
 
-    def attach(self, update: AbstractContextManager[None]) -> None:
+    def attach(self, update: AbstractContextManager[None], complete: Callable[[CollectiveError], bool]) -> None:
         """Implement `TrainingState.attach`."""
         self._optimizer.update_context = update
+        self._optimizer.complete_sums_by(complete)
         self._hooks = [_hook_gradient(p, self._scaled) for p in self._parameters() if p.requires_grad]
 
     def detach(self) -> None:
         """Implement `TrainingState.detach`."""
         self._optimizer.__dict__.pop("update_context", None)
+        self._optimizer.complete_sums_by(None)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def begin_step(self) -> None:
         """Implement `TrainingState.begin_step`."""
+        self._optimizer.zero_grad()
         self._generators = _generator_states()
         for name, buffer in self._model.named_buffers():
             self._buffers[name] = copy_state(buffer, self._buffers.get(name))
@@ -109,10 +112,24 @@ class TorchTraining:
         }
         return {**found, **{name: [type(each).__name__] for name, each in self._objects.items()}}
 
-    def enter_view(self) -> None:
+    def enter_view(self, *, keeps_gradients: bool) -> None:
         """Implement `TrainingState.enter_view`."""
         align_gradient_sets()
+        if not keeps_gradients:
+            self._optimizer.renew()
+
+    def renew(self) -> None:
+        """Implement `TrainingState.renew`."""
         self._optimizer.renew()
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Implement `TrainingState.gradients`."""
+        return [parameter.grad for parameter in self._parameters()]
+
+    def set_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        """Implement `TrainingState.set_gradients`."""
+        for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+            parameter.grad = gradient
 
     def backup(self) -> Any:
         """Implement `TrainingState.backup`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from reigen import context as contexts
 from reigen.engine.handle import Handle
+from reigen.errors import CollectiveError
 from reigen.torch.optimizers.gradient_sync import FinishedBy, GradientSynchronizer
 from reigen.torch.optimizers.optimizer_wrapper import Closure, WrappedOptimizer
 
@@ -36,6 +37,10 @@ class AllreduceOptimizer(WrappedOptimizer):
             What ``synchronize()`` takes, and nothing that ``decompress()`` would need.
         """
         return self._reducer.reduce_alone(p), None
+
+    def complete_sums_by(self, complete: Callable[[CollectiveError], bool] | None) -> None:
+        """Call this where sums have failed; True: they are complete where the gradients lie, and the step goes on."""
+        self._reducer.complete = complete
 
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the reduced gradient. Follow it with ``skip_synchronize()`` around ``step()``.

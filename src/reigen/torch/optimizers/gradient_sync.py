@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -14,7 +14,7 @@ from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import process_set_number
 from reigen.elastic import membership
 from reigen.engine.handle import Handle
-from reigen.errors import ArgumentError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, StepOrderError
 from reigen.torch.adapter import bytes_to_compare, tensor_bytes
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.ops import allreduce_async, allreduce_async_
@@ -57,6 +57,8 @@ class GradientSynchronizer(OptimizerReducer):
         self._has_failed = False
         #: passes that were finished
         self.num_passes = 0
+        #: see `AllreduceOptimizer.complete_sums_by`
+        self.complete: Callable[[CollectiveError], bool] | None = None
         self.reducers: list[Reducer] = []
         super().__init__(named, passes)
         #: the job for which it was looked whether this rank takes part
@@ -138,7 +140,9 @@ class GradientSynchronizer(OptimizerReducer):
                     failure = failure or error
         try:
             if failure is not None:
-                raise failure
+                self._complete(failure)
+                self._finished, self._has_failed = by, False
+                return
         finally:
             del failure  # it holds this frame
         self._finished, self._has_failed = by, False
@@ -149,6 +153,14 @@ class GradientSynchronizer(OptimizerReducer):
             whole = self._context.config.check_replicas > 0
             data = [bytes_to_compare(parameter, whole=whole) for parameter in watched]
             check_first_step(self.reducers[0].reduce_group, data, [name for name, _ in self.named(watched)])
+
+    def _complete(self, failure: Exception) -> None:
+        """Complete sums that have failed, together with those who are left; otherwise raise the failure."""
+        may = self.complete is not None and all(reducer.is_recoverable for reducer in self.reducers)
+        if not may or not isinstance(failure, CollectiveError) or self.complete is None or not self.complete(failure):
+            raise failure
+        for reducer in self.reducers:
+            reducer.recovered()
 
     def confirm(self) -> None:
         """The user, too, has called for the gradients that backward() has reduced."""
@@ -213,7 +225,7 @@ class GradientSynchronizer(OptimizerReducer):
         Raises:
             ReplicaError: they are not the same on all ranks.
         """
-        if self._is_check_due() and self.reducers:
+        if self._is_check_due() and self.reducers and not self.is_job_over:
             names = [name for name, _ in self.named(parameters)]
             check_replicas(self.reducers[0].reduce_group, [tensor_bytes(p) for p in parameters], names)
 

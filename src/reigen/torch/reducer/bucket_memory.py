@@ -7,8 +7,7 @@ fill it, and a reader of the gradients lets its stream wait for the reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -72,6 +71,8 @@ class BucketMemory:
             self._journal = ReductionJournal(self._region.owned, owner, extents)
             self._sums = StepSums(self._journal)
             reduce_group.context.step_sums.append(self._sums)
+            reduce_group.barrier("journal")  # all have cleared their words
+            self._sums.begin_step()
 
     def _extents(self, reduce_group: ReduceGroup, plan: BucketPlan) -> list[BucketExtent]:
         """Return the buckets as a journal needs them."""
@@ -85,10 +86,9 @@ class BucketMemory:
             for bucket in plan.buckets
         ]
 
-    @property
-    def keeps_journal(self) -> bool:
-        """Return whether survivors can finish sums of this memory."""
-        return self._journal is not None
+    def can_complete(self, lost: Collection[int]) -> bool:
+        """Return whether the sums of this pass can be completed, as far as is known, though these ranks are lost."""
+        return self._sums is not None and len(self._sums.held(lost)) == self._sums.num_buckets
 
     def fill(self, buckets: Iterable[int]) -> None:
         """The gradients of these buckets are complete in this pass, and are going to be reduced."""
@@ -171,9 +171,7 @@ class ShardedBucketMemory(BucketMemory):
         self.shares = assign_shards(plan, len(self.region.owned), SHARD_ALIGNMENT_BYTES, self.division)
 
     def _extents(self, reduce_group: ReduceGroup, plan: BucketPlan) -> list[BucketExtent]:
-        shares = assign_shards(plan, reduce_group.size, SHARD_ALIGNMENT_BYTES, self.division)
-        extents = super()._extents(reduce_group, plan)
-        return [replace(extent, counts=counts) for extent, counts in zip(extents, shares.counts, strict=True)]
+        return []  # until an owner has begun to update weights, the step is undone without
 
     def gather(self, reduce_group: ReduceGroup) -> None:
         """Gather the other owners' sums into this rank's buckets; collective, with no reduction on its way."""

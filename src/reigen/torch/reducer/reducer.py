@@ -189,6 +189,11 @@ class Reducer:
         finally:
             del failure, failures  # they hold this frame
 
+    @property
+    def is_recoverable(self) -> bool:
+        """Return whether sums that have failed may be completed where the gradients lie."""
+        return self._memory.can_complete(()) and not self._sparse
+
     def recovered(self) -> None:
         """The sums that failed were completed where the gradients lie: go on as behind `wait`."""
         if not self._options.owned:
@@ -364,8 +369,8 @@ class Reducer:
                 self._reduce(bucket, blocking=not in_backward)
             except BaseException as error:
                 self.tracker.failed(buckets[position:])
-                if in_backward and isinstance(error, CollectiveError) and self._memory.keeps_journal:
-                    return  # step() fails, or completes the step: that needs all gradients
+                if in_backward and isinstance(error, CollectiveError) and self._memory.can_complete(error.ranks):
+                    return  # step() fails, or completes the sums: that needs all gradients
                 raise
 
     def _kept_back(self, buckets: tuple[int, ...]) -> tuple[int, ...]:

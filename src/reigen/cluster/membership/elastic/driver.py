@@ -182,6 +182,11 @@ class ViewDriver:
         return self._view
 
     @property
+    def lost(self) -> frozenset[MemberId]:
+        """Members of the present view that are known, or said, to be lost; for methods of the plane."""
+        return frozenset(self._machine.lost) if isinstance(self._machine, ElasticMember) else frozenset()
+
+    @property
     def state(self) -> ElasticState | CandidateState:
         """State of this process."""
         return self._machine.state

@@ -1,0 +1,149 @@
+"""A training in an `hvd.elastic.Job` of which ranks kill themselves at points of steps that they are told.
+
+This process forks the ranks, so that what they need is imported once. All write lines to its output: ``TRY number view
+rank size indices`` when a step begins; ``STEP number view digest`` when the weights have changed; ``DONE undone`` at
+the end. Arguments: the number of steps, and for each rank nothing, or its point, ``PLACE NUMBER STEP``:
+
+* ``gradient n``: when the n-th gradient of the step comes;
+* ``filled n``: before or behind the word that says that a bucket is filled, 2 n or 2 n + 1;
+* ``sums n``: at the n-th instruction of the reductions that others can see: words of the journal, and both halves of
+  what is written into a copy of a bucket;
+* ``update 0``: when all sums are there, and the weights are to be changed.
+
+``ONE_CPU``: buckets are reduced when backward is over. ``CLIPS``: the norm of the sums is limited.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+
+import torch
+
+import reigen.torch as hvd
+from reigen import context
+from reigen.backends.shm import reduction_journal
+
+BATCH, CLIPS = 16, os.environ.get("CLIPS") == "1"
+
+
+def say(*words: object) -> None:
+    """Write a line at once, so that those of several processes do not mix."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+class Countdown:
+    """Kills this process at its n-th call while it is on."""
+
+    def __init__(self, number: int) -> None:
+        self.left, self.is_on = number, False
+
+    def __call__(self, *_: object) -> None:
+        if self.is_on:
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+
+
+def patch_journal(count: Countdown, *, fills: bool) -> None:
+    store, copy = reduction_journal._store, reduction_journal._copy_block
+
+    def counted_store(word: memoryview, value: int) -> None:
+        counts = fills is not bool(value & 0xFFFFFFFF)
+        if counts:
+            count()
+        store(word, value)
+        if counts:
+            count()
+
+    def counted_copy(target, total) -> None:
+        if not fills:
+            count()
+            target[: total.size // 2] = total[: total.size // 2]
+            count()
+        copy(target, total)
+
+    reduction_journal._store, reduction_journal._copy_block = counted_store, counted_copy
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    widths = [64, 700, 300, 1]
+    layers = [torch.nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+    return torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def make_samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(count, 64, generator=torch.Generator().manual_seed(5))
+    return inputs, inputs.sum(1, keepdim=True)
+
+
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+        found.update(optimizer.state[parameter]["momentum_buffer"].numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main() -> None:
+    pids: list[int] = []
+    for rank, point in enumerate(sys.argv[2:]):
+        pid = os.fork()
+        if not pid:
+            places = {"RANK": rank, "LOCAL_RANK": rank, "SLOT": rank, "SIZE": len(sys.argv) - 2}
+            os.environ |= {f"REIGEN_{name}": str(number) for name, number in places.items()}
+            os.environ["REIGEN_LOCAL_SIZE"] = os.environ["REIGEN_SIZE"]
+            train(int(sys.argv[1]), point or "never 0 0")
+            return
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    say("ENDED", codes)
+
+
+def train(num_steps: int, point: str) -> None:
+    place, number, at = point.split()
+    count = Countdown(int(number))
+    torch.set_num_threads(1)
+    if os.environ.get("ONE_CPU") == "1":
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["REIGEN_SLOT"]) % 2]})
+    hvd.init()
+    inputs, targets = make_samples(num_steps * BATCH)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
+    if place in {"filled", "sums"}:
+        patch_journal(count, fills=place == "filled")
+    elif place == "gradient":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(count)
+    elif place == "update":
+        optimizer.register_step_pre_hook(count)
+    data = hvd.elastic.Cursor(num_steps * BATCH, global_batch=BATCH, seed=3)
+    with hvd.elastic.Job(model, optimizer, data=data) as job:
+        for step in job.steps(1):
+            elastic = context.elastic_job()
+            assert elastic is not None
+            where = f"{step.number} {elastic.epoch}"
+            with step:
+                indices = [index for part in step.parts for index in part.indices.tolist()]
+                say("TRY", where, hvd.rank(), hvd.size(), json.dumps(indices))
+                count.is_on = step.number == int(at)
+                for part in step.parts:
+                    batch = torch.from_numpy(part.indices)
+                    torch.nn.functional.mse_loss(model(inputs[batch]), targets[batch]).backward()
+                if CLIPS:
+                    optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                count.is_on = False
+                say("STEP", where, digest(model, optimizer))
+    say("DONE", job.num_undone)
+
+
+if __name__ == "__main__":
+    main()
