@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from reigen._version import __version__
 from reigen.api.frameworks import FRAMEWORKS
+from reigen.cli.check_elastic import add_elastic_options, check_elastic
 from reigen.cli.run_options import add_ssh_options, parse_ssh_options
 from reigen.cli.tables import print_table
 from reigen.errors import ConfigError, LaunchError, ReigenError
@@ -45,6 +46,11 @@ def main(arguments: Sequence[str]) -> int:
     """Print the report; returns 0 when a job can run here, or on the hosts that were named, else 1."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
+    if chosen.elastic:
+        try:
+            return check_elastic(chosen)
+        except (ConfigError, LaunchError) as error:
+            parser.error(str(error))
     if chosen.hosts is not None or chosen.hostfile is not None:
         from reigen.cli.check_hosts import check_hosts, ssh_run_options
 
@@ -78,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="look at the hosts of this file, a line each")
     add_ssh_options(parser.add_argument)
     parser.add_argument("--network-interfaces", metavar="X", help="interfaces through which they may talk: eth0,eth1")
+    add_elastic_options(parser)
     return parser
 
 

@@ -1,0 +1,215 @@
+"""Seconds from the death of a rank until the others have made the next step, beside torchrun; and cost without faults.
+
+    python -m benchmarks.elastic kills --rounds 10
+    python -m benchmarks.elastic cost --rounds 20
+
+``kills``: two jobs of four ranks train the same model on this host, one with `hvd.elastic` below `reigen run`, one with
+DDP below ``torchrun --max-restarts``, whose processes go on from a checkpoint. By turns, a rank of one of them is
+killed, while the other stands still (SIGSTOP). Taken is the time until a step has ended on all ranks that there are
+then: three here, four new ones there; and how many steps were lost. ``cost``: milliseconds of a step in a static job,
+in an elastic one, and in one that commits each step, by turns. One JSON line comes out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+PROGRAM = Path(__file__).parent / "programs" / "elastic_train.py"
+_PATIENCE_SECONDS = 240.0
+RANKS = 4
+
+
+class Step(NamedTuple):
+    """A step that a process has ended."""
+
+    number: int
+    rank: int
+    size: int
+    pid: int
+    at: float
+
+
+class TrainingJob:
+    """A job that trains in the background, below a launcher that is in a session of its own."""
+
+    def __init__(self, directory: Path, command: list[str]) -> None:
+        self.directory = directory
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._output = (directory / "output").open("wb")
+        self.process = subprocess.Popen(
+            command, env=environ, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def steps(self) -> list[Step]:
+        """The latest step of each process that lives."""
+        found = []
+        for path in self.directory.glob("steps.*"):
+            lines = path.read_bytes()[-4096:].decode().rpartition("\n")[0].splitlines()
+            if lines and Path(f"/proc/{path.suffix[1:]}").exists():
+                step, rank, size, pid, at = lines[-1].split()
+                found.append(Step(int(step), int(rank), int(size), int(pid), float(at)))
+        return found
+
+    def together_since(self, at: float, size: int) -> list[Step] | None:
+        """Steps of all ranks of a group of this size that were made since."""
+        steps = [step for step in self.steps() if step.at > at and step.size == size]
+        return steps if {step.rank for step in steps} == set(range(size)) else None
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while not condition():
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise RuntimeError(f"{self.process.args}: {(self.directory / 'output').read_text()[-3000:]}")
+            time.sleep(0.002)
+
+    def signal_ranks(self, number: int) -> None:
+        for step in self.steps():
+            with suppress(ProcessLookupError):
+                os.kill(step.pid, number)
+
+    def close(self) -> None:
+        (self.directory / "enough").touch()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._output.close()
+
+
+@contextmanager
+def training(directory: Path, command: list[str]) -> Iterator[TrainingJob]:
+    """Run a training for as long as the block."""
+    directory.mkdir()
+    job = TrainingJob(directory, command)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def reigen_run(*options: str) -> list[str]:
+    return [sys.executable, "-m", "reigen", "run", "-np", str(RANKS), *options, sys.executable, str(PROGRAM), "reigen"]
+
+
+def torchrun(restarts: int) -> list[str]:
+    module = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*module, "--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), str(PROGRAM), "ddp"]
+
+
+def kill_one(job: TrainingJob, left: int, chances: random.Random) -> tuple[float, int]:
+    """Kill a rank; returns seconds until a group of ``left`` ranks has made a step, and how many steps were lost."""
+    job.wait(lambda: job.together_since(time.time() - 5, RANKS))
+    time.sleep(chances.uniform(0.2, 0.5))
+    steps = job.steps()
+    victim = chances.choice(steps)
+    before, at = max(step.number for step in steps), time.time()
+    os.kill(victim.pid, signal.SIGKILL)
+    job.wait(lambda: not Path(f"/proc/{victim.pid}").exists() or left < RANKS)
+
+    def goes_on() -> bool:
+        others = [step for step in job.together_since(at, left) or [] if step.pid != victim.pid]
+        pids = {step.pid for step in steps}
+        return len(others) == left and (left < RANKS or not pids & {step.pid for step in others})
+
+    job.wait(goes_on)
+    seconds = time.time() - at
+    first = min(step.number for step in job.together_since(at, left) or [])
+    job.wait(lambda: job.together_since(time.time() - 5, RANKS))
+    return seconds, max(0, before - first + 1)
+
+
+def measure_kills(rounds: int, seed: int) -> dict[str, object]:
+    """Kill ranks of both jobs by turns."""
+    chances = random.Random(seed)
+    found: dict[str, list[tuple[float, int]]] = {"reigen": [], "torchrun": []}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        elastic = ["--min-np", "2", "--blacklist-cooldown-range", "1", "1"]
+        commands = {"reigen": reigen_run(*elastic), "torchrun": torchrun(5 * rounds + 5)}
+        jobs = {}
+        for who, command in commands.items():
+            directory = Path(name) / who
+            arguments = [*command, str(directory), "kills"]
+            job = jobs[who] = stack.enter_context(training(directory, arguments))
+            job.wait(lambda job=job: job.together_since(0, RANKS))
+            job.signal_ranks(signal.SIGSTOP)
+        for number in range(rounds):
+            for who, job in jobs.items():
+                job.signal_ranks(signal.SIGCONT)
+                found[who].append(kill_one(job, RANKS - 1 if who == "reigen" else RANKS, chances))
+                job.signal_ranks(signal.SIGSTOP)
+            print(f"{number + 1}/{rounds}", {who: each[-1] for who, each in found.items()}, file=sys.stderr)
+        for job in jobs.values():
+            job.signal_ranks(signal.SIGCONT)
+    result: dict[str, object] = {}
+    for who, each in found.items():
+        seconds = sorted(one for one, _ in each)
+        result[who] = {
+            "median_seconds": round(statistics.median(seconds), 3),
+            "least_seconds": round(seconds[0], 3),
+            "most_seconds": round(seconds[-1], 3),
+            "steps_lost": sorted(lost for _, lost in each),
+        }
+    pairs = zip(found["torchrun"], found["reigen"], strict=True)
+    result["median_ratio"] = round(statistics.median(theirs / ours for (theirs, _), (ours, _) in pairs), 1)
+    return result
+
+
+def measure_cost(rounds: int) -> dict[str, object]:
+    """Make steps in a static job and in two elastic ones, by turns."""
+    found: dict[str, list[float]] = {"static": [], "elastic": [], "commits": []}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        jobs = {}
+        for who in found:
+            directory = Path(name) / who
+            command = reigen_run(*([] if who == "static" else ["--min-np", "2"]))
+            jobs[who] = stack.enter_context(training(directory, [*command, str(directory), "turns", who]))
+        for number in range(rounds + 1):
+            order = list(jobs)[:: 1 if number % 2 else -1]
+            for who in order:
+                job = jobs[who]
+                (job.directory / f"turn.{number}").touch()
+                took = job.directory / f"took.{number}"
+                job.wait(took.exists)
+                found[who].append(float(took.read_text()))
+    result: dict[str, object] = {}
+    for who, each in found.items():
+        ratios = [mine / static for mine, static in zip(each[1:], found["static"][1:], strict=True)]
+        result[who] = {
+            "median_ms": round(statistics.median(each[1:]), 4),
+            "least_ms": round(min(each[1:]), 4),
+            "median_ratio": round(statistics.median(ratios), 4),
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("kills", "cost"))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    load = os.getloadavg()[0]
+    found = measure_kills(chosen.rounds, chosen.seed) if chosen.what == "kills" else measure_cost(chosen.rounds)
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count(), "load": load}
+    print(json.dumps({"what": chosen.what, "rounds": chosen.rounds, **found, **machine}))
+
+
+if __name__ == "__main__":
+    main()
