@@ -104,7 +104,8 @@ class ElasticForecast:
             return SingleLoss(lost, False, f"the others may not decide alone: {self.rule}. A third host would do")
         if left < self.min_ranks:
             num_slots = sum(slots for name, slots in self.hosts) - dict(self.hosts)[placed[number][0]]
-            more = "others are started on the hosts that are left" if num_slots >= self.min_ranks else "more hosts must come"
+            suffices = num_slots >= self.min_ranks
+            more = "others are started on the hosts that are left" if suffices else "more hosts must come"
             return SingleLoss(lost, True, f"{left} wait, steps need {self.min_ranks}: {more}")
         return SingleLoss(lost, True, _go_on(left))
 
