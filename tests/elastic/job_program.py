@@ -86,11 +86,9 @@ def main() -> None:
     inputs = torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(5))
     targets = inputs.sum(1, keepdim=True)
     model = Model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        share_parameters=os.environ.get("SHARE") == "1",
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if os.environ.get("SHARE") == "1":
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), share_parameters=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
     data = hvd.elastic.Cursor(num_samples, global_batch=int(os.environ.get("BATCH", "16")), seed=3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=os.environ.get("SCALER") == "1")

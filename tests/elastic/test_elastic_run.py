@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, until
 
@@ -98,3 +99,24 @@ def test_the_example_reaches_its_accuracy_though_a_process_dies(tmp_path: Path):
         assert launcher.process.wait(DEADLINE_SECONDS) == 0, output.read_text()
     assert "2 ranks go on at epoch" in output.read_text()
     assert "test accuracy 0.9" in output.read_text()
+
+
+def test_the_example_of_a_job_loses_no_step_though_rank_0_dies(tmp_path: Path):
+    output = tmp_path / "output"
+    checkpoint = tmp_path / "digits.pt"
+    example = Path(__file__).parents[2] / "examples" / "torch_elastic_job.py"
+    program = [sys.executable, str(example), "--epochs", "15", "--checkpoint", str(checkpoint), "--workers", "1"]
+    with (
+        output.open("wb") as file,
+        launched("-np", "3", "--min-np", "2", *program, stdout=file, stderr=subprocess.STDOUT) as launcher,
+    ):
+        until(lambda: "epoch 2:" in output.read_text())
+        found = [line.split() for line in output.read_text().splitlines() if " is rank 0 of 3" in line]
+        os.kill(int(found[0][found[0].index("process") + 1]), signal.SIGKILL)
+        assert launcher.process.wait(DEADLINE_SECONDS) == 0, output.read_text()
+    said = output.read_text()
+    assert "2 ranks at step" in said
+    assert "epoch 15:" in said
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["number"] == 15 * 23
+    assert state["data"] == {"epoch": 14, "position": 1437}

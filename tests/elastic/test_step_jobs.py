@@ -229,3 +229,14 @@ def test_a_program_that_fails_on_one_rank_ends_there(server: ForkServer):
         ledger = Ledger()
         ledger.read(members)
         assert sorted(ledger.views) == list(range(13))
+
+
+def test_weights_that_exist_once_a_host(server: ForkServer):
+    """Those who die before and behind an update leave it whole: in it, the job ends where there is no other host."""
+    with ElasticProcesses("2", "203", "0", server=server, SHARE="1") as job:
+        deaths = {0: {"DIES_AT": "forward:3"}, 1: {"DIES_AT": "middle:6"}, 2: {"DIES_AT": "last:9"}}
+        members = job.start_first(5, deaths)
+        finish(job, members[3:])
+        ledger = Ledger()
+        ledger.read(members)
+        ledger.check(2, 203)

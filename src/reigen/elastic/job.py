@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -43,6 +43,7 @@ from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
 from reigen.elastic.catch_up import HeldState, SumsAtHand, plan_catch_up
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
+from reigen.elastic.state import Departure
 from reigen.elastic.training import TrainingState
 from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError, StepOrderError
 
@@ -91,13 +92,16 @@ class ElasticStep(AbstractContextManager["ElasticStep"]):
         number: of the step in the training, from 0; the same in all attempts.
         interval: its samples: ``epoch``, ``start`` and ``stop`` in the epoch's order.
         is_last: it is the last of its epoch.
+        num_epochs: how many epochs the training has.
+        rank, size: this rank, and how many share the samples.
         parts: what this rank takes of them; may be empty.
         is_applied: the weights have had it.
     """
 
-    def __init__(self, job: BaseJob, number: int, interval: SampleInterval, parts: tuple[Part, ...]) -> None:
-        self._job, self.number, self.interval = job, number, interval
-        self.parts = StepParts(job, parts)
+    def __init__(self, job: BaseJob, number: int, interval: SampleInterval, num_epochs: int) -> None:
+        self._job, self.number, self.interval, self.num_epochs = job, number, interval, num_epochs
+        self.rank, self.size = job.rank, job.size
+        self.parts = StepParts(job, job.data.deal(interval, self.rank, self.size, job.num_parts))
         self.is_last = job.data.is_last(interval, job.size)
         self.is_applied = self.has_ended = False
 
@@ -128,7 +132,10 @@ class _Update(AbstractContextManager[None]):
         self._job.begin_update()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._job.end_update(is_applied=kind is None)
+        is_applied = True if kind is None else self._job.training.failed_update()
+        if is_applied is None:
+            self._job.lose_state()
+        self._job.end_update(is_applied=bool(is_applied))
 
 
 @dataclass(slots=True)
@@ -159,9 +166,12 @@ class BaseJob(ABC):
         min_size: with fewer members steps wait.
         num_parts: into how many parts a step is divided, whoever takes them; None: one for each rank.
         resume: a checkpoint to begin with, if it is there; where ranks have different ones, the latest.
+        on_leave: called when this process leaves the job after a notice, before it ends; `state_dict` is of the last
+            step, which all members have applied.
 
     Attributes:
         data: where the next step begins.
+        num_parts: see above.
         num_undone: steps that were undone and run again, in this process.
     """
 
@@ -173,12 +183,14 @@ class BaseJob(ABC):
         min_size: int = 1,
         num_parts: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        on_leave: Callable[[Departure], None] | None = None,
     ) -> None:
+        self._on_leave = on_leave
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise ArgumentError(f"min_size must be a positive integer, got {min_size!r}")
         self.training, self.data = training, data
         self.num_undone = 0
-        self._min_size, self._num_parts, self._resume = min_size, num_parts, resume
+        self._min_size, self.num_parts, self._resume = min_size, num_parts, resume
         self._elastic: ElasticJob[contexts.Context] | None = None
         self._lock = threading.RLock()
         self._mark = _Mark()
@@ -224,6 +236,9 @@ class BaseJob(ABC):
         try:
             if error is None:
                 self._settle()
+            elif isinstance(error, JobLeft) and self._on_leave is not None:
+                self._step, self._is_stable = None, True  # all have stopped at one step, or this one is undone
+                self._on_leave(Departure(error.rank, error.size, error.all_leave))
         finally:
             self._is_open = False
             self.training.detach()
@@ -255,8 +270,7 @@ class BaseJob(ABC):
         if not self._is_open:
             raise StepOrderError("steps are run in the job's `with` block")
         while (interval := self.data.next_interval(self.size)).epoch < epochs:
-            parts = self.data.deal(interval, self.rank, self.size, self._num_parts)
-            step = ElasticStep(self, self._mark.number, interval, parts)
+            step = ElasticStep(self, self._mark.number, interval, epochs)
             yield step
             if not step.has_ended:
                 raise StepOrderError("a step was left without `with step:` around what belongs to it")
@@ -390,6 +404,7 @@ class BaseJob(ABC):
     def _apply_nothing(self) -> BaseException | None:
         """Count a step in which no update was made, on no rank; returns an error if members change meanwhile."""
         try:
+            self.training.finish_gradients()
             if self.size > 1:
                 barrier()  # otherwise one could be more than a step ahead of another
             with _Update(self):
@@ -430,6 +445,10 @@ class BaseJob(ABC):
             self.data.move_behind(self._step.interval)
         self._is_updating = False
         self._lock.release()
+
+    def lose_state(self) -> None:
+        """Take note that this member's weights are not those of any step; within an update."""
+        self._mark.is_member = False
 
     # -- changes of members -------------------------------------------------------------------------------------------
 
@@ -536,6 +555,7 @@ class BaseJob(ABC):
             self.training.undo_step()
         else:
             self.training.drop_gradients()
+            step.is_applied = True  # elsewhere
         self._is_whole = is_redone
 
     def _receive(self, source: int, *, receives: bool) -> None:

@@ -30,6 +30,15 @@ class TrainingState(Protocol):
     def begin_step(self) -> None:
         """Clear the gradients, and keep a copy of the small state."""
 
+    def finish_gradients(self) -> None:
+        """Collective: wait for gradients that are on their way, and will not be used."""
+
+    def failed_update(self) -> bool | None:
+        """Return what an update has done that raised: all of it, or nothing; None: a part, so that the state is lost.
+
+        Parts of weights that members of a host share are updated by their owners, one of which may have died.
+        """
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply gradients by this number from now on, before they are averaged over the ranks."""
 

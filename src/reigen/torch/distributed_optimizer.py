@@ -19,7 +19,7 @@ from reigen.torch.optimizers.adasum_optimizer import AdasumOptimizer, DeltaReduc
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.arguments import choose_compression, choose_compressor, choose_groups, name_parameters
 from reigen.torch.optimizers.gradient_sync import GradientSynchronizer
-from reigen.torch.optimizers.optimizer_wrapper import check_not_wrapped, wrap_optimizer
+from reigen.torch.optimizers.optimizer_wrapper import check_not_wrapped, wrap_in_place, wrap_optimizer
 from reigen.torch.reducer.reducer import ReduceOptions
 from reigen.torch.shared_parameters.eligibility import choose_parameter_sharing
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
@@ -131,3 +131,19 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     )
     reducer = GradientSynchronizer(named, options, backward_passes_per_step, in_backward=synchronize_in_backward)
     return wrap_optimizer(optimizer, SharedParametersOptimizer if options.owned else AllreduceOptimizer, reducer)
+
+
+def distribute_in_place(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
+) -> None:
+    """Let an optimizer be what `DistributedOptimizer` makes of it with these names, under whatever name it is known.
+
+    Raises:
+        ArgumentError: the names do not cover the parameters, or are not unique.
+    """
+    check_not_wrapped(optimizer)
+    named = name_parameters(optimizer, named_parameters)
+    reduction = choose_reduction(Average, 1.0)
+    choice = choose_compression(Compression.none, reduction.op)
+    options = ReduceOptions(reduction, choice, sparse_as_dense=False, groups=None, process_set=global_process_set)
+    wrap_in_place(optimizer, AllreduceOptimizer, GradientSynchronizer(named, options, 1))

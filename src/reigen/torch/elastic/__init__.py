@@ -3,6 +3,7 @@
 from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, history, leave, run
 from reigen.elastic.cursor import Cursor
 from reigen.torch.elastic.job import Job
+from reigen.torch.elastic.loader import StepLoader
 from reigen.torch.elastic.sampler import ElasticSampler
 from reigen.torch.elastic.state import TorchState
 
@@ -14,6 +15,7 @@ __all__ = [
     "Job",
     "ObjectState",
     "State",
+    "StepLoader",
     "TorchState",
     "history",
     "leave",

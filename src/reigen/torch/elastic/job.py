@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from reigen.elastic.cursor import Cursor
 from reigen.elastic.job import BaseJob
+from reigen.elastic.state import Departure
 from reigen.files import write_atomically
 from reigen.torch.elastic.training import TorchTraining
 
@@ -22,18 +24,20 @@ class Job(BaseJob):
     and it comes again from `steps`; nothing is raised. A step that some members had applied is not run again: the
     others get its result. Newcomers and members that leave do so between two steps.
 
-    In the block each rank computes gradients of the mean loss over each of its parts, and calls ``optimizer.step()``
-    once. The gradients are weighted so that their sum over ranks is the gradient of the mean over all samples of the
-    step, whatever part of them a rank has, none even. Behind ``optimizer.step()`` the block must not communicate: mean
-    losses and the like are computed before it. Collectives outside of steps are not protected.
+    The block begins without gradients. In it each rank computes those of the mean loss over each of its parts, and
+    calls ``optimizer.step()`` once. They are weighted so that what the optimizer gets is the gradient of the mean over
+    all samples of the step, whatever part of them a rank has, none even. Behind ``optimizer.step()`` the block must not
+    communicate: mean losses and the like are computed before it. Collectives outside of steps are not protected.
 
     Args:
         model: a module.
-        optimizer: ``DistributedOptimizer(...)`` of its parameters; with op=Average.
+        optimizer: of its parameters; it becomes a ``DistributedOptimizer``, unless it is one (with op=Average).
         scheduler: learning rate scheduler, or None; the program steps it, in the block or behind it.
         data: the samples.
         min_size: with fewer members steps wait.
         resume: a checkpoint to begin with, if it is there; where ranks have different ones, the latest.
+        on_leave: called with a `Departure` when this process leaves the job after a notice, before it ends: the place
+            for a checkpoint where all leave (``departure.all_leave``).
         objects: what else belongs to the training, by name, with ``state_dict()`` and ``load_state_dict()``: a
             GradScaler, say. Undone and given to newcomers like everything else.
 
@@ -42,7 +46,6 @@ class Job(BaseJob):
 
     Example::
 
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         data = hvd.elastic.Cursor(len(dataset), global_batch=256, seed=1)
         with hvd.elastic.Job(model, optimizer, data=data, min_size=2) as job:
             for step in job.steps(epochs=10):
@@ -61,11 +64,14 @@ class Job(BaseJob):
         data: Cursor,
         min_size: int = 1,
         resume: str | os.PathLike[str] | None = None,
+        on_leave: Callable[[Departure], None] | None = None,
         **objects: Any,
     ) -> None:
         if scheduler is not None:
             objects["scheduler"] = scheduler
-        super().__init__(TorchTraining(model, optimizer, objects), data, min_size=min_size, resume=resume)
+        super().__init__(
+            TorchTraining(model, optimizer, objects), data, min_size=min_size, resume=resume, on_leave=on_leave
+        )
 
     def save(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a state to a file, as `torch.save` does; atomically."""

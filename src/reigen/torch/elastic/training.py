@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
+from reigen.torch.distributed_optimizer import distribute_in_place
 from reigen.torch.elastic.state import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -22,6 +23,8 @@ from reigen.torch.elastic.state import (
     copy_state,
 )
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
+from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
+from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 _DIGEST_BYTES = 16
@@ -33,7 +36,7 @@ class TorchTraining:
 
     Args:
         model: a module.
-        optimizer: a ``DistributedOptimizer`` of its parameters.
+        optimizer: a ``DistributedOptimizer`` of its parameters; another one becomes one.
         objects: by name: what else belongs to it, with ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
@@ -43,11 +46,10 @@ class TorchTraining:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, WrappedOptimizer):
+            distribute_in_place(optimizer, model.named_parameters())
         if not isinstance(optimizer, AllreduceOptimizer):
-            raise ArgumentError(
-                f"optimizer must be a DistributedOptimizer, and not one of Adasum, got {type(optimizer).__name__}: "
-                "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
-            )
+            raise ArgumentError(f"optimizer must be one of torch.optim, and not of Adasum, got {optimizer!r:.60}")
         for name, each in objects.items():
             if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
                 raise ArgumentError(f"{name} must have state_dict() and load_state_dict(), got {type(each).__name__}")
@@ -83,6 +85,15 @@ class TorchTraining:
         self._options = _copy_options(self._optimizer)
         for name, each in self._objects.items():
             self._states[name] = copy_state(each.state_dict(), self._states.get(name))
+
+    def finish_gradients(self) -> None:
+        """Implement `TrainingState.finish_gradients`."""
+        if self._optimizer.has_outstanding_gradients:
+            self._optimizer.synchronize()
+
+    def failed_update(self) -> bool | None:
+        """Implement `TrainingState.failed_update`."""
+        return self._optimizer.failed_update if isinstance(self._optimizer, SharedParametersOptimizer) else False
 
     def scale_gradients(self, factor: float) -> None:
         """Implement `TrainingState.scale_gradients`."""

@@ -26,6 +26,11 @@ class AllreduceOptimizer(WrappedOptimizer):
     #: within `skip_synchronize`
     _skips: bool = False
 
+    @property
+    def has_outstanding_gradients(self) -> bool:
+        """Return whether complete gradients wait for a step, or are on their way."""
+        return self._reducer.outstanding
+
     def _before_unscaling(self) -> None:
         if self._reducer.finished is FinishedBy.NONE:
             self._finish(FinishedBy.READER)

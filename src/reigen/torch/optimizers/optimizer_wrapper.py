@@ -257,15 +257,43 @@ def wrap_optimizer(
     optimizer: torch.optim.Optimizer, front: type[WrapperType], reducer: OptimizerReducer
 ) -> WrapperType:
     """An instance of a new subclass of ``front`` and the optimizer's class, with the optimizer's state."""
-    _run_eagerly_in_compiled_code()
-    base = type(optimizer)
-    cls = type(base.__name__, (front, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    wrapped: WrapperType = object.__new__(cls)
+    wrapped: WrapperType = object.__new__(_make_front_class(type(optimizer), front))
     # A scheduler made before has put a bound `step` of the plain optimizer here; it would bypass the front.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     wrapped._plain_names = frozenset(vars(wrapped))
     wrapped.attach(reducer)
     return wrapped
+
+
+def wrap_in_place(optimizer: torch.optim.Optimizer, front: type[WrappedOptimizer], reducer: OptimizerReducer) -> None:
+    """Make an optimizer an instance of what `wrap_optimizer` returns: who has it, a scheduler say, has that then."""
+    step = optimizer.__dict__.pop("step", None)  # of a scheduler, around the plain class's
+    optimizer.__class__ = _make_front_class(type(optimizer), front)
+    assert isinstance(optimizer, front)
+    optimizer._plain_names = frozenset(vars(optimizer))
+    optimizer.attach(reducer)
+    if step is not None:
+        optimizer.__dict__["step"] = _track_calls(optimizer)
+
+
+def _track_calls(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return what a scheduler that was made before puts in the place of ``step``: it looks whether that was called."""
+    owner = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        known = owner()
+        assert known is not None
+        known.__dict__["_opt_called"] = True
+        return type(known).step(known, *args, **kwargs)
+
+    step.__dict__["_wrapped_by_lr_sched"] = True
+    return step
+
+
+def _make_front_class(base: type[torch.optim.Optimizer], front: type[WrapperType]) -> type[WrapperType]:
+    _run_eagerly_in_compiled_code()
+    return type(base.__name__, (front, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
 @functools.cache

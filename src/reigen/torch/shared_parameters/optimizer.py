@@ -324,10 +324,16 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         return self._shared[0].reduce_group.where(not from_parameters and now != self._seen, "before update")
 
     def _tell_progress(self, error: BaseException, updates: Sequence[int]) -> None:
+        outcomes: set[bool | None] = set()
         for shared, update in zip(self._shared, updates, strict=True):
             progress = shared.progress(update)
             error.add_note(f"With share_parameters: {progress.describe()}.")
             self.weights_are_whole = self.weights_are_whole and progress.weights is not None
+            outcomes.add(None if progress.weights is None else progress.weights == update)
+        self.failed_update = outcomes.pop() if len(outcomes) == 1 else None
+
+    #: of an update that has failed: it was made all the same, or nothing of it; None: a part of it
+    failed_update: bool | None = False
 
     #: False after an error in the middle of an update: a part of the weights is of another step than the rest
     weights_are_whole: bool = True
