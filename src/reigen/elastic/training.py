@@ -34,7 +34,7 @@ class TrainingState(Protocol):
         """Collective: wait for gradients that are on their way, and will not be used."""
 
     def failed_update(self) -> bool | None:
-        """Return what an update has done that raised: all of it, or nothing; None: a part, so that the state is lost.
+        """Return if an update that raised was made all the same; None: in part, so that the state is lost.
 
         Parts of weights that members of a host share are updated by their owners, one of which may have died.
         """

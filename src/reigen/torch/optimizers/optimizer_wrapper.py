@@ -277,7 +277,7 @@ def wrap_in_place(optimizer: torch.optim.Optimizer, front: type[WrappedOptimizer
 
 
 def _track_calls(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return what a scheduler that was made before puts in the place of ``step``: it looks whether that was called."""
+    """Return a ``step`` for schedulers that were made before: they look if it was called."""
     owner = weakref.ref(optimizer)
 
     @functools.wraps(type(optimizer).step)
