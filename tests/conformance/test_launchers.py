@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -312,6 +313,33 @@ def test_a_launcher_of_another_package(tmp_path, monkeypatch):
     (tmp_path / "raising.py").write_text("raise RuntimeError('no licence')")
     with pytest.raises(LaunchError, match=r"--launcher raising:make: raising:make raised .*: RuntimeError: no licence"):
         find_launcher("raising:make")
+
+
+@pytest.mark.slow
+def test_the_launcher_of_the_documentation(tmp_path, monkeypatch):
+    text = (SOURCE / "docs" / "launchers.md").read_text()
+    (tmp_path / "farm_launcher.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    information = tmp_path / "farm-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: farm\nVersion: 1\n")
+    entry = re.search(r'```toml\n\[project.entry-points."reigen.launchers"\]\nfarm = "(.*)"\n', text)[1]
+    (information / "entry_points.txt").write_text(f"[reigen.launchers]\nfarm = {entry}\n")
+    (tmp_path / "farmrun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (tmp_path / "farmrun").chmod(0o755)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    cases = {"unused_launcher", "placement", "arguments", "killed_agent", "missing_python", "collective"}
+    hosts = "localhost:1,a.invalid:2"
+    others = dict.fromkeys(_CASES.keys() - cases, "not now")
+    with pytest.raises(AssertionError, match=r"knows no way to a\.invalid"):
+        check_launcher("farm", hosts, leave_out=dict.fromkeys(_CASES.keys() - {"placement"}, "not now"))
+    (tmp_path / "farm_launcher.py").write_text(
+        (tmp_path / "farm_launcher.py")
+        .read_text()
+        .replace("agents=self)", 'agents=self, addresses={"a.invalid": "127.0.0.1"})')
+    )
+    outcome = check_launcher("farm", hosts, arguments=("--network-interfaces", "lo"), leave_out=others)
+    assert failing(outcome) == others
 
 
 @pytest.mark.parametrize("name", ["", "no.such.module:Launcher", "reigen.launch.local:", ":Launcher"])
