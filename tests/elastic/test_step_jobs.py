@@ -99,7 +99,7 @@ def finish(job: ElasticProcesses, members: Sequence[Member]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["norm dropout"])
-def test_each_sample_counts_once_whoever_dies_when(server: ForkServer, kind: str, tmp_path: Path):
+def test_deaths_at_random_moments_cost_no_sample(server: ForkServer, kind: str, tmp_path: Path):
     """REIGEN_TEST_KILLS: how many die."""
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "7")))
     num_kills = int(os.environ.get("REIGEN_TEST_KILLS", "3"))

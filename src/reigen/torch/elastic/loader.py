@@ -28,6 +28,9 @@ class StepLoader:
         options: of the DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, ...; what says which samples it
             loads, and in which order, is the job's.
 
+    Attributes:
+        num_restarts: how often loading began anew: at first, and where steps did not follow each other on this rank.
+
     Raises:
         ArgumentError: an option is the job's.
 
@@ -48,6 +51,7 @@ class StepLoader:
         self._plan = _PartPlan(job)
         options.setdefault("persistent_workers", bool(options.get("num_workers")))
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._plan, **options)
+        self.num_restarts = 0
         self._batches: Iterator[Any] | None = None
         #: number of the step that comes next, and this rank and the number of ranks, to which it was dealt
         self._next: tuple[int, int, int] | None = None
@@ -57,6 +61,7 @@ class StepLoader:
         at = (step.number, step.rank, step.size)
         if self._batches is None or self._next != at:
             self._plan.begin(step)
+            self.num_restarts += 1
             self._batches = iter(self._loader)
         self._next = (step.number + 1, *at[1:])
         for _ in step.parts:

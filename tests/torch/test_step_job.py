@@ -1,0 +1,209 @@
+"""`hvd.elastic.Job` in one process: a plain optimizer in place, weights of parts, and a loader that works ahead."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import reigen.torch as hvd
+from reigen.errors import ArgumentError, StepOrderError
+from reigen.testing import RankPool
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), float(index)), index
+
+
+def train_in_parts(batch: int) -> tuple[list[float], list[int]]:
+    """On each rank; returns the weights, and how many samples this rank has had in each step."""
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        if hvd.rank() == 0:
+            for parameter in model.parameters():
+                parameter.fill_(0.25)
+    inputs = torch.randn(23, 4, generator=torch.Generator().manual_seed(1))
+    counts: list[int] = []
+    with hvd.elastic.Job(model, optimizer, data=hvd.elastic.Cursor(23, global_batch=batch, seed=2)) as job:
+        for step in job.steps(2):
+            with step:
+                counts.append(sum(map(len, step.parts)))
+                for part in step.parts:
+                    model(inputs[part.indices]).square().mean().backward()
+                optimizer.step()
+    return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()], counts
+
+
+@pytest.mark.parametrize("batch", [2, 5, 23])
+def test_the_gradient_is_that_of_the_mean_over_the_steps_samples(rank_pool: Callable[[int], RankPool], batch: int):
+    """Whatever the ranks have of them, nothing even; the truth is a training of one process, in float64."""
+    found = rank_pool(3).run(train_in_parts, batch, init=True)
+    assert len({tuple(weights) for weights, _ in found}) == 1
+    assert any(len(set(counts)) > 1 for counts in zip(*(counts for _, counts in found), strict=True))
+    inputs = torch.randn(23, 4, generator=torch.Generator().manual_seed(1)).double()
+    weights, velocity = torch.full((5,), 0.25).double(), torch.zeros(5).double()
+    cursor = hvd.elastic.Cursor(23, global_batch=batch, seed=2)
+    while (interval := cursor.next_interval(1)).epoch < 2:
+        chosen = inputs[cursor.deal(interval, 0, 1)[0].indices]
+        rows = torch.cat([chosen, torch.ones(len(chosen), 1).double()], dim=1)
+        velocity = 0.9 * velocity + 2 * ((rows @ weights)[:, None] * rows).mean(0)
+        weights = weights - 0.1 * velocity
+        cursor.move_behind(interval)
+    assert found[0][0] == pytest.approx(weights.tolist(), rel=1e-4, abs=1e-6)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def make(**options: object) -> tuple[torch.nn.Module, torch.optim.Optimizer, hvd.elastic.Job]:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = hvd.elastic.Cursor(23, global_batch=5, seed=2)
+    return model, optimizer, hvd.elastic.Job(model, optimizer, data=data, **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.usefixtures("alone")
+def test_batches_are_those_of_the_cursor(num_workers: int):
+    model, optimizer, job = make()
+    seen: list[int] = []
+    with job:
+        loader = hvd.elastic.StepLoader(job, Numbers(), num_workers=num_workers)
+        for step in job.steps(2):
+            with step:
+                for inputs, indices in loader.batches(step):
+                    assert indices.tolist() == step.parts[0].indices.tolist()
+                    assert inputs[:, 0].tolist() == indices.tolist()
+                    seen += indices.tolist()
+                    model(inputs / 23).mean().backward()
+                optimizer.step()
+        workers = loader.num_restarts
+    assert Counter(seen) == Counter([*range(23)] * 2)
+    assert workers == 1, "the iterator of the DataLoader was never made anew"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_comes_again_is_loaded_again():
+    _, _, job = make()
+    with job:
+        loader = hvd.elastic.StepLoader(job, Numbers())
+        first = next(iter(job.steps(1)))
+        once = [indices.tolist() for _, indices in loader.batches(first)]
+        again = [indices.tolist() for _, indices in loader.batches(first)]
+        assert once == again == [first.parts[0].indices.tolist()]
+        assert loader.num_restarts == 2
+
+
+@pytest.mark.parametrize("name", ["batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"])
+@pytest.mark.usefixtures("alone")
+def test_the_order_is_the_jobs(name: str):
+    with make()[2] as job, pytest.raises(ArgumentError, match=name):
+        hvd.elastic.StepLoader(job, Numbers(), **{name: 1})
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plain_optimizer_is_a_distributed_one_under_its_name_also_for_its_scheduler():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    plain = torch.optim.SGD((twin := torch.nn.Linear(4, 1)).parameters(), lr=0.1, momentum=0.9)
+    twin.load_state_dict(model.state_dict())
+    decay = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    inputs = torch.randn(23, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hvd.elastic.Job(model, optimizer, scheduler, data=hvd.elastic.Cursor(23, global_batch=5)) as job:
+            for step in job.steps(1):
+                with step:
+                    for part in step.parts:
+                        model(inputs[part.indices]).square().mean().backward()
+                        plain.zero_grad()
+                        twin(inputs[part.indices]).square().mean().backward()
+                    optimizer.step()
+                    scheduler.step()
+                plain.step()
+                decay.step()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert hasattr(optimizer, "skip_synchronize")
+    assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.1 * 0.5**2
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_without_an_update_counts():
+    _, _, job = make()
+    with job:
+        for step in job.steps(1):
+            with step:
+                pass
+            assert step.is_applied
+    assert job.number == 5
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_order_is_refused():
+    model, optimizer, job = make()
+    with pytest.raises(StepOrderError, match="`with` block"):
+        next(iter(job.steps(1)))
+    with job:
+        steps = job.steps(1)
+        next(steps)
+        with pytest.raises(StepOrderError, match="without `with step:`"):
+            next(steps)
+        with next(iter(job.steps(1))):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            with pytest.raises(StepOrderError, match="called twice"):
+                optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_is_gone_on_from(tmp_path: Path):
+    path = tmp_path / "job.pt"
+    model, optimizer, job = make(resume=path)
+    with job:
+        for step in job.steps(1):
+            with step:
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            if step.number == 2:
+                job.checkpoint(path)
+                kept = [parameter.clone() for parameter in model.parameters()]
+    again, _, job = make(resume=path)
+    with job:
+        assert job.number == 3
+        assert job.data.state_dict() == {"epoch": 0, "position": 15}
+        for mine, other in zip(again.parameters(), kept, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+        with pytest.raises(StepOrderError, match="before"):
+            job.load(path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_arguments_that_make_no_sense():
+    model, optimizer, job = make()
+    with pytest.raises(ArgumentError, match="min_size is 2"), make(min_size=2)[2]:
+        pass
+    with pytest.raises(ArgumentError, match="min_size"):
+        make(min_size=0)
+    with pytest.raises(ArgumentError, match="state_dict"):
+        make(scaler=object())
+    with pytest.raises(ArgumentError, match="Module"):
+        hvd.elastic.Job(optimizer, optimizer, data=job.data)
+    with pytest.raises(ArgumentError, match="optimizer must be"):
+        hvd.elastic.Job(model, model, data=job.data)
