@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reigen.cluster.bootstrap.rank_lock import read_process_stat
+from reigen.files import write_atomically
 from reigen.launch.base import LauncherFactory, find_launcher
 from reigen.launch.hosts import parse_hosts
 from reigen.launch.options import LaunchOptions
@@ -668,9 +669,7 @@ def _count_members(job: _Job) -> dict[str, int]:
 
 
 def _replace_lines(file: Path, lines: Sequence[str]) -> None:
-    new = file.with_suffix(".new")
-    new.write_text("\n".join(lines) + "\n")
-    new.replace(file)
+    write_atomically(file, ["".join(f"{line}\n" for line in lines).encode()])
 
 
 def _cancelled_job(check: _LauncherCheck) -> str | None:
