@@ -20,14 +20,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
 from reigen.cluster.membership.elastic.directory import meet_first_view
 from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, PLANNED_REASON, ViewDriver
+from reigen.cluster.membership.elastic.host_page import HostPage
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.view_service import ViewService, view_service_address, view_service_name
+from reigen.cluster.membership.elastic.witness import make_witness
 from reigen.cluster.membership.place import ElasticPlace
 from reigen.cluster.membership.rendezvous import ReconnectingRendezvous, RendezvousClient, split_address
 from reigen.cluster.membership.views.history import ElasticHistory, compare_views
@@ -96,9 +99,8 @@ class JobAccess:
     timeout_seconds: float
     tls: TlsContext | None
 
-    def rendezvous(self, node: ElasticNode) -> ReconnectingRendezvous:
+    def rendezvous(self, page: HostPage) -> ReconnectingRendezvous:
         """Return a rendezvous of its own, which follows the launcher where another one takes its place."""
-        page = node.voter.page
         return ReconnectingRendezvous(
             lambda: page.launcher or self.address,
             lambda address: RendezvousClient(address, self.secret, self.slot, self.timeout_seconds, self.tls),
@@ -177,7 +179,7 @@ class ElasticJob(Generic[_Context]):
         self._grace_seconds = config.notice_grace_seconds
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
-            self._driver = ViewDriver(node, self, self._access.rendezvous(node), timeouts)
+            self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts)
             self._driver.wait_for_view()
             self._notices = NoticeHandler(self)
             return
@@ -185,7 +187,7 @@ class ElasticJob(Generic[_Context]):
             sizes, layout = (self._place.min_size, self._place.max_size), first.layout
             timeout = config.start_timeout_seconds
             view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout)
-        self._driver = ViewDriver(node, self, self._access.rendezvous(node), timeouts)
+        self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts)
         self._driver.begin(view)
         self._notices = NoticeHandler(self)
 
@@ -488,6 +490,7 @@ def join_elastic_job(
     access = JobAccess(job.rendezvous, job.secret, place.member.slot, config.start_timeout_seconds, tls)
     address, _ = choose_address(config.network_interfaces, split_address(job.rendezvous)[0])
     host_id, hostname = host_identity(config.host_id or "")
+    page = HostPage(place.voter_fd)
     node = ElasticNode(
         place.member,
         _name_host(hostname, host_id, place.voter_fd),
@@ -496,6 +499,7 @@ def join_elastic_job(
         place.voter_fd,
         tls=tls,
         peer_timeout_seconds=config.peer_timeout_seconds,
+        witness=make_witness(place.witness, job.secret, partial(access.rendezvous, page)),
     )
     elastic = ElasticJob(place, access, make_context)
     elastic.start(node, None if place.is_candidate else join_rendezvous(job, config, environ, None), config)

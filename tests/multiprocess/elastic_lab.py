@@ -27,6 +27,7 @@ from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.elastic.directory import meet_first_view
 from reigen.cluster.membership.elastic.driver import ViewDriver
 from reigen.cluster.membership.elastic.node import ElasticNode
+from reigen.cluster.membership.elastic.witness import make_witness
 from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.cluster.membership.views.events import Evidence, Verdict
 from reigen.cluster.membership.views.member import ViewTimeouts
@@ -143,7 +144,12 @@ def run_member(options: dict[str, Any]) -> None:
     plane = LabPlane(me, options, Cells(options["cells"]), log)
     secret = bytes.fromhex(options["secret"])
     rendezvous = RendezvousClient(options["rendezvous"], SECRET, me.slot, 10.0)
-    node = ElasticNode(me, options["host"], "127.0.0.1", secret, options["voter"], peer_timeout_seconds=5.0)
+    witness = make_witness(
+        options.get("witness", ""), secret, lambda: RendezvousClient(options["rendezvous"], SECRET, me.slot, 10.0)
+    )
+    node = ElasticNode(
+        me, options["host"], "127.0.0.1", secret, options["voter"], peer_timeout_seconds=5.0, witness=witness
+    )
     timeouts = ViewTimeouts(**options.get("timeouts", {}))
     driver = plane.driver = ViewDriver(node, plane, rendezvous, timeouts)
     if options.get("candidate"):

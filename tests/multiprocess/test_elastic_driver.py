@@ -8,6 +8,7 @@ import signal
 import statistics
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +139,50 @@ def check_steps(lab: Lab) -> None:
     assert all(len(targets) == 1 for targets in bases.values()), bases
     order = [min(bases[epoch]) for epoch in sorted(bases)]
     assert order == sorted(order)
+
+
+# -- a witness ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dir", "launcher"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_either_of_two_hosts_goes_on_with_a_witness(tmp_path: Path, kind: str, victim: int) -> None:
+    with elastic_lab(["a", "b"], witness=kind if kind == "launcher" else f"dir:{tmp_path}") as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        kill([members[victim]], members)
+        epoch, _ = lab.run_view(members, epoch)
+        lab.make_steps(members)
+        if victim == 0:  # two hosts again, and the other one dies
+            members.append(lab.candidate(0, "a"))
+            epoch, _ = lab.run_view(members, epoch)
+            kill([members[0]], members)
+            lab.run_view(members, epoch)
+            lab.make_steps(members)
+
+
+def test_without_a_witness_the_second_of_two_hosts_says_how_to_name_one() -> None:
+    with elastic_lab(["a", "b"], timeouts={"change": 1.0}) as lab:
+        first, second = lab.alive()
+        lab.run_view([first, second])
+        first.signal(signal.SIGKILL)
+        assert lab.exit_code(second) == 1
+        assert "--witness-dir" in second.told("end")[0][1]
+
+
+def test_a_witness_that_has_lost_its_memory_votes_again_in_the_next_view(tmp_path: Path) -> None:
+    with elastic_lab(["a", "a", "b"], witness=f"dir:{tmp_path}") as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        for file in tmp_path.glob("*/state.*"):
+            file.unlink()
+        kill([members[1]], members)  # both hosts are a quorum, and learn of the witness's new life
+        epoch, _ = lab.run_view(members, epoch)
+        members[0].order("change", "to have its new life in a view")
+        epoch, _ = lab.run_view(members, epoch)
+        kill([members[0]], members)
+        lab.run_view(members, epoch)
+        lab.make_steps(members)
 
 
 # -- processes that are stopped ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from reigen.launch.elastic.options import (
 from reigen.launch.engines import LauncherChoice, choose_launcher_in_engine
 from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
-from reigen.launch.hosts import HostInfo, parse_hosts, resolve_hosts
+from reigen.launch.hosts import HostInfo, is_this_host, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
 from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
@@ -151,6 +151,10 @@ def _options(
     if not choice.uses_hosts_of_engine and chosen.host_discovery_script is None:
         num_places = (chosen.num_ranks or chosen.max_ranks or num_ranks) + (0 if elastic is None else elastic.spares)
         hosts = tuple(resolve_hosts(chosen.hosts, chosen.hostfile, num_places))
+    if chosen.witness and any(is_this_host(host.name) for host in hosts):
+        raise ConfigError(
+            "--witness: this host has ranks, and would be lost with them; --witness-dir names a directory"
+        )
     if elastic is not None:
         check_elastic_hosts(elastic, hosts, as_horovod=chosen.as_horovod)
     return LaunchOptions(
@@ -184,6 +188,7 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         reset_limit=parse_count("--reset-limit", chosen.reset_limit),
         resize_limit=chosen.resize_limit,
         spares=chosen.spares,
+        witness=_witness(chosen),
         cooldown_range=parse_cooldown(chosen.blacklist_cooldown_range),
         blacklist=chosen.blacklist,
         as_horovod=chosen.as_horovod,
@@ -192,11 +197,19 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         raise ConfigError("--torchrun-env: torch.distributed cannot follow the members of an elastic job")
     if request.is_elastic and (chosen.nodes_from_env or chosen.launcher == NODES_LAUNCHER):
         raise ConfigError("--nodes-from-env: jobs that every node starts by itself cannot be elastic yet")
-    only_elastic = ("--blacklist", request.blacklist), ("--spares", request.spares)
+    witness = ("--witness, --witness-dir", request.witness or None)
+    only_elastic = ("--blacklist", request.blacklist), ("--spares", request.spares), witness
     for name, value in (*only_elastic, ("--resize-limit", request.resize_limit)):
         if value is not None and not request.is_elastic:
             raise ConfigError(f"{name} is about elastic jobs: --min-np makes one")
     return request
+
+
+def _witness(chosen: argparse.Namespace) -> str:
+    """Return the witness of an elastic job, as `launch.elastic.options.ElasticOptions` has it."""
+    if chosen.witness:
+        return "launcher"
+    return f"dir:{Path(chosen.witness_dir).absolute()}" if chosen.witness_dir else ""
 
 
 def _servers(chosen: argparse.Namespace) -> ServerOptions | None:

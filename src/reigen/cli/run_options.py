@@ -190,6 +190,14 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="an elastic job: it goes on while so many processes are left (default: -np)",
     )
     add("--max-np", "--max-num-proc", dest="max_ranks", type=int, metavar="N", help="and has at most so many")
+    witness = parser.add_mutually_exclusive_group().add_argument
+    witness(
+        "--witness",
+        action="store_true",
+        help="this command, on a host without ranks, votes where an elastic job has an even number of hosts: then "
+        "either half may go on, if it reaches this host",
+    )
+    witness("--witness-dir", metavar="DIR", help="the same by files in a directory that all hosts share")
     add(
         "--on-launcher-loss",
         choices=LAUNCHER_LOSS_CHOICES,

@@ -32,6 +32,7 @@ __all__ = [
     "SECRET_VARIABLE",
     "SLOT_VARIABLE",
     "VOTER_FD_VARIABLE",
+    "WITNESS_VARIABLE",
     "WORKERS_LOST_EXIT_CODE",
     "JobInfo",
     "detect_job",
@@ -64,6 +65,7 @@ MAX_SIZE_VARIABLE = "REIGEN_MAX_SIZE"
 ELASTIC_TIMEOUT_VARIABLE = "REIGEN_ELASTIC_TIMEOUT"
 #: Number of an inherited descriptor: memory of the host's voter, the same for all processes of the job there.
 VOTER_FD_VARIABLE = "REIGEN_VOTER_FD"
+WITNESS_VARIABLE = "REIGEN_WITNESS"
 #: Keys of the rendezvous by which the members of an elastic job tell the launcher of their view, and of their ends.
 ELASTIC_VIEW_KEY = "elastic/view"
 ELASTIC_FINISHED_KEY = "elastic/finished"

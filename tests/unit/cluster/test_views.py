@@ -126,7 +126,7 @@ def test_quorums_of_small_jobs() -> None:
     assert has_quorum(two, 2, {0}) == (True, "host(s) 0 of 2 answered, half of them with host 0, that of rank 0")
     assert has_quorum(two, 2, {1}) == (
         False,
-        "host(s) 1 of 2 answered, half of them without host 0, that of rank 0: a witness would have decided",
+        "host(s) 1 of 2 answered, half of them without host 0, that of rank 0: a witness would decide (--witness-dir)",
     )
     assert has_quorum(QuorumRule.WITNESS, 2, {1, 2})[0]
     assert has_quorum(QuorumRule.WITNESS, 2, {1}) == (
@@ -641,7 +641,7 @@ def test_a_change_without_a_quorum_ends_with_a_reason() -> None:
     assert end.exit_code == 1
     assert end.reason == (
         "no view could follow view 1: host(s) 1 of 2 answered, half of them without host 0, that of rank 0: a witness "
-        "would have decided (rank 0 cannot be reached, rank 1 cannot be reached)"
+        "would decide (--witness-dir) (rank 0 cannot be reached, rank 1 cannot be reached)"
     )
 
 

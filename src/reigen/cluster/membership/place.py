@@ -17,6 +17,7 @@ from reigen.cluster.environ import (
     SECRET_VARIABLE,
     SLOT_VARIABLE,
     VOTER_FD_VARIABLE,
+    WITNESS_VARIABLE,
     parse_secret,
 )
 from reigen.cluster.launcher_detection import JobInfo, VariableReader
@@ -36,6 +37,7 @@ class ElasticPlace:
         min_size, max_size: numbers of ranks between which steps are run.
         timeout_seconds: how long fewer members wait for more.
         voter_fd: descriptor of the memory of this host's voter.
+        witness: as of `reigen.cluster.membership.elastic.witness.make_witness`; empty: there is none.
     """
 
     member: MemberId
@@ -44,6 +46,7 @@ class ElasticPlace:
     max_size: int
     timeout_seconds: float
     voter_fd: int
+    witness: str = ""
 
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> Self | None:
@@ -61,7 +64,8 @@ class ElasticPlace:
         timeout = _read_seconds(reader, ELASTIC_TIMEOUT_VARIABLE)
         reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
         is_candidate = environ.get(CANDIDATE_VARIABLE) == "1"
-        return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd)
+        witness = environ.get(WITNESS_VARIABLE, "")
+        return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd, witness)
 
     def candidate_job(self, environ: Mapping[str, str]) -> JobInfo | None:
         """Describe the job to a process that has no rank yet; None for one that has.

@@ -69,6 +69,8 @@ class ElasticOptions:
         discovery: the program that lists the hosts; None: they are fixed.
         slots_per_host: of hosts that it lists without a number.
         is_polled: the job's engine says which hosts there are.
+        witness: ``launcher``, ``dir:PATH`` of a directory that all hosts share, or empty: votes where the number of
+            hosts is even.
     """
 
     min_ranks: int
@@ -84,6 +86,7 @@ class ElasticOptions:
     discovery: str | None = None
     slots_per_host: int = 1
     is_polled: bool = False
+    witness: str = ""
 
     @property
     def has_fixed_hosts(self) -> bool:
@@ -110,6 +113,7 @@ class ElasticRequest:
     reset_limit: int | None = None
     resize_limit: int | None = None
     spares: int | None = None
+    witness: str = ""
     cooldown_range: Sequence[float] | None = None
     blacklist: str | None = None
     as_horovod: bool = False
@@ -161,6 +165,7 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
         counts_resizes=request.as_horovod,
         resize_limit=request.resize_limit,
         spares=request.spares or 0,
+        witness=request.witness,
         cooldown=_cooldown(request.cooldown_range, range_name, blacklist),
         blacklist=blacklist,
         discovery=request.discovery,

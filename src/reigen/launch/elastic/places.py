@@ -16,6 +16,7 @@ from reigen.cluster.environ import (
     RANK_VARIABLES,
     SLOT_VARIABLE,
     VOTER_FD_VARIABLE,
+    WITNESS_VARIABLE,
 )
 from reigen.cluster.topology import Topology
 from reigen.launch.elastic.job import SlotStart
@@ -42,6 +43,7 @@ _ELASTIC_VARIABLES = frozenset(
         MIN_SIZE_VARIABLE,
         SLOT_VARIABLE,
         VOTER_FD_VARIABLE,
+        WITNESS_VARIABLE,
         "HOROVOD_ELASTIC",
         "HOROVOD_HOSTNAME",
     }
@@ -113,6 +115,8 @@ def _variables(start: SlotStart, options: ElasticOptions) -> dict[str, str | Non
         "HOROVOD_HOSTNAME": start.host,
         "HOROVOD_LOCAL_RANK": str(start.local_rank),
     }
+    if options.witness:
+        variables[WITNESS_VARIABLE] = options.witness
     return variables if start.first_size else {**variables, CANDIDATE_VARIABLE: "1"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import time
 from collections import deque
@@ -60,7 +61,7 @@ from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.places import PlacedStart, make_voter_memory, place_starts, plan_starts
 from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
 from reigen.launch.hosts import HostAssignment, HostInfo, choose_own_address
-from reigen.launch.job_state import ProcessExited
+from reigen.launch.job_state import JobPhase, ProcessExited
 from reigen.launch.local_plan import JobServices, ProcessSpec
 from reigen.launch.options import LaunchOptions
 from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
@@ -184,6 +185,11 @@ class ElasticSupervision:
         if self._voter >= 0:
             os.close(self._voter)
             self._voter = -1
+
+    def remove_witness(self, directory: Path) -> None:
+        """Remove the witness's files when the job has ended, where this host shares their directory."""
+        if self.job.phase is JobPhase.DONE:
+            shutil.rmtree(directory, ignore_errors=True)
 
     # ---------------------------------------------------------------- the beginning
 

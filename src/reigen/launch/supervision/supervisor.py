@@ -17,6 +17,7 @@ from typing import Self
 
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
 from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.elastic.witness import witness_directory
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import LaunchError, ReigenError, format_ranks
 from reigen.launch import job_state
@@ -186,6 +187,8 @@ def _start_elastic(
         on_put=part.announce,
     )
     stack.callback(server.close)
+    if elastic.witness.startswith("dir:"):
+        stack.callback(part.remove_witness, witness_directory(elastic.witness.removeprefix("dir:"), secret))
     port = stack.enter_context(reserve_port()).getsockname()[1]
     services = JobServices(server.address, secret, port, split_address(server.address)[0])
     server.start()

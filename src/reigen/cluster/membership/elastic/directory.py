@@ -3,6 +3,7 @@
 All of it is at the rendezvous of the launcher:
 
 ``elastic/card/RANK``  where a process of the first view listens
+``elastic/witness``    incarnation of the witness in the first view, if there is one
 ``elastic/view``       the latest view that runs, by its rank 0
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
 ``elastic/leaving``    slot and incarnation of a process that leaves, the latest one of them
@@ -19,8 +20,9 @@ from queue import Empty, SimpleQueue
 
 from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_LEAVING_KEY, ELASTIC_VIEW_KEY
 from reigen.cluster.membership.elastic.node import ElasticNode
+from reigen.cluster.membership.elastic.witness import WitnessVoter
 from reigen.cluster.membership.rendezvous import Rendezvous
-from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost
+from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost, Witness
 from reigen.errors import ConfigError, DeadlineError, ReigenError, format_ranks
 from reigen.net.codec import MessageCodec
 
@@ -29,6 +31,7 @@ _log = logging.getLogger(__name__)
 #: A view as bytes, as at `ELASTIC_VIEW_KEY`.
 VIEW_RECORD_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 _CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
+_WITNESS_KEY = "elastic/witness"
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
 #: Between looks of rank 0 whether there is another launcher.
 _LAUNCHER_SECONDS = 0.5
@@ -82,13 +85,28 @@ def meet_first_view(
             raise ConfigError(f"processes of host {card.name} have memories of two voters (REIGEN_VOTER_FD)")
         members = (*(() if known is None else known.members), *card.members)
         hosts[card.name] = ViewHost(*card.voter, card.address, members, card.failure_domain)
-    view = View.make(1, hosts.values(), base=StepBase(), sizes=sizes)
+    witness = None if node.witness is None else _meet_witness(node.witness, rendezvous, rank, until)
+    view = View.make(1, hosts.values(), base=StepBase(), sizes=sizes, witness=witness)
     if view.ranks.get(node.me) != rank:
         raise ConfigError(
             f"rank {rank} of an elastic job is process {tuple(node.me)} on host {node.host}, which would have rank "
             f"{view.ranks.get(node.me)}: ranks of a host must stand together"
         )
     return view
+
+
+def _meet_witness(voter: WitnessVoter, rendezvous: Rendezvous, rank: int, until: float) -> Witness:
+    """Return the witness of the first view, which is the same one for all ranks."""
+    try:
+        seen = voter.id
+    except OSError as error:
+        raise ConfigError(f"the witness cannot be asked by rank {rank}: {error.strerror or error}") from None
+    if rank == 0:
+        rendezvous.put(_WITNESS_KEY, str(seen.incarnation).encode())
+    first = int(rendezvous.get(_WITNESS_KEY, max(0.05, until - time.monotonic())))
+    if first != seen.incarnation:
+        raise ConfigError(f"rank {rank} has another witness than rank 0: all hosts must share the directory")
+    return Witness(seen.name, seen.incarnation, "")
 
 
 class ViewDirectory:

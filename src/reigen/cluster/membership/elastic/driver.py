@@ -25,10 +25,12 @@ from reigen.cluster.membership.elastic.messages import (
     ToMember,
     ToVoter,
     VoterAnswer,
+    VoterReply,
     VoterRequest,
 )
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.plane import ViewPlane
+from reigen.cluster.membership.elastic.witness import WITNESS_NAME, WitnessThread
 from reigen.cluster.membership.views.candidate import CandidateAction, CandidateState, ElasticCandidate
 from reigen.cluster.membership.views.events import (
     BuildLayouts,
@@ -125,6 +127,7 @@ class ViewDriver:
         self._node, self._plane, self._timeouts = node, plane, timeouts
         self._loop = EventLoop()
         self._links = MemberLinks(self._loop, node, self)
+        self._witness = None if node.witness is None else WitnessThread(node.witness, self._on_witness)
         self._directory = ViewDirectory(rendezvous, lambda: node.voter.page.launcher)
         self._thread = threading.Thread(target=self._serve, name="reigen-views", daemon=True)
         #: guards all that follows, but `_posted`
@@ -314,6 +317,8 @@ class ViewDriver:
         self._node.close()
         self._loop.close()
         self._directory.close()
+        if self._witness is not None:
+            self._witness.close()
 
     def _post(self, job: Callable[[], None]) -> None:
         """Have the thread do something, by any thread."""
@@ -399,7 +404,7 @@ class ViewDriver:
                 self._plane.build(view, partial(self._post, partial(self._dispatch, LayoutsBuilt(view.epoch))))
             case RollTo(view):
                 if view.ranks[self.me] == 0:
-                    self._directory.announce(view)
+                    self._announce(view)
                 self._plane.roll(view, partial(self._post, partial(self._dispatch, Rolled(view.epoch))))
             case RunView(view):
                 self._num_failed_views = 0
@@ -431,12 +436,26 @@ class ViewDriver:
         if receiver.name == self._node.host:
             self._vote(message)
             return
+        if receiver.name == WITNESS_NAME:
+            if self._witness is not None:
+                self._witness.ask(message)
+            return
         host = self._hosts.get(receiver.name)
         members = [] if host is None else [each.id for each in host.members]
         members += [each for each, name in self._candidates.items() if name == receiver.name and each not in members]
         alive = [each for each in members if each not in self._links.dead()]
         for member in first_reachable(alive, self._links.linked)[:NUM_WAYS_TO_VOTER]:
             self._links.send(member, ToVoter(receiver, message))
+
+    def _announce(self, view: View) -> None:
+        """Tell the launcher and the witness of a view, as its rank 0."""
+        self._directory.announce(view)
+        if view.witness is not None:
+            self._send(view.witness.voter, ViewDecided(view.epoch, view))
+
+    def _on_witness(self, voter: VoterId, reply: VoterReply) -> None:
+        """Take an answer of the witness, by its thread."""
+        self._post(partial(self._dispatch, Received(voter, reply)))
 
     # -- voting -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from reigen.cluster.local_peers import process_namespace_id
 from reigen.cluster.membership.elastic.messages import MAX_LINK_FRAME_BYTES, LinkHello
 from reigen.cluster.membership.elastic.process_identity import LocalProcess
 from reigen.cluster.membership.elastic.voter_memory import VoterMemory
+from reigen.cluster.membership.elastic.witness import WitnessVoter
 from reigen.cluster.membership.views.record import MemberId, ViewHost, ViewMember
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import ConnectionOptions
@@ -33,9 +34,10 @@ class ElasticNode:
         tls: encrypt everything; so must all.
         peer_timeout_seconds: after so much silence a host counts as lost.
         failure_domain: see `ViewHost`.
+        witness: a voter on no host; None: there is none.
 
     Attributes:
-        me, host, address, peer_timeout_seconds: as above.
+        me, host, address, peer_timeout_seconds, witness: as above.
         port: where it listens; connections queue there from now on.
         serving: socket at which it serves views of which it is rank 0; the same is true of it.
         voter: the host's.
@@ -56,10 +58,11 @@ class ElasticNode:
         tls: TlsContext | None = None,
         peer_timeout_seconds: float = 20.0,
         failure_domain: str = "",
+        witness: WitnessVoter | None = None,
     ) -> None:
         self.me, self.host, self.address = me, host, address
         self.peer_timeout_seconds, self._failure_domain = peer_timeout_seconds, failure_domain
-        self._secret, self._tls = secret, tls
+        self._secret, self._tls, self.witness = secret, tls, witness
         self.namespace = process_namespace_id()
         self._process = LocalProcess.current()
         self.voter = VoterMemory(voter_fd, host)

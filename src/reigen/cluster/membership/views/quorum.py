@@ -58,5 +58,5 @@ def has_quorum(rule: QuorumRule, num_hosts: int, voters: Collection[int]) -> tup
     if rule is QuorumRule.FIRST_HOST and len(answered) * 2 == num_hosts:
         if 0 in answered:
             return True, f"{text}, half of them with host 0, that of rank 0"
-        return False, f"{text}, half of them without host 0, that of rank 0: a witness would have decided"
+        return False, f"{text}, half of them without host 0, that of rank 0: a witness would decide (--witness-dir)"
     return False, f"{text}; {num_voters // 2 + 1} are needed"
