@@ -68,6 +68,24 @@ def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *,
         os.close(directory)
 
 
+def open_to_append(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | None = None) -> int:
+    """Open a file whose content stays, or a new one: what is written comes behind it. No link is followed.
+
+    Args:
+        path: of the file.
+        mode: permissions of a new one, less the umask.
+        dir_fd: see `open_replacement`.
+
+    Returns:
+        The descriptor, which never waits, whatever the file is.
+
+    Raises:
+        OSError: it is a link, or cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(path, flags, mode, dir_fd=dir_fd)
+
+
 def privacy_problem(status: os.stat_result, *, is_parent: bool = False) -> str | None:
     """Return what keeps a file, or a directory, from being this user's alone, in words that follow its name.
 

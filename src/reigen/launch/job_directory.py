@@ -24,7 +24,7 @@ from typing import Self
 import msgspec
 
 from reigen.errors import ConfigError, LaunchError
-from reigen.files import privacy_problem, write_atomically
+from reigen.files import open_to_append, privacy_problem, write_atomically
 
 _RECORD, _LOCK = "job", "lock"
 AGENT_LOG = "agent.log"
@@ -226,7 +226,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def _lock(directory: Path) -> int:
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_to_append(directory / _LOCK, mode=0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:

@@ -198,7 +198,7 @@ class _LauncherCheck:
         command += [sys.executable, "-Sc", _RANK + program] if isinstance(program, str) else program
         with ExitStack() as stack:
             out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            shown = out if stdout is None else stack.enter_context(Path(stdout).open("wb"))
+            shown = out if stdout is None else stack.enter_context(os.fdopen(os.open(stdout, os.O_WRONLY), "wb"))
             process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=shown, stderr=err)
             job = _Job(process, (out.fileno(), err.fileno()), mark, self)
             try:

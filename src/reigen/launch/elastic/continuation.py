@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Self
 
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, LaunchError, WireError
+from reigen.files import open_to_append
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_protocol import AgentReply
 from reigen.launch.agent.lines import DialedLine
@@ -101,7 +103,7 @@ class ContinuedJob:
         if any(agent.host == THIS_HOST and self.is_reachable(agent) for agent in self.file.record.agents):
             return
         try:
-            with (self.file.directory / AGENT_LOG).open("ab") as log:
+            with os.fdopen(open_to_append(self.file.directory / AGENT_LOG, mode=0o600), "ab") as log:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "reigen.launch.agent", "--listen"],
                     stdin=subprocess.PIPE,

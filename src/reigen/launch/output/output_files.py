@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reigen.errors import LaunchError
-from reigen.files import open_directory, open_replacement
+from reigen.files import open_directory, open_replacement, open_to_append
 from reigen.resources.limits import explain_limit
 
 #: Names of a process's files, by stream.
@@ -43,7 +43,7 @@ class OutputFile:
             # The user has named what is above; this name can be foreseen, and lead elsewhere at any moment.
             with open_directory(directory) as dir_fd:
                 if appends:
-                    self._fd = os.open(self._path.name, _APPENDING | os.O_CREAT, 0o666, dir_fd=dir_fd)
+                    self._fd = open_to_append(self._path.name, dir_fd=dir_fd)
                     self._identity = _file_identity(self._fd)
                 else:
                     with open_replacement(self._path.name, dir_fd=dir_fd) as self._fd:
