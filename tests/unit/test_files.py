@@ -236,7 +236,8 @@ def opens_to_write(call: ast.Call) -> bool:
 
 def test_the_library_writes_files_in_one_way() -> None:
     source = Path(reigen.__file__).parent
-    allowed = {"files.py", "spark/estimator_task.py"}  # the way, and a Store's files, which may be anywhere
+    # the way, a Store's files, which may be anywhere, and states of a witness, which must not be there yet
+    allowed = {"files.py", "spark/estimator_task.py", "cluster/membership/elastic/witness.py"}
     found = {
         str(path.relative_to(source))
         for path in source.rglob("*.py")
