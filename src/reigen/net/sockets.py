@@ -194,6 +194,16 @@ class AckMonitor:
         return min(since_sign / 1000, now - self._arrived_at)
 
 
+def silent_seconds(connection: socket.socket) -> float:
+    """Return for how long nothing has come from the peer's kernel: no data, no acknowledgement, no answer to a probe.
+
+    Raises:
+        OSError: the connection is closed.
+    """
+    _, _, since_data, since_acknowledgement, _ = _tcp_info(connection, _ACK_FIELDS)
+    return min(since_data, since_acknowledgement) / 1000
+
+
 def round_trip_seconds(connection: socket.socket) -> float:
     """Return the shortest round trip to the peer's kernel; 0.0 if none was measured yet.
 

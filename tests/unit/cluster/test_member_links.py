@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -168,6 +169,26 @@ def test_silent_process_cannot_be_reached() -> None:
         job.until(lambda: zero.owner.evidence)
         assert zero.owner.evidence[0].verdict is Verdict.UNREACHABLE
         assert zero.links.dead() == {}
+
+
+@pytest.mark.parametrize("silent_seconds", [0.1, 5.0])
+def test_a_silent_host_is_lost_with_all_of_its_processes(
+    monkeypatch: pytest.MonkeyPatch, silent_seconds: float
+) -> None:
+    """But not with those that answer."""
+    with linked(4, peer_timeout_seconds=4.0) as job:
+        for each in job.ends:  # of other hosts, as far as pidfds are concerned
+            each.node.namespace = f"of {each.id}"
+        job.meet()
+        zero, one, two, three = job.ends
+        monkeypatch.setattr(links_module, "silent_seconds", lambda _: silent_seconds)
+        peer = zero.links._peers[one.id]
+        for link in list(peer.links):
+            zero.links._close(peer, link)
+        zero.links._on_link_lost(peer, TimeoutError(errno.ETIMEDOUT, "timed out"))
+        lost = {one.id, two.id, three.id} if silent_seconds > 2 else {one.id}
+        assert {each.member for each in zero.owner.evidence} == lost
+        assert {each.verdict for each in zero.owner.evidence} == {Verdict.UNREACHABLE}
 
 
 def test_garbage_ends_one_link() -> None:

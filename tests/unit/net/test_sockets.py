@@ -16,6 +16,7 @@ from reigen.net.sockets import (
     num_arrived_bytes,
     round_trip_seconds,
     set_keepalive,
+    silent_seconds,
     translate_connection_losses,
     wait_until_delivered,
 )
@@ -232,6 +233,17 @@ def test_no_more_than_the_window_is_under_way(bound):
         fill(sender)
         most = num_under_way(sender)
     assert most <= bound if bound else most > 1 << 16
+
+
+def test_the_silence_of_a_peer_is_measured(ends):
+    one, two = ends[0], ends[1]
+    until = time.monotonic() + 60
+    while silent_seconds(one) < 0.05:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    two.send(b"x")
+    assert one.recv(1) == b"x"
+    assert silent_seconds(one) < 10
 
 
 def test_a_round_trip_takes_no_longer_than_the_fastest_exchange(ends):

@@ -37,6 +37,7 @@ from reigen.net.connection import Connection
 from reigen.net.event_loop import EventLoop, Timer, wait_ready
 from reigen.net.fork_safety import close_in_children
 from reigen.net.listener import MAX_UNREAD_BYTES, SILENCE_ERRNOS, Listener, join_address
+from reigen.net.sockets import silent_seconds
 
 _log = logging.getLogger(__name__)
 
@@ -379,12 +380,30 @@ class MemberLinks:
             detail = f"nothing was heard of its host for {self._node.peer_timeout_seconds:g} s"
             self._tell(peer, Verdict.UNREACHABLE, detail)
             self._later(peer, _SILENT_SECONDS)
+            if peer.address is not None:
+                self._end_silent_links(peer.address[0], detail)
         elif peer.address is None:
             self._forget(peer)
         elif peer.connecting is None:
             _log.debug("the link to %s has ended: %s", peer.id, error)
             peer.num_failures += 1
             self._later(peer, _EXIT_SECONDS if peer.pidfd >= 0 else _AGAIN_SECONDS * (peer.num_failures - 1))
+
+    def _end_silent_links(self, host: str, detail: str) -> None:
+        """Give up the other links to a host that is silent, if nothing comes by them either.
+
+        Each would be given up by itself, but later: what is sent to such a process meanwhile, because another one of
+        its host is lost, begins the kernel's time anew.
+        """
+        enough = self._node.peer_timeout_seconds / 2  # an idle link is probed after a fifth of the whole
+        for peer in list(self._peers.values()):
+            if peer.address is None or peer.address[0] != host or peer.pidfd >= 0 or not peer.links:
+                continue
+            if all(silent_seconds(link.socket) >= enough for link in peer.links):
+                for link in list(peer.links):
+                    self._close(peer, link)
+                self._tell(peer, Verdict.UNREACHABLE, detail)
+                self._later(peer, _SILENT_SECONDS)
 
     def _died(self, peer: _Peer, detail: str) -> None:
         self._dead[peer.id] = detail
