@@ -140,6 +140,38 @@ def test_a_job_goes_on_without_its_launcher_and_another_one_takes_its_place(tmp_
         assert not (tmp_path / "reigen" / "jobs" / name / "job").exists()
 
 
+def test_agents_of_other_hosts_outlive_the_launcher(tmp_path: Path):
+    """A place there is filled again by the launcher that comes later."""
+    ssh = Path(__file__).with_name("detached_ssh.py")
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    command = [sys.executable, str(ssh), "serve", str(tmp_path / "sshd")]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
+    assert server.stdout is not None
+    hosts = ["-H", "a.invalid:1,b.invalid:2", "-np", "3", "--ssh-command", f"{sys.executable} {ssh} {tmp_path}/sshd"]
+    try:
+        assert server.stdout.readline() == b"ready\n"
+        with job_that_goes_on(
+            tmp_path, *hosts, "-x", "REIGEN_TEST_MARK", "-x", "XDG_STATE_HOME", *counting(100_000)
+        ) as job:
+            until(lambda: len(job.steps()) > 5)
+            name, last = job.name, job.process_of(2)
+            job.lose_launcher()
+            kept = f"reigen/jobs/{name}/output/rank.0/stdout"
+            until(lambda: len(job.steps(kept)) > 5)
+            os.kill(last, signal.SIGKILL)
+            with (tmp_path / "out2").open("wb") as out, (tmp_path / "err2").open("wb") as err:
+                again = job.attach(name, stdout=out, stderr=err)
+            until(lambda: re.search(r"STEP \d+ 0 3 ", (tmp_path / "out2").read_text()))
+            assert "slot 2 (host b.invalid): killed by SIGKILL" in (tmp_path / "err2").read_text()
+            again.send_signal(signal.SIGTERM)
+            assert again.wait(DEADLINE_SECONDS) == 143
+            until(lambda: not marked(job._mark))
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
 def test_a_job_ends_without_a_launcher(tmp_path: Path):
     with job_that_goes_on(tmp_path, "-np", "2", *counting(300)) as job:
         until(lambda: len(job.steps()) > 5)
