@@ -15,6 +15,8 @@ def train(state):
         state.batch += int(hvd.allreduce(torch.tensor([1.0]), name="one").item())
         over = hvd.allreduce(torch.tensor([float(Path(sys.argv[1]).exists())]), name="over", op=hvd.Max)
         print(f"BATCH {state.batch} {hvd.rank()} {hvd.size()} {os.getpid()}", flush=True)
+        if Path(f"{sys.argv[1]}.fail.{os.getpid()}").exists():
+            raise ValueError("this process was to fail")
         if over.item():
             return
         time.sleep(0.02)
