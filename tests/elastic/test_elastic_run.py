@@ -62,7 +62,7 @@ def test_a_horovod_script_survives_a_kill_and_follows_the_discovery(tmp_path: Pa
     # one line for each view: a death, who came in its place, a host with one place more, and with one less
     views = [line.removeprefix("reigen run: ") for line in said if ": view " in line]
     assert len(views) == 4, said
-    assert re.match(r"view 2: 1 rank goes on \d+\.\d s after that; .*since step \d+ is done again$", views[0])
+    assert re.match(r"view 2: 1 rank goes on \d+\.\d s after that; .*since the last commit is done again$", views[0])
     assert re.fullmatch(r"view 3: 2 ranks go on; slot \d joins as rank 1", views[1])
     assert re.fullmatch(r"view 4: 3 ranks go on; slot \d joins as rank 2", views[2])
     assert views[3].startswith("view 5: 2 ranks go on")

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reigen.api.objects import dumps
 from reigen.elastic import membership
-from reigen.errors import ArgumentError, HostsUpdatedInterrupt
+from reigen.errors import ArgumentError, HostsUpdatedInterrupt, ReigenError
 
 BroadcastObject = Callable[[Any], Any]
 
@@ -175,10 +176,31 @@ class ObjectState(State):
     def sync(self) -> None:
         """Collective: every rank's attributes become rank 0's; then everything is saved."""
         if self._names:
-            received = self._bcast_object({name: getattr(self, name) for name in self._names})
+            received = self._send({name: getattr(self, name) for name in self._names})
             for name in self._names:
                 setattr(self, name, received[name])
         self.save()
+
+    def _send(self, values: dict[str, Any]) -> Any:
+        try:
+            return self._bcast_object(values)
+        except ReigenError:
+            raise
+        except Exception as error:
+            bad = [name for name, value in values.items() if not _can_be_sent(value)]
+            names = f"attribute{'s' * (len(bad) > 1)} {', '.join(bad)}" if bad else "attributes"
+            raise ArgumentError(
+                f"the state's {names} cannot be given to other ranks ({type(error).__name__}: {error}): keep what it "
+                "can be made of in the state, and itself outside"
+            ) from error
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        dumps(value)
+    except Exception:  # noqa: BLE001  of any class of the user's
+        return False
+    return True
 
 
 def _copy(name: str, value: Any) -> Any:

@@ -20,7 +20,7 @@ def test_a_death_moves_ranks_and_costs_a_step() -> None:
     assert change.reruns
     assert change.describe() == (
         "view 2: 3 ranks go on after 0.12 s; rank 1 left; ranks 2-3 are now 1-2; "
-        "what was done behind step 7 is run again; rank 1 is dead"
+        "what was done since the last commit is done again; rank 1 is dead"
     )
 
 

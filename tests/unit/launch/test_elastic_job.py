@@ -232,6 +232,17 @@ def test_a_failure_takes_its_host_out_of_the_job_as_with_horovod() -> None:
     assert len(job.started) == 4, "it never returns"
 
 
+def test_a_host_is_left_when_others_have_the_state() -> None:
+    """There are no members on other hosts: one is started there, and gets the state, before the host is left."""
+    job = Job(options(2, 2, blacklist="host", cooldown=NEVER), ("h1", 2), ("h2", 2))
+    instructions = job.exit(1)
+    assert not [each for each in instructions if isinstance(each, SignalProcesses)]
+    assert job.started[-1] == (2, 0, "h2", 0)
+    assert SignalProcesses((0,), SIGTERM) in job.handle(ViewAnnounced(2, ((0, 0), (2, 0))))
+    job.exit(0, 0)
+    assert job.started[-1] == (3, 0, "h2", 1)
+
+
 def test_a_host_returns_after_its_cooldown() -> None:
     rule = Cooldown(10, 100, first_doublings=1, max_failures=None)
     job = Job(options(blacklist="host", cooldown=rule), ("h1", 2), ("h2", 2))

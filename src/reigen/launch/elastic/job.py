@@ -222,6 +222,8 @@ class ElasticJobState(JobState):
         self._short_since: float | None = now
         #: Since when a first process is dead, and no view was announced: the others wait for it in vain.
         self._doomed_since: float | None = None
+        #: hosts where a process has failed, which others are to leave
+        self._left_hosts: set[str] = set()
         #: when the first member has died since the last view began
         self._died_at: float | None = None
         #: Since when no member is known to run.
@@ -374,7 +376,7 @@ class ElasticJobState(JobState):
         if view.completes:
             parts.append(f"step {view.step} was completed without those who died")
         elif self._died_at is not None:
-            parts.append(f"what was done since step {view.step} is done again")
+            parts.append("what was done since the last commit is done again")
         return "; ".join(parts)
 
     def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
@@ -419,22 +421,29 @@ class ElasticJobState(JobState):
             slot.failures.rests_until, slot.rests_when_left = self._now + seconds, False
             return [SayToUser(f"{self._name(slot)} has left{end}; {self._describe_rest(seconds)}")]
         self._count_death(slot, failure)
-        neighbours = self._neighbours_to_stop(slot, exit_code)
-        if neighbours is None:
+        if self._options.blacklist != "host" or exit_code == FENCED_EXIT_CODE:
             rest = slot.failures.add(self._now, self._options.cooldown, self._chance())
             return [SayToUser(f"{self._name(slot)}: {_describe_end(exit_code, cause)}; {self._describe_rest(rest)}")]
         host = self.slots.hosts[slot.host]
         rest = host.failures.add(self._now, self._options.cooldown, self._chance())
         text = f"{self._name(slot)}: {_describe_end(exit_code, cause)}; host {host.name} is not used any more"
         text += "" if rest is None else f" for {rest:.0f} s"
-        stop = self._ask_to_leave(neighbours) if neighbours else []
-        return [SayToUser(f"{text}; {self._describe_number()}"), *stop]
+        self._left_hosts.add(host.name)  # `_decide` asks the processes to leave that are there
+        return [SayToUser(f"{text}; {self._describe_number(without=host.name)}")]
 
-    def _neighbours_to_stop(self, slot: JobSlot, exit_code: int) -> list[JobSlot] | None:
-        """Return the places whose processes end with this one; None: their host is used further."""
-        if self._options.blacklist != "host" or exit_code == FENCED_EXIT_CODE:
-            return None
-        return [each for each in self.slots.hosts[slot.host].slots if each.state is SlotState.RUNNING]
+    def _leave_hosts(self) -> list[JobInstruction | ElasticInstruction]:
+        """Ask processes to leave that are on hosts where one has failed, as soon as others have the state."""
+        instructions: list[JobInstruction | ElasticInstruction] = []
+        running = self.slots.in_state(SlotState.RUNNING)
+        for name in sorted(self._left_hosts):
+            others = [slot for slot in running if slot.host != name]
+            may_come = bool(others) or any(slot.host != name for slot in self.slots.usable(self._now))
+            if may_come and not any(slot.id in self.members for slot in others):
+                continue  # who comes gets the state from these
+            self._left_hosts.discard(name)
+            if leaving := [slot for slot in running if slot.host == name]:
+                instructions += self._ask_to_leave(leaving)
+        return instructions
 
     def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
         if self.epoch is None and self._doomed_since is None:
@@ -464,7 +473,8 @@ class ElasticJobState(JobState):
         )
         if problem := self._find_problem(running, leaving):
             return self._fail(problem)
-        instructions = self._call_hosts()
+        instructions = [*self._leave_hosts(), *self._call_hosts()]
+        running = self.slots.in_state(SlotState.RUNNING)
         # with no member that stays there is nobody whom a candidate could join
         if any(slot.id in self.members for slot in running) if self.has_begun else self._can_begin():
             instructions += self._start()
@@ -594,8 +604,8 @@ class ElasticJobState(JobState):
         where = f" (host {slot.host})" if len(self.slots.hosts) > 1 else ""
         return f"slot {slot.number}{where}"
 
-    def _describe_number(self) -> str:
-        running = self.slots.in_state(SlotState.RUNNING)
+    def _describe_number(self, without: str = "") -> str:
+        running = [slot for slot in self.slots.in_state(SlotState.RUNNING) if slot.host != without]
         num = sum(slot.id in self.members for slot in running) if self._options.spares else len(running)
         return f"{num} process{'es go' if num != 1 else ' goes'} on"
 

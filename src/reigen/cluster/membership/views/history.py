@@ -54,7 +54,7 @@ class ViewChange:
         if self.moved:
             parts.append(describe_moves(self.moved))
         if self.reruns:
-            parts.append(f"what was done behind step {self.step} is run again")
+            parts.append("what was done since the last commit is done again")
         elif self.completes:
             parts.append(f"step {self.step} was completed by those who are left")
         return "; ".join([*parts, *([self.reason] if self.reason else [])])
