@@ -161,6 +161,30 @@ def test_either_of_two_hosts_goes_on_with_a_witness(tmp_path: Path, kind: str, v
             lab.make_steps(members)
 
 
+@pytest.mark.parametrize(("is_with_witness", "stopped"), [(True, [0, 1]), (True, [2, 3]), (False, [2, 3])])
+def test_half_of_four_hosts_goes_on_and_the_other_half_is_fenced(
+    tmp_path: Path, is_with_witness: bool, stopped: list[int]
+) -> None:
+    """Without a witness that half which has rank 0. The others are stopped, and find that they were left behind."""
+    options = {"witness": f"dir:{tmp_path}"} if is_with_witness else {}
+    hosts = ["a", "b", "c", "d"]
+    with elastic_lab(hosts, timeouts={"stuck": 0.3, "kill": 0.1}, **options) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        halted = [members[rank] for rank in stopped]
+        going = [each for each in members if each not in halted]
+        for each in halted:
+            each.signal(signal.SIGSTOP)
+        for each in halted:
+            going[0].order("stuck", *each.id)
+        lab.run_view(going, epoch)
+        lab.make_steps(going)
+        for each in halted:
+            each.signal(signal.SIGCONT)
+        assert [lab.exit_code(each) for each in halted] == [75, 75]
+        lab.make_steps(going)
+
+
 def test_without_a_witness_the_second_of_two_hosts_says_how_to_name_one() -> None:
     with elastic_lab(["a", "b"], timeouts={"change": 1.0}) as lab:
         first, second = lab.alive()
