@@ -20,6 +20,7 @@ from benchmarks.harness.peers import BENCHMARKS
 from benchmarks.harness.report import Document, Row, Verdict
 from benchmarks.harness.schedule import Mode, Report, about, alternate, crews
 from benchmarks.harness.work import Case
+from benchmarks.programs.sums import CHAIN_LENGTH
 from benchmarks.train_step import Agreement, agreement
 from reigen.errors import LaunchError
 from reigen.launch.supervision.spawn import reserve_port
@@ -29,6 +30,8 @@ SUMS, IMPORTS = "sums", "import"
 
 NUMPY = "reigen (NumPy)"
 TENSORFLOW_EAGER, TENSORFLOW_GRAPH = "reigen.tensorflow, eager", "reigen.tensorflow, in a tf.function"
+#: As many sums in one call, each of what the one before has given; what is shown is a sum's share.
+TENSORFLOW_CHAIN = f"reigen.tensorflow, {CHAIN_LENGTH} in a tf.function, each"
 JAX_EAGER, JAX_JIT = "reigen.jax, eager", "reigen.jax, in a jit"
 #: What a call of a compiled program takes by itself.
 TENSORFLOW_EMPTY, JAX_EMPTY = "tensorflow, a tf.function without a sum", "jax, a jit without a sum"
@@ -36,7 +39,13 @@ GROUP, SMALL = "60 gradients, 25 M parameters", "1 KiB"
 _SMALL_BYTES, _GROUP_BYTES = 1 << 10, 4 * 30 * (912 * 912 + 912)
 _GROUP_BUDGET = 1.3
 #: What a blocking sum of 1 KiB may take longer than NumPy's, in microseconds.
-_SMALL_BUDGETS = {TENSORFLOW_EAGER: 30.0, TENSORFLOW_GRAPH: 60.0, JAX_EAGER: 30.0, JAX_JIT: 60.0}
+_SMALL_BUDGETS = {
+    TENSORFLOW_EAGER: 30.0,
+    TENSORFLOW_GRAPH: 60.0,
+    TENSORFLOW_CHAIN: 60.0,
+    JAX_EAGER: 30.0,
+    JAX_JIT: 60.0,
+}
 
 TORCH_ALONE, TORCH = "torch alone", "reigen.torch"
 TENSORFLOW_ALONE, TAPE, STRATEGY = "tensorflow alone", "reigen.tensorflow", "MultiWorkerMirroredStrategy"
@@ -210,6 +219,7 @@ _SUMS = (
     (NUMPY, "reigen, NumPy", "numpy/eager"),
     (TENSORFLOW_EAGER, "reigen, TensorFlow", "tensorflow/eager"),
     (TENSORFLOW_GRAPH, "reigen, TensorFlow", "tensorflow/graph"),
+    (TENSORFLOW_CHAIN, "reigen, TensorFlow", "tensorflow/chain"),
     (JAX_EAGER, "reigen, JAX", "jax/eager"),
     (JAX_JIT, "reigen, JAX", "jax/jit"),
     (TENSORFLOW_EMPTY, "reigen, TensorFlow", "tensorflow/empty"),
@@ -227,7 +237,13 @@ def _measure_sums(settings: Settings, document: Document, report: Report) -> Non
     with _came(specs, document, report) as came:
         for title, nbytes in ((GROUP, 0), (SMALL, _SMALL_BYTES)):
             modes = [
-                Mode(name, came[crew], Case(case, nbytes), joint=not nbytes)
+                Mode(
+                    name,
+                    came[crew],
+                    Case(case, nbytes),
+                    joint=not nbytes,
+                    num_steps=CHAIN_LENGTH if name == TENSORFLOW_CHAIN else 1,
+                )
                 for name, crew, case in _SUMS
                 if crew in came and (nbytes or name in _GROUPED)
             ]

@@ -16,6 +16,8 @@ from reigen.errors import ArgumentError
 #: Kernels and biases of 30 layers: 25 million elements.
 GRADIENT_SHAPES = ((912, 912), (912,)) * 30
 _SUM = reigen.Sum
+#: Sums in one call of a chain.
+CHAIN_LENGTH = 16
 
 
 class Sums:
@@ -29,15 +31,16 @@ class Sums:
     def open(self, case: Case) -> Sum:
         """``FACE/WAY`` of one tensor of so many bytes, or without a size of all gradients in one group.
 
-        The faces are numpy, tensorflow and jax; the ways are eager, graph or jit, and empty: a graph or jit that
-        doubles a tensor, without Reigen.
+        The faces are numpy, tensorflow and jax; the ways are eager, graph or jit, chain: averages one of the other in
+        a graph, and empty: a graph or jit that doubles a tensor, without Reigen.
         """
         face, _, way = case.name.partition("/")
         make = _FACES.get(face)
         if make is None:
             raise ArgumentError(f"there is no face {face!r}; there are {', '.join(_FACES)}")
         shapes = [(case.nbytes // 4,)] if case.nbytes else list(GRADIENT_SHAPES)
-        expected = 2.0 * (reigen.rank() + 1) if way == "empty" else reigen.size() * (reigen.size() + 1) / 2
+        size = reigen.size()
+        expected = {"empty": 2.0 * (reigen.rank() + 1), "chain": (size + 1) / 2}.get(way, size * (size + 1) / 2)
         reduce, fill = make(f"bench.{next(self._numbers)}", way, is_grouped=not case.nbytes)
         return Sum(shapes, reduce, fill, expected)
 
@@ -111,7 +114,13 @@ def _tensorflow(name: str, way: str, *, is_grouped: bool) -> _Face:
     def fill(shape: tuple[int, ...], value: float) -> Any:
         return tf.fill(shape, tf.constant(value, tf.float32))
 
-    reduce = _double if way == "empty" else _reducer(hvd, name, is_grouped=is_grouped)
+    def chain(arrays: list[Any]) -> list[Any]:
+        total = arrays[0]
+        for number in range(CHAIN_LENGTH):
+            total = hvd.allreduce(total, name=f"{name}.{number}", op=hvd.Average)
+        return [total]
+
+    reduce = {"empty": _double, "chain": chain}.get(way) or _reducer(hvd, name, is_grouped=is_grouped)
     return (reduce if way == "eager" else tf.function(reduce, autograph=False)), fill
 
 

@@ -32,7 +32,7 @@ from reigen.engine.control_channel import NoteListener
 from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
 from reigen.engine.messages import JOIN_NAME, UNNAMED, Operation, OperationKind, Topic
 from reigen.engine.observer import EngineObserver
-from reigen.engine.operation_builders import OperationBuilder, ReductionSpec, build_operation
+from reigen.engine.operation_builders import OperationBuilder, ReductionSpec, build_members, build_operation
 from reigen.errors import ArgumentError, CollectiveError, ConfigError, NotInitializedError
 from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.types import DType, ReduceOp
@@ -211,15 +211,14 @@ class Context:
         ``make_output`` is one for all, or one for each.
         """
         ranks = self._members(process_set)
-        members = [
-            build_operation(build, source.shape, dtype.name, argument, ranks, process_set, label, "")
-            for source, dtype, label in zip(sources, dtypes, labels or (None,) * len(sources), strict=True)
-        ]
+        shapes = tuple([source.shape for source in sources])
+        names = tuple([dtype.name for dtype in dtypes])
+        members = build_members(build, shapes, names, argument, ranks, process_set, tuple(labels))
         if targets is None:
             makers = make_output if isinstance(make_output, Sequence) else [make_output] * len(sources)
             tasks = [TensorTableEntry(s.reshape(-1), make_output=make) for s, make in zip(sources, makers, strict=True)]
         else:
-            tasks = [TensorTableEntry(s.reshape(-1), t.reshape(-1), t) for s, t in zip(sources, targets, strict=True)]
+            tasks = [_make_entry(source, target) for source, target in zip(sources, targets, strict=True)]
         return self._submit_group(name, members, tasks, blocking)
 
     def allreduce(
@@ -529,6 +528,11 @@ class Context:
         if name is None:
             return operation_builders.qualify_name(self.next_name(kind, process_set), process_set)
         return operation_builders.travelling_name(str(name), process_set)
+
+
+def _make_entry(source: HostOrDeviceArray, target: HostOrDeviceArray) -> TensorTableEntry:
+    flat = source.reshape(-1)
+    return TensorTableEntry(flat, flat if source is target else target.reshape(-1), target)
 
 
 # -- the one context of this process ----------------------------------------------------------------

@@ -114,6 +114,8 @@ def test_wrong_arguments() -> None:
         rj.distributed(optax.sgd(1.0), backward_passes_per_step=0)
     with pytest.raises(ArgumentError, match="only with op=Average"):
         rj.distributed(optax.sgd(1.0), op=rj.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(ArgumentError, match=r"optax\.GradientTransformation is needed, got str"):
+        rj.distributed("adam")
 
 
 def reduce_trees_without_leaves() -> None:

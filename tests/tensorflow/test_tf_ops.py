@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import reigen.tensorflow as hvd
+from reigen.errors import MismatchError
 from reigen.tensorflow import graph
 from reigen.tensorflow.errors import collective_error_of
 
@@ -337,6 +338,11 @@ def disagree(native: bool) -> None:
                 assert known.tensor == "m"
                 assert set(known.details) == set(range(n))
             assert place(lambda x: hvd.allreduce(x, op=hvd.Sum), tf.ones([2])).tolist() == [n, n]
+        with pytest.raises(MismatchError) as mapped, hvd.collective_errors():
+            in_a_function(different["shapes"], tf.ones([2]))
+        assert mapped.value.tensor == "m"
+        with pytest.raises(tf.errors.InvalidArgumentError), hvd.collective_errors():
+            tf.reshape(tf.ones([2]), [3])  # none of ours
     with pytest.raises(kind) as raised:
         hvd.allreduce(tf.zeros([rank + 1]), name="eager")
     assert isinstance(raised.value, hvd.HorovodInternalError)

@@ -58,6 +58,27 @@ def build_operation(
     return structs.replace(operation, name="" if name is None else travelling_name(name, process_set), device=device)
 
 
+@functools.lru_cache(maxsize=128)
+def build_members(
+    build: OperationBuilder,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[str, ...],
+    argument: Any,
+    ranks: tuple[int, ...],
+    process_set: int,
+    labels: tuple[str, ...],
+) -> tuple[Operation, ...]:
+    """`build_operation` for each tensor of a group, which may have labels. The same tuple again for the same call.
+
+    Raises:
+        ArgumentError, UnsupportedTypeError, UnsupportedError: likewise.
+    """
+    return tuple(
+        build_operation(build, shape, dtype, argument, ranks, process_set, label, "")
+        for shape, dtype, label in zip(shapes, dtypes, labels or (None,) * len(shapes), strict=True)
+    )
+
+
 def build_allreduce(
     shape: tuple[int, ...], dtype: str, reduction: AllreduceSpec, ranks: Sequence[int], process_set: int
 ) -> Operation:

@@ -87,6 +87,8 @@ def distributed(
     reduction = choose_reduction(op, gradient_predivide_factor)
     if backward_passes_per_step < 1:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise ArgumentError(f"an optax.GradientTransformation is needed, got {type(optimizer).__name__}")
     inner = optax.with_extra_args_support(optimizer)
     passes = backward_passes_per_step
 

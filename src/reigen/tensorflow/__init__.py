@@ -18,6 +18,7 @@ from reigen.tensorflow import functions as _functions
 from reigen.tensorflow import ops as _ops
 from reigen.tensorflow.compression import Compression
 from reigen.tensorflow.distributed_optimizer import DistributedOptimizer
+from reigen.tensorflow.errors import collective_errors
 from reigen.tensorflow.functions import *
 from reigen.tensorflow.functions import init  # noqa: F401  in place of the one above
 from reigen.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -30,6 +31,7 @@ __all__ = [
     "HorovodInternalError",
     "PartialDistributedGradientTape",
     "check_num_rank_power_of_2",
+    "collective_errors",
     "elastic",
     "gpu_available",
     "shutdown",

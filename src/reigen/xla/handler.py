@@ -17,7 +17,7 @@ import functools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof, sizeof
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,8 @@ from reigen.xla.ffi_structs import (
 )
 
 _Array = NDArray[Any]
+#: contents, element type and address of a buffer
+_View = tuple[_Array, DType, int | None]
 _DTYPES = {code: DTYPES[name] for code, name in ELEMENT_TYPES.items()}
 #: seconds for which a call holds its thread: the other ranks' part in a small sum is there sooner than another thread
 #: could be woken. Threads that all wait for calls which none of them makes go on after it.
@@ -166,11 +168,11 @@ class FfiHandler:
             native = structs.replace(native, name=f"{native.name}@device{device}")
         if self._checks_order:
             self._check_order(native, frame.attributes.values[0], _ask_context(frame, "run_id_get"))
-        splits = attributes.get(b"splits")
+        splits, sources = attributes.get(b"splits"), _views(frame.arguments)
         call = _Call(
             native,
-            _views(frame.arguments),
-            [array for array, _ in _views(frame.results)],
+            [(array, dtype) for array, dtype, _ in sources],
+            [array for array, _, _ in _views(frame.results, sources if native.row.in_place else ())],
             tuple(map(int, splits.split(b","))) if splits else None,
             frame.api.contents,
             key,
@@ -414,25 +416,33 @@ def _read_attributes(attributes: FfiAttributes) -> dict[bytes, bytes]:
     return found
 
 
-def _views(buffers: FfiBuffers) -> list[tuple[_Array, DType]]:
-    """Return the contents of buffers, in storage types, and their element types; tokens are left out."""
-    found = []
-    items = buffers.items
+def _views(buffers: FfiBuffers, like: Sequence[_View] = ()) -> list[_View]:
+    """Return the contents of buffers, in storage types, their element types and addresses; tokens are left out.
+
+    ``like`` may have views of the same shapes in the same order; where the memory is the same, so is the view.
+    """
+    found: list[_View] = []
+    items, size = buffers.items, sizeof(FfiBuffer)
     for index in range(buffers.count):
         buffer = FfiBuffer.from_address(items[index])
         if buffer.dtype == TOKEN_TYPE:
             continue
-        _check_size(buffer)
+        if buffer.struct_size < size:
+            _check_size(buffer)
+        address = buffer.data
+        if like and like[len(found)][2] == address:
+            found.append(like[len(found)])
+            continue
         dtype = _DTYPES.get(buffer.dtype)
         if dtype is None:
             raise UnsupportedTypeError(f"Tensor type {buffer.dtype} of XLA is not supported")
         shape = tuple(buffer.dimensions[: buffer.rank])
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes:
-            contents = np.frombuffer((ctypes.c_char * nbytes).from_address(buffer.data), dtype.storage)
-            found.append((contents.reshape(shape), dtype))
+            contents = np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype.storage)
+            found.append((contents.reshape(shape), dtype, address))
         else:
-            found.append((np.empty(shape, dtype.storage), dtype))
+            found.append((np.empty(shape, dtype.storage), dtype, None))
     return found
 
 

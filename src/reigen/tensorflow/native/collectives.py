@@ -108,13 +108,13 @@ def _begin(run: KernelRun, text: str) -> None:
 
 def _submit(run: KernelRun, call: NativeCall) -> tuple[Handle, Callable[[CollectiveResult], None]]:
     row, splits = call.row, None
-    inputs = [run.input(index) for index in range(run.num_inputs)]
+    sources, dtypes = run.inputs()
     if row.returns_splits:
-        splits = tuple(inputs.pop()[0].tolist()) or None
-    sources, dtypes = [array for array, _ in inputs], [dtype for _, dtype in inputs]
+        splits = tuple(sources.pop().tolist()) or None
+        dtypes.pop()
     makers = targets = None
     if row.in_place:
-        targets = [run.output_like(index, source) for index, source in enumerate(sources)]
+        targets = run.outputs_like(sources)
     else:
         makers = [partial(run.allocate, index, dtype) for index, dtype in enumerate(dtypes)]
     # One thread of TensorFlow's may wait a little: the other ranks' part in a small operation is there sooner than
@@ -140,7 +140,7 @@ def _submit(run: KernelRun, call: NativeCall) -> tuple[Handle, Callable[[Collect
 
 
 def _answer(run: KernelRun, answer: int) -> None:
-    run.output_like(0, run.input(0)[0])[...] = answer
+    run.outputs_like(run.inputs()[0])[0][...] = answer
 
 
 def _end(run: KernelRun, handle: Handle, complete: Callable[[CollectiveResult], None]) -> None:

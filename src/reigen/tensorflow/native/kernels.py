@@ -74,28 +74,41 @@ class KernelRun:
         self._own: ctypes.Array[ctypes.c_uint64] | None = None
         self.num_inputs: int = api.NumInputs(context)
 
-    def input(self, index: int) -> tuple[Array, DType]:
-        """Return an input's contents, in the storage type, and its element type."""
-        api, tensor = self._api, _POINTER()
-        api.GetInput(self._context, index, ctypes.byref(tensor), api.status)
-        if tensor.value is None:
-            raise KernelError(f"there is no input {index}")
-        dtype = _DTYPES[api.TensorType(tensor)]
-        shape = tuple([api.Dim(tensor, axis) for axis in range(api.NumDims(tensor))])
-        return self._take(tensor, dtype.storage, shape), dtype
+    def inputs(self) -> tuple[list[Array], list[DType]]:
+        """Return the inputs' contents, in the storage types, and their element types."""
+        api, context, tensor = self._api, self._context, _POINTER()
+        get, where, status, dim = api.GetInput, ctypes.byref(tensor), api.status, api.Dim
+        arrays: list[Array] = []
+        dtypes: list[DType] = []
+        for index in range(self.num_inputs):  # a step has hundreds of gradients: nothing is looked up for each of them
+            tensor.value = 0
+            get(context, index, where, status)
+            address = tensor.value
+            if not address:
+                raise KernelError(f"there is no input {index}")
+            dtype = _DTYPES[api.TensorType(address)]
+            shape = tuple([dim(address, axis) for axis in range(api.NumDims(address))])
+            arrays.append(self._take(address, dtype.storage, shape))
+            dtypes.append(dtype)
+        return arrays, dtypes
 
-    def output_like(self, index: int, source: Array) -> Array:
-        """Return memory for the output in an input's place, of its shape: ``source`` itself, if it can be spared."""
-        api, shape, forwarded = self._api, source.shape, ctypes.c_int(-1)
-        tensor = api.ForwardInputOrAllocateOutput(
-            self._context, _number(index), 1, index, _dims(shape), len(shape), ctypes.byref(forwarded), api.status
-        )
-        if tensor is None:
-            raise KernelError(f"no memory for output {index} of shape {shape}")
-        if forwarded.value == index:
-            api.DeleteTensor(tensor)
-            return source
-        return self._take(tensor, source.dtype, shape)
+    def outputs_like(self, sources: Sequence[Array]) -> list[Array]:
+        """Return memory for outputs in the inputs' places, of their shapes: a source itself, where it can be spared."""
+        api, context, forwarded = self._api, self._context, ctypes.c_int()
+        forward, where, status = api.ForwardInputOrAllocateOutput, ctypes.byref(forwarded), api.status
+        outputs = []
+        for index, source in enumerate(sources):
+            shape = source.shape
+            forwarded.value = -1
+            tensor = forward(context, _number(index), 1, index, _dims(shape), len(shape), where, status)
+            if tensor is None:
+                raise KernelError(f"no memory for output {index} of shape {shape}")
+            if forwarded.value == index:
+                api.DeleteTensor(tensor)
+                outputs.append(source)
+            else:
+                outputs.append(self._take(tensor, source.dtype, shape))
+        return outputs
 
     def allocate(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Array:
         """Return memory for an output."""

@@ -48,8 +48,8 @@ def _emit(tensor: tf.Tensor, how: str) -> tf.Tensor:
 
 def _begin(run: KernelRun, how: str) -> None:
     run.take()
-    source, _ = run.input(0)
-    target = run.output_like(0, source)
+    source = run.inputs()[0][0]
+    target = run.outputs_like([source])[0]
 
     def end() -> None:
         target[...] = source * 2
