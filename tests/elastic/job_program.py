@@ -76,6 +76,15 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()[:16]
 
 
+def make_job(num_samples: int, *trained: object) -> hvd.elastic.Job:
+    model, optimizer, scheduler, scaler = trained
+    data = hvd.elastic.Cursor(num_samples, global_batch=int(os.environ.get("BATCH", "16")), seed=3)
+    options = {"min_size": int(os.environ.get("MIN", "1")), "resume": os.environ.get("RESUME"), "scaler": scaler}
+    if num_parts := int(os.environ.get("PARTS", "0")):
+        options |= {"deterministic": "parts", "num_parts": num_parts}
+    return hvd.elastic.Job(model, optimizer, scheduler, data=data, **options)
+
+
 def main() -> None:
     num_epochs, num_samples, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     print("IMPORTED", flush=True)
@@ -90,11 +99,9 @@ def main() -> None:
     if os.environ.get("SHARE") == "1":
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), share_parameters=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
-    data = hvd.elastic.Cursor(num_samples, global_batch=int(os.environ.get("BATCH", "16")), seed=3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=os.environ.get("SCALER") == "1")
-    resume, every = os.environ.get("RESUME"), int(os.environ.get("EVERY", "0"))
-    least = int(os.environ.get("MIN", "1"))
-    with hvd.elastic.Job(model, optimizer, scheduler, data=data, min_size=least, resume=resume, scaler=scaler) as job:
+    every = int(os.environ.get("EVERY", "0"))
+    with make_job(num_samples, model, optimizer, scheduler, scaler) as job:
         death = Death()
         death.watch(job, model, optimizer)
         for step in job.steps(num_epochs):
@@ -105,7 +112,7 @@ def main() -> None:
             with step:
                 if step.number == int(os.environ.get("FAIL_AT", "-1")):
                     raise OSError("the disk of this rank is full")
-                indices = [index for part in step.parts for index in part.indices.tolist()]
+                indices = [index for part in step.parts[:] for index in part.indices.tolist()]
                 print(f"TRY {place} {step.epoch} {json.dumps(indices)}", flush=True)
                 death.at("forward", step.number)
                 for part in step.parts:

@@ -240,3 +240,19 @@ def test_weights_that_exist_once_a_host(server: ForkServer):
         ledger = Ledger()
         ledger.read(members)
         ledger.check(2, 203)
+
+
+def test_parts_have_the_same_bits_whoever_the_members_are(server: ForkServer):
+    variables = {"KIND": "norm dropout", "PARTS": "6", "BATCH": "24"}
+    with ElasticProcesses("1", "240", "0", server=server, **variables) as job:
+        members = job.start_first(4, {0: {"DIES_AT": "forward:2"}, 2: {"DIES_AT": "before:5"}})
+        finish(job, [members[1], members[3]])
+        ledger = Ledger()
+        ledger.read(members)
+        ledger.check(1, 240)
+    with ElasticProcesses("1", "240", "0", server=server, **variables) as job:
+        finish(job, job.start_first(1))
+        alone = Ledger()
+        alone.read(job.members)
+    for number in range(10):
+        assert ledger.digests[number, max(ledger.views[number])] == alone.digests[number, 1], number

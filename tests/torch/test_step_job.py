@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import reigen.torch as hvd
+from reigen import elastic
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.testing import RankPool
 
@@ -197,6 +198,15 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path):
 @pytest.mark.usefixtures("alone")
 def test_arguments_that_make_no_sense():
     model, optimizer, job = make()
+    for options in ({"deterministic": "parts"}, {"num_parts": 2}, {"deterministic": "parts", "num_parts": 0}):
+        with pytest.raises(ArgumentError, match="parts"):
+            make(**options)
+    with pytest.raises(ArgumentError, match="takes an optimizer"):
+        hvd.elastic.Job(model, optimizer, data=job.data, deterministic="parts", num_parts=2)
+    with pytest.raises(ArgumentError, match="for a object"):
+        elastic.Job(object(), optimizer, data=job.data)
+    assert isinstance(elastic.Job(model, optimizer, data=job.data), hvd.elastic.Job)
+    assert elastic.Cursor is hvd.elastic.Cursor
     with pytest.raises(ArgumentError, match="min_size is 2"), make(min_size=2)[2]:
         pass
     with pytest.raises(ArgumentError, match="min_size"):

@@ -4,17 +4,21 @@ Frameworks add states of their own: `reigen.torch.elastic`, `reigen.keras.elasti
 """
 
 from reigen.cluster.membership.views.history import ElasticHistory, ViewChange
+from reigen.elastic.cursor import Cursor
+from reigen.elastic.frameworks import Job
 from reigen.elastic.loop import run, run_fn
 from reigen.elastic.membership import history, leave
 from reigen.elastic.state import Departure, HostUpdateResult, ObjectState, State
 from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
+    "Cursor",
     "Departure",
     "ElasticHistory",
     "HorovodInternalError",
     "HostUpdateResult",
     "HostsUpdatedInterrupt",
+    "Job",
     "ObjectState",
     "State",
     "ViewChange",

@@ -72,6 +72,13 @@ class StepParts(Sequence[Part]):
     def __len__(self) -> int:
         return len(self._parts)
 
+    def __iter__(self) -> Iterator[Part]:
+        """Iterate over the parts, one forward and backward each."""
+        for part in self._parts:
+            self._job.begin_part(part)
+            yield part
+        self._job.training.end_parts()
+
     @overload
     def __getitem__(self, index: int) -> Part: ...
     @overload
@@ -188,6 +195,8 @@ class BaseJob(ABC):
         self._on_leave = on_leave
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise ArgumentError(f"min_size must be a positive integer, got {min_size!r}")
+        if num_parts is not None and (isinstance(num_parts, bool) or not isinstance(num_parts, int) or num_parts < 1):
+            raise ArgumentError(f"num_parts must be a positive integer, got {num_parts!r}")
         self.training, self.data = training, data
         self.num_undone = 0
         self._min_size, self.num_parts, self._resume = min_size, num_parts, resume
@@ -335,8 +344,8 @@ class BaseJob(ABC):
             sums.begin_step()
 
     def begin_part(self, part: Part) -> None:
-        """Begin with a part: its gradients are weighted so that the average over ranks is that over samples."""
-        self.training.scale_gradients(part.share * self.size)
+        """Begin with a part: its gradients come next."""
+        self.training.begin_part(part, self._mark.number, self.size)
 
     def end(self, step: ElasticStep, error: BaseException | None) -> bool:
         """End an attempt at a step; returns whether the error was a change of members, and is done with."""

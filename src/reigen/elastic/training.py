@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from reigen.elastic.cursor import Part
 from reigen.errors import CollectiveError
 
 
@@ -39,8 +40,17 @@ class TrainingState(Protocol):
         Parts of weights that members of a host share are updated by their owners, one of which may have died.
         """
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply gradients by this number from now on, before they are averaged over the ranks."""
+    def begin_part(self, part: Part, step: int, size: int) -> None:
+        """Weight gradients by the part's share from now on, so that the average over ranks is that over samples.
+
+        Args:
+            part: of this rank.
+            step: its number.
+            size: number of ranks.
+        """
+
+    def end_parts(self) -> None:
+        """Take note that the gradients of all parts of this rank are there; collective for some."""
 
     def undo_step(self) -> None:
         """Go back to the copy of the small state, and drop all gradients; the weights have not been changed."""

@@ -6,14 +6,16 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from reigen.elastic.cursor import Cursor
 from reigen.elastic.job import BaseJob
 from reigen.elastic.state import Departure
+from reigen.errors import ArgumentError
 from reigen.files import write_atomically
+from reigen.torch.elastic.parts import PartwiseTraining
 from reigen.torch.elastic.training import TorchTraining
 
 
@@ -35,6 +37,11 @@ class Job(BaseJob):
         scheduler: learning rate scheduler, or None; the program steps it, in the block or behind it.
         data: the samples.
         min_size: with fewer members steps wait.
+        deterministic: "parts": a step is divided into ``num_parts`` parts, whoever takes them, and gradients are added
+            in their order, so that weights have the same bits whoever the members are; random numbers are those of a
+            part, and buffers the mean of what the parts make of them. Gradients are exchanged behind the last part,
+            all parts' of them; for tests, and who asks. The optimizer is used as it is. None: as fast as it can be.
+        num_parts: of each step, at least as many as there may be ranks.
         resume: a checkpoint to begin with, if it is there; where ranks have different ones, the latest.
         on_leave: called with a `Departure` when this process leaves the job after a notice, before it ends: the place
             for a checkpoint where all leave (``departure.all_leave``).
@@ -63,15 +70,19 @@ class Job(BaseJob):
         *,
         data: Cursor,
         min_size: int = 1,
+        deterministic: Literal["parts"] | None = None,
+        num_parts: int | None = None,
         resume: str | os.PathLike[str] | None = None,
         on_leave: Callable[[Departure], None] | None = None,
         **objects: Any,
     ) -> None:
         if scheduler is not None:
             objects["scheduler"] = scheduler
-        super().__init__(
-            TorchTraining(model, optimizer, objects), data, min_size=min_size, resume=resume, on_leave=on_leave
-        )
+        if deterministic not in {None, "parts"} or (deterministic is None) != (num_parts is None):
+            raise ArgumentError('deterministic must be "parts", with num_parts, or None')
+        kind = TorchTraining if deterministic is None else PartwiseTraining
+        training = kind(model, optimizer, objects)
+        super().__init__(training, data, min_size=min_size, num_parts=num_parts, resume=resume, on_leave=on_leave)
 
     def save(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a state to a file, as `torch.save` does; atomically."""

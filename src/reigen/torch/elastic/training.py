@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from reigen.elastic.cursor import Part
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.distributed_optimizer import distribute_in_place
@@ -46,14 +47,11 @@ class TorchTraining:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, WrappedOptimizer):
-            distribute_in_place(optimizer, model.named_parameters())
-        if not isinstance(optimizer, AllreduceOptimizer):
-            raise ArgumentError(f"optimizer must be one of torch.optim, and not of Adasum, got {optimizer!r:.60}")
         for name, each in objects.items():
             if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
                 raise ArgumentError(f"{name} must have state_dict() and load_state_dict(), got {type(each).__name__}")
-        self._model, self._optimizer, self._objects = model, optimizer, dict(objects)
+        self._model, self._objects = model, dict(objects)
+        self._optimizer = self._prepare_optimizer(model, optimizer)
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         #: copies of the step's beginning
@@ -61,6 +59,14 @@ class TorchTraining:
         self._buffers: dict[str, torch.Tensor] = {}
         self._options: list[dict[str, Any]] = []
         self._states: dict[str, Any] = {}
+
+    def _prepare_optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the optimizer as this training uses it; raises ArgumentError."""
+        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, WrappedOptimizer):
+            distribute_in_place(optimizer, model.named_parameters())
+        if not isinstance(optimizer, AllreduceOptimizer):
+            raise ArgumentError(f"optimizer must be one of torch.optim, and not of Adasum, got {optimizer!r:.60}")
+        return optimizer
 
     def attach(self, update: AbstractContextManager[None], complete: Callable[[CollectiveError], bool]) -> None:
         """Implement `TrainingState.attach`."""
@@ -78,7 +84,7 @@ class TorchTraining:
 
     def begin_step(self) -> None:
         """Implement `TrainingState.begin_step`."""
-        self._optimizer.zero_grad()
+        self._clear_gradients()
         self._generators = _generator_states()
         for name, buffer in self._model.named_buffers():
             self._buffers[name] = copy_state(buffer, self._buffers.get(name))
@@ -95,19 +101,31 @@ class TorchTraining:
         """Implement `TrainingState.failed_update`."""
         return self._optimizer.failed_update if isinstance(self._optimizer, SharedParametersOptimizer) else False
 
-    def scale_gradients(self, factor: float) -> None:
-        """Implement `TrainingState.scale_gradients`."""
-        self._factor = factor
+    def begin_part(self, part: Part, step: int, size: int) -> None:
+        """Implement `TrainingState.begin_part`."""
+        self._factor = part.share * size
+
+    def end_parts(self) -> None:
+        """Implement `TrainingState.end_parts`."""
 
     def undo_step(self) -> None:
         """Implement `TrainingState.undo_step`."""
         self.drop_gradients()
+        self._restore_generators()
+        self._restore_buffers()
+        self.load_small_state((self._options, self._states))
+
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad()
+
+    def _restore_generators(self) -> None:
         _set_generator_states(self._generators)
+
+    def _restore_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 if name in self._buffers:
                     buffer.copy_(self._buffers[name])
-        self.load_small_state((self._options, self._states))
 
     def drop_gradients(self) -> None:
         """Implement `TrainingState.drop_gradients`."""
