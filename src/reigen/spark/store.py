@@ -14,6 +14,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from reigen.errors import ArgumentError
 
+#: Beginnings of prefixes of file systems whose rename does not replace a file, and does not always say so.
+_WITHOUT_REPLACEMENT = ("hdfs://", "webhdfs://", "swebhdfs://")
+
 
 class Store:
     """Directories below a prefix, in a file system that all processes of a job reach: `Store.create` chooses the class.
@@ -140,6 +143,8 @@ class Store:
     def write(self, path: str, content: bytes) -> None:
         """Replace a file as a whole: a reader, or a driver that dies, never leaves half of one.
 
+        In HDFS there is none for a moment: a file there cannot be renamed to one that exists.
+
         Raises:
             OSError: it cannot be written.
         """
@@ -148,6 +153,8 @@ class Store:
         new = f"{target}.{secrets.token_hex(4)}.tmp"
         try:
             self.fs.pipe_file(new, content)
+            if self.prefix_path.startswith(_WITHOUT_REPLACEMENT) and self.fs.exists(target):
+                self.fs.rm_file(target)
             self.fs.mv(new, target)
         except BaseException:
             with contextlib.suppress(Exception):  # it may not be there

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reigen.spark.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
+from tests.engines.spark.webhdfs import serve_webhdfs
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,17 @@ def test_databricks_files_are_below_dbfs_for_python() -> None:
     assert Store.create("dbfs:/dir").local_path("dbfs:/dir/runs") == "/dbfs/dir/runs"
 
 
-@pytest.mark.parametrize("scheme", ["", "memory://reigen-test-store"])
+@pytest.mark.parametrize("scheme", ["", "memory://reigen-test-store", "webhdfs"])
 def test_files_are_written_as_a_whole(tmp_path: Path, scheme: str) -> None:
-    store = Store.create(f"{scheme}{tmp_path}")
+    if scheme == "webhdfs":  # whose rename replaces nothing
+        pytest.importorskip("requests", reason="fsspec needs requests for WebHDFS")
+        with serve_webhdfs(tmp_path) as (url, _):
+            check_files(Store.create(f"{url}/store"))
+        return
+    check_files(Store.create(f"{scheme}{tmp_path}"))
+
+
+def check_files(store: Store) -> None:
     path = store.get_checkpoint_path("one")
     assert not store.exists(path)
     store.write(path, b"first")
