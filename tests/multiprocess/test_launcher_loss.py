@@ -203,6 +203,20 @@ def test_a_program_that_fails_without_a_launcher(tmp_path: Path):
     assert "ValueError: no more data" in out
 
 
+def test_a_launcher_that_was_stopped_leaves_the_job_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The agent has taken it for lost: when it wakes, it starts nobody a second time."""
+    monkeypatch.setenv("REIGEN_PEER_TIMEOUT", "3")
+    with job_that_goes_on(tmp_path, "-np", "2", *counting(100_000)) as job:
+        until(lambda: len(job.steps()) > 5)
+        name, ranks, supervisor = job.name, [job.process_of(slot) for slot in range(2)], job.launcher.supervisor()
+        os.kill(supervisor, signal.SIGSTOP)
+        until(lambda: len(job.steps(f"reigen/jobs/{name}/output/rank.0/stdout")) > 5)
+        os.kill(supervisor, signal.SIGCONT)
+        assert job.launcher.process.wait(DEADLINE_SECONDS) == 1
+        assert "its agent lives; job" in job.err.read_text()
+        assert [job.process_of(slot) for slot in range(2)] == ranks
+
+
 def test_stdout_without_a_reader_detaches(tmp_path: Path):
     reading, writing = os.pipe()
     with job_that_goes_on(tmp_path, "-np", "2", *counting(100_000), stdout=writing) as job:

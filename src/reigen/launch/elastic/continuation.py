@@ -141,6 +141,17 @@ class ContinuedJob:
             return None
         return connection
 
+    def has_agent(self, host: str, options: LaunchOptions) -> bool:
+        """Return whether the agent of a host lives: one that a launcher has lost goes on by itself.
+
+        A launcher that started other processes in the places of those would be a second one.
+        """
+        for agent in self.file.record.agents:
+            if agent.host == host and (connection := self.connect(agent, options)) is not None:
+                connection.close()  # the agent has seen this generation before, and does not obey it anew
+                return True
+        return False
+
     # ---------------------------------------------------------------- the record
 
     def note_agent(self, host: str, address: str) -> None:

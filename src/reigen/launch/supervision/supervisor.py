@@ -641,6 +641,11 @@ class Supervisor:
                 self._elastic.refused(agent)
                 return
             raise LaunchError(f"host {agent.host}: {refused.reason}", refused.exit_code)
+        if self._continued is not None and self._continued.has_agent(
+            "" if agent is self.here else agent.host, self._options
+        ):
+            self.detach(f"the connection to host {agent.host} has ended, and its agent lives", 1)
+            return
         if self._elastic is not None and (agent is self.here or agent.attached is not None):
             self._elastic.lose_agent(agent, agent.refused.reason or "its agent has ended")
         else:
