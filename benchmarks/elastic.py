@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the jobs end, too
     load = os.getloadavg()[0]
     found = measure_kills(chosen.rounds, chosen.seed) if chosen.what == "kills" else measure_cost(chosen.rounds)
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count(), "load": load}

@@ -30,6 +30,7 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
     add("--host-discovery-script", metavar="COMMAND", help="is run once")
     add("--slots-per-host", type=int, metavar="N")
     add("--on-launcher-loss", choices=("end", "continue"), default="end")
+    add("--witness-dir", metavar="DIR", help="a directory that all hosts share; it is not looked at")
 
 
 def check_elastic(chosen: argparse.Namespace) -> int:
@@ -44,7 +45,11 @@ def check_elastic(chosen: argparse.Namespace) -> int:
     check_elastic_hosts(options, hosts, as_horovod=False)
     most = min(options.max_ranks, sum(host.slots for host in hosts))
     forecast = ElasticForecast(
-        [(host.name, host.slots) for host in hosts], options.min_ranks, most, chosen.on_launcher_loss == "continue"
+        [(host.name, host.slots) for host in hosts],
+        options.min_ranks,
+        most,
+        continues=chosen.on_launcher_loss == "continue",
+        has_witness=chosen.witness_dir is not None,
     )
     problem = _try_voter()
     enough = forecast.num_ranks >= options.min_ranks

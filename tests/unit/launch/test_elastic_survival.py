@@ -86,6 +86,14 @@ def test_check_says_what_is_wrong(
     assert problem in capsys.readouterr().err
 
 
+def test_check_knows_a_witness(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--elastic", "-H", "h1:1,h2:1", "--min-np", "1", "--on-launcher-loss", "continue"]
+    assert check.main(options) == 0
+    assert "4 of these 5 single losses" in capsys.readouterr().out
+    assert check.main([*options, "--witness-dir", "/shared"]) == 0
+    assert "6 of these 6 single losses" in capsys.readouterr().out
+
+
 def test_check_finds_too_few_places(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "hosts.sh"
     file.write_text("#!/bin/sh\necho h1:2\n")

@@ -101,7 +101,8 @@ class ElasticForecast:
         if number == 0 and not self.continues:
             return SingleLoss(lost, False, "the job ends with its launcher (--on-launcher-loss continue)")
         if not may:
-            return SingleLoss(lost, False, f"the others may not decide alone: {self.rule}. A third host would do")
+            advice = "A third host would do, or --witness-dir"
+            return SingleLoss(lost, False, f"the others may not decide alone: {self.rule}. {advice}")
         if left < self.min_ranks:
             num_slots = sum(slots for name, slots in self.hosts) - dict(self.hosts)[placed[number][0]]
             suffices = num_slots >= self.min_ranks
