@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,6 +49,8 @@ class AgentActor:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._agent: AgentProcess | None = None
+        #: Set by nobody: what waits for it lasts as long as the actor.
+        self.held = threading.Event()
 
     def place(self) -> tuple[Place, tuple[str, ...]]:
         """Return where this is, and the names of the variables that the runtime environment sets."""

@@ -19,6 +19,11 @@ def run(
     num_workers_per_host: int = 1,
     cpus_per_worker: float = 1,
     gpus_per_worker: int = 0,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
+    elastic_timeout: float = 600,
     env: Mapping[str, str] | None = None,
     callbacks: Sequence[Callback] | None = None,
     use_current_placement_group: bool = True,
@@ -42,6 +47,12 @@ def run(
         num_workers_per_host: so many.
         cpus_per_worker: CPUs of Ray's that each counts for.
         gpus_per_worker: GPUs; all processes of a node see all GPUs of the job there.
+        min_workers: makes an elastic job: workers that die are replaced, and the others go on while there are so many;
+            ``func`` is decorated by ``elastic.run``.
+        max_workers: the greatest number of processes of an elastic job; by default all that the cluster has places for.
+        reset_limit: of an elastic job: how many changes because of failures it survives.
+        cooldown_range: of an elastic job: least and greatest seconds for which a failed process's place rests.
+        elastic_timeout: of an elastic job: seconds that there may be fewer than ``min_workers``.
         env: variables of all processes, above all others.
         callbacks: called with each dictionary that a process gives to `reigen.ray.ray_logger.log`.
         use_current_placement_group: take the resources of the placement group that this process is in.
@@ -77,6 +88,11 @@ def run(
         gpus_per_worker=gpus_per_worker or None,
         use_current_placement_group=use_current_placement_group,
         num_servers=num_servers,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        elastic_timeout=elastic_timeout,
     )
     try:
         executor.start(extra_env_vars=env)

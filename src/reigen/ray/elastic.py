@@ -20,16 +20,20 @@ class ElasticRaySettings:
     Attributes:
         min_workers: least number of workers.
         max_workers: greatest; None: no limit.
-        common: the rest.
+        common: those of all jobs.
+        reset_limit, elastic_timeout, cooldown_range: as in `RayExecutor`.
     """
 
     min_workers: int = 1
     max_workers: int | None = None
     common: RaySettings = field(default_factory=RaySettings)
+    reset_limit: int | None = None
+    elastic_timeout: float = 600
+    cooldown_range: Sequence[float] | None = None
 
 
 class ElasticRayExecutor:
-    """Deprecated since Horovod 0.25: `RayExecutor` with ``min_workers``. Accepted, and the same errors come of it.
+    """Deprecated since Horovod 0.25: `RayExecutor` with ``min_workers``.
 
     Args:
         settings: of `create_settings`.
@@ -37,11 +41,10 @@ class ElasticRayExecutor:
         cpus_per_slot: its ``cpus_per_worker``.
         gpus_per_slot: its ``gpus_per_worker``.
         env_vars: variables of all workers.
-        override_discovery: no effect.
+        override_discovery: as in `RayExecutor`; False: the ``discovery`` of the settings is asked.
 
     Raises:
-        ConfigError: (a ValueError) arguments contradict each other; or least and greatest number differ: elastic jobs
-            are not possible yet.
+        ConfigError: (a ValueError) arguments contradict each other.
     """
 
     @staticmethod
@@ -57,10 +60,15 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticRaySettings:
-        """Make settings; ``min_np`` and ``max_np`` are older names of the first two, other arguments have no effect."""
+        """Make settings; ``min_np`` and ``max_np`` are older names of the first two.
+
+        Of other arguments ``discovery`` and ``cooldown_range`` count, as in `RayExecutor`; the rest has no effect.
+        """
         least = min_num_proc if min_np is None else min_np
         most = max_num_proc if max_np is None else max_np
-        return ElasticRaySettings(least, most, RaySettings(timeout_s, nics=tuple(nics) if nics else None))
+        common = RaySettings(timeout_s, nics=tuple(nics) if nics else None, discovery=kwargs.get("discovery"))
+        cooldown = kwargs.get("cooldown_range")
+        return ElasticRaySettings(least, most, common, reset_limit, elastic_timeout, cooldown)
 
     def __init__(
         self,
@@ -86,6 +94,10 @@ class ElasticRayExecutor:
             gpus_per_worker=gpus_per_slot,
             min_workers=settings.min_workers,
             max_workers=settings.max_workers,
+            reset_limit=settings.reset_limit,
+            cooldown_range=settings.cooldown_range,
+            elastic_timeout=settings.elastic_timeout,
+            override_discovery=override_discovery,
         )
 
     def start(self) -> None:

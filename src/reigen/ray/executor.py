@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reigen.errors import LaunchError
+from reigen.errors import ConfigError, LaunchError
 from reigen.ray.connection import require_ray
-from reigen.ray.job import Call, ExecutorJob, JobRequest, make_job
-from reigen.ray.settings import RaySettings, check_gpus, request_workers
+from reigen.ray.job import ExecutorJob, make_job
+from reigen.ray.job_request import Call, JobRequest
+from reigen.ray.settings import RaySettings, check_gpus, request_elastic, request_workers
 from reigen.runner.options import check_num_servers
 
 Callback = Callable[[Any], object]
@@ -31,18 +32,22 @@ class RayExecutor:
             ``local_rank()``.
         gpus_per_worker: how many, by default 1.
         use_current_placement_group: if this process is in a placement group (a trial of Ray Tune), use its resources.
-        min_workers: of an elastic job, which is not possible yet; equal to ``max_workers`` it is ``num_workers``.
-        max_workers: the same.
-        reset_limit: no effect.
-        cooldown_range: no effect.
-        elastic_timeout: no effect.
-        override_discovery: no effect.
+        min_workers: makes elastic jobs, of which each call of a function is one: workers that die, or whose node goes,
+            are replaced, and the others go on while there are so many. The function is decorated by ``elastic.run``.
+        max_workers: the greatest number of workers; by default all that the cluster has places for. Ray is asked for
+            so many from the beginning; `start` waits for ``min_workers``.
+        reset_limit: how many changes because of failures a job survives.
+        cooldown_range: least and greatest seconds for which a failed worker's place rests; by default 10 s, doubled
+            each time, and after three failures in ten minutes the place is given up.
+        elastic_timeout: seconds that there may be fewer than ``min_workers``.
+        override_discovery: let Ray say which nodes are used; else ``settings.discovery`` does, an object as
+            `RayHostDiscovery`, which is asked each second.
         num_servers: parameter servers, which run beside the workers, on their nodes in turn; Ray counts no CPUs for
             them. Their scheduler runs beside the driver. A store that a function makes it closes, too: the job of the
-            servers ends with that of the workers.
+            servers ends with that of the workers. Not in elastic jobs.
 
     Raises:
-        ConfigError: (a ValueError) arguments contradict each other, or ask for what is not possible yet.
+        ConfigError: (a ValueError) arguments contradict each other.
 
     Example::
 
@@ -102,12 +107,26 @@ class RayExecutor:
             min_workers=min_workers,
             max_workers=max_workers,
         )
-        self._use_current_group, self._num_servers = use_current_placement_group, check_num_servers(num_servers)
+        self._max_workers = max_workers
+        self._elastic = request_elastic(
+            min_workers=min_workers,
+            max_workers=max_workers,
+            reset_limit=reset_limit,
+            cooldown_range=cooldown_range,
+            elastic_timeout=elastic_timeout,
+        )
+        self._discovery = None if override_discovery else self._settings.discovery
+        if self._elastic is not None and not override_discovery and self._discovery is None:
+            raise ConfigError("override_discovery=False needs settings.discovery, which says what hosts there are")
+        self._use_current_group, self._num_servers = (
+            use_current_placement_group,
+            check_num_servers(num_servers, self._elastic is not None),
+        )
         self._job: ExecutorJob | None = None
 
     @property
     def num_workers(self) -> int:
-        """Number of workers of the job."""
+        """Number of workers of the job; of an elastic one, the least."""
         return self._request.num_workers
 
     def start(
@@ -140,9 +159,9 @@ class RayExecutor:
         if executable_cls is not None:
             state = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
         environ = {name: str(text) for name, text in (extra_env_vars or {}).items()}
-        job = make_job(
-            JobRequest(self._request, self._settings, self._use_current_group, environ, state, self._num_servers)
-        )
+        elastic = self._elastic, self._max_workers, self._discovery
+        of_all = self._request, self._settings, self._use_current_group, environ, state
+        job = make_job(JobRequest(*of_all, *elastic, num_servers=self._num_servers))
         job.start()
         self._job = job
 
@@ -176,7 +195,11 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` in all workers; returns an ObjectRef of each result, by rank, at once."""
+        """Call ``fn(*args, **kwargs)`` in all workers; returns an ObjectRef of each result, by rank, at once.
+
+        Raises:
+            UnsupportedError: (a NotImplementedError) the job is elastic: the number of results is known at its end.
+        """
         return self._started.refs(Call(fn, tuple(args or ()), kwargs))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
@@ -184,7 +207,10 @@ class RayExecutor:
         return self._started.run(Call(fn, with_state=True), callbacks or ())
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn`` with the object of ``executable_cls`` in the worker of rank 0 alone; returns its result."""
+        """Call ``fn`` with the object of ``executable_cls`` in the worker of rank 0 alone; returns its result.
+
+        With ``min_workers`` that is a job of one worker.
+        """
         return self._started.run_single(Call(fn, with_state=True, ranks=(0,)))
 
     @property

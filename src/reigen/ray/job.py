@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,47 +14,13 @@ from reigen.errors import LaunchError
 from reigen.ray.agents import Placement
 from reigen.ray.callbacks import NoteCallbacks
 from reigen.ray.connection import import_ray, is_client, require_ray
-from reigen.ray.settings import PlacementRequest, RaySettings
+from reigen.ray.elastic_job import ElasticRayJob
+from reigen.ray.job_request import Call, JobRequest, job_options
 from reigen.runner.engine_executor import EngineExecutor
-from reigen.runner.engine_jobs import EngineJobOptions
 from reigen.runner.serialization import pickle_exception, unpickle_exception
 
-#: Seconds that the others have to end a function that has failed in one rank, and to end at all.
-_GRACE_SECONDS = 1.5
 #: Seconds after which a request for notes is answered without any.
 _NOTES_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """Request for a job; it can be pickled.
-
-    Attributes:
-        workers: that are asked of Ray.
-        settings: of the job.
-        use_current_group: take the placement group that the driver is in.
-        environ: variables of all ranks.
-        state: class, arguments and keyword arguments of an object that each rank makes; None: none.
-        num_servers: parameter servers beside the ranks.
-    """
-
-    workers: PlacementRequest
-    settings: RaySettings
-    use_current_group: bool = True
-    environ: Mapping[str, str] | None = None
-    state: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
-    num_servers: int = 0
-
-
-@dataclass(frozen=True)
-class Call:
-    """Call of a function in ranks; ``ranks`` None: in all. ``with_state``: it gets the rank's object first."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    with_state: bool = False
-    ranks: tuple[int, ...] | None = None
 
 
 class RayJob:
@@ -78,18 +44,10 @@ class RayJob:
     def start(self) -> None:
         """Get the resources and start the ranks; raises what `Placement.allocate` and `EngineExecutor.start` raise."""
         agents = self._placement.allocate()
-        settings = self._request.settings
-        options = EngineJobOptions(
-            num_ranks=self._request.workers.num_workers,
-            environ=self._request.environ,
-            start_timeout_seconds=settings.timeout_seconds,
-            verbose=settings.verbose,
-            grace_seconds=_GRACE_SECONDS,
-            network_interfaces=",".join(settings.nics) if settings.nics else None,
-            num_servers=self._request.num_servers,
-        )
         try:
-            self._executor = EngineExecutor(agents, options, state=self._request.state, on_note=self._note)
+            self._executor = EngineExecutor(
+                agents, job_options(self._request), state=self._request.state, on_note=self._note
+            )
             self._executor.start()
         except BaseException:
             self.shutdown()
@@ -151,6 +109,10 @@ class ExecutorJob(Protocol):
         """End the ranks and give everything back; may be called again."""
 
 
+def _make_supervised(request: JobRequest, on_note: Callable[[Any], None]) -> RayJob | ElasticRayJob:
+    return RayJob(request, on_note) if request.elastic is None else ElasticRayJob(request, on_note)
+
+
 def make_job(request: JobRequest) -> ExecutorJob:
     """Make the job of this driver.
 
@@ -166,7 +128,7 @@ class DriverJob:
 
     def __init__(self, request: JobRequest) -> None:
         self._callbacks = NoteCallbacks()
-        self._job = RayJob(request, self._callbacks.put)
+        self._job = _make_supervised(request, self._callbacks.put)
         self._results: Any = None
         self._numbers = count()
 
@@ -255,7 +217,7 @@ class JobActor:
 
     def __init__(self, request: JobRequest) -> None:
         self._notes: deque[Any] = deque()
-        self._job = RayJob(request, self._notes.append)
+        self._job = _make_supervised(request, self._notes.append)
         self._futures: dict[tuple[int, int], Future[Any]] = {}
         self._numbers = count()
 

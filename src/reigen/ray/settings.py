@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 from reigen.cluster.environ import RANK_VARIABLES
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
+from reigen.launch.elastic.options import ElasticOptions, ElasticRequest, resolve_elastic
 from reigen.launch.hosts import HostInfo, assign_ranks
 
 Bundle = Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RaySettings:
     """Settings of `RayExecutor.create_settings`; they can be pickled.
 
@@ -26,12 +27,15 @@ class RaySettings:
         placement_group_timeout_seconds: how long Ray may take to give the resources.
         nics: network interfaces through which hosts may talk to each other; None: those that lead there.
         verbose: report which processes are started, where, and why there.
+        discovery: of an elastic job with ``override_discovery=False``: an object whose
+            ``find_available_hosts_and_slots()`` returns the slots to use by the names or addresses of hosts.
     """
 
     timeout_seconds: float = 30.0
     placement_group_timeout_seconds: float = 100.0
     nics: tuple[str, ...] | None = None
     verbose: bool = False
+    discovery: Any = None
 
     def __post_init__(self) -> None:
         for name, seconds in (
@@ -96,7 +100,7 @@ def request_workers(
     """Check the arguments of `RayExecutor`, and make the request.
 
     Raises:
-        ConfigError: (a ValueError) they contradict each other, say nothing, or ask for an elastic job.
+        ConfigError: (a ValueError) they contradict each other, or say nothing.
     """
     if max_workers is not None and (min_workers is None or _count("min_workers", min_workers, least=0) < 1):
         raise ConfigError("max_workers is given without min_workers, which must be at least 1")
@@ -110,7 +114,7 @@ def request_workers(
     if not cpus_per_worker and not gpus:
         raise ConfigError("cpus_per_worker is 0, and there are no GPUs: Ray cannot place what needs nothing")
     if min_workers is not None:
-        num_workers = _fixed_number(min_workers, max_workers)
+        num_workers = _count("min_workers", min_workers)
     if num_workers is not None and num_hosts is not None:
         raise ConfigError("num_workers and num_hosts are two ways to say how many: give one of them")
     if num_workers is not None:
@@ -122,14 +126,32 @@ def request_workers(
     return PlacementRequest(hosts * per_host, per_host, cpus_per_worker, gpus, spread=True)
 
 
-def _fixed_number(min_workers: object, max_workers: object) -> int:
+def request_elastic(
+    *,
+    min_workers: object,
+    max_workers: object = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
+    elastic_timeout: float = 600,
+) -> ElasticOptions | None:
+    """Check the arguments of an elastic `RayExecutor`, and make the options; None: it is not elastic.
+
+    Raises:
+        ConfigError: (a ValueError) they make no sense.
+    """
+    if min_workers is None:
+        return None
     least = _count("min_workers", min_workers)
-    if max_workers is None or _count("max_workers", max_workers) != least:
-        raise ConfigError(
-            f"min_workers={least}, max_workers={max_workers}: elastic jobs, whose number of workers changes, are not "
-            f"possible yet; num_workers={least} runs {least} from beginning to end"
+    return resolve_elastic(
+        ElasticRequest(
+            min_ranks=least,
+            max_ranks=None if max_workers is None else _count("max_workers", max_workers),
+            timeout_seconds=elastic_timeout,
+            reset_limit=reset_limit,
+            cooldown_range=cooldown_range,
+            names=("num_workers", "min_workers", "max_workers", "cooldown_range"),
         )
-    return least
+    )
 
 
 def _count(name: str, value: object, *, least: int = 1) -> int:
@@ -233,7 +255,7 @@ def group_by_node(places: Sequence[Place]) -> list[NodeSeats]:
             firsts[node].address,
             sum(places[index].slots for index in indices),
             tuple(indices),
-            tuple(sorted({gpu for index in indices for gpu in places[index].gpus}, key=_gpu_order)),
+            tuple(order_gpus(gpu for index in indices for gpu in places[index].gpus)),
         )
         for node, indices in nodes.items()
     ]
@@ -255,6 +277,11 @@ def _unique_names(firsts: Mapping[str, Place]) -> dict[str, str]:
 def _short(node: str, nodes: Collection[str]) -> str:
     lengths = (n for n in range(6, len(node) + 1) if len({each[:n] for each in nodes}) == len(nodes))
     return node[: next(lengths, len(node))]
+
+
+def order_gpus(gpus: Iterable[str]) -> list[str]:
+    """Return each GPU once, numbers in their order."""
+    return sorted(set(gpus), key=_gpu_order)
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from reigen.ray.settings import (
     group_by_node,
     place_ranks,
     rank_variables,
+    request_elastic,
     request_workers,
 )
 
@@ -59,8 +60,10 @@ def test_a_gpu_is_one_unless_more_are_wanted():
         ({"num_hosts": 2, "num_workers_per_host": 0}, "num_workers_per_host must be at least 1"),
         ({"num_workers": 2, "cpus_per_worker": -1}, "cpus_per_worker must be a number"),
         ({"num_workers": 2, "cpus_per_worker": 0}, "cannot place what needs nothing"),
-        ({"min_workers": 2}, "elastic jobs, whose number of workers changes, are not possible yet"),
-        ({"min_workers": 2, "max_workers": 4}, "num_workers=2 runs 2 from beginning to end"),
+        ({"min_workers": 4, "max_workers": 2}, "min_workers 4 is more than max_workers 2"),
+        ({"min_workers": 2, "cooldown_range": [5]}, "cooldown_range 5: it must be two numbers"),
+        ({"min_workers": 2, "reset_limit": -1}, "the reset limit must be at least 0"),
+        ({"min_workers": 2, "override_discovery": False}, "needs settings.discovery"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, object], words: str):
@@ -68,7 +71,12 @@ def test_arguments_that_make_no_sense(arguments: dict[str, object], words: str):
         RayExecutor(RayExecutor.create_settings(), **arguments)  # type: ignore[arg-type]  # a user's mistakes
 
 
-def test_equal_bounds_are_a_fixed_number():
+def test_bounds_make_an_elastic_job():
+    options = request_elastic(min_workers=2, max_workers=4, reset_limit=3, cooldown_range=(1, 5), elastic_timeout=7)
+    assert options is not None
+    assert (options.min_ranks, options.max_ranks, options.reset_limit, options.timeout_seconds) == (2, 4, 3, 7)
+    assert (options.cooldown.least_seconds, options.cooldown.max_failures) == (1, None)
+    assert request_elastic(min_workers=None) is None
     assert RayExecutor(None, min_workers=3, max_workers=3).num_workers == 3
 
 
@@ -80,12 +88,12 @@ def test_settings_can_be_pickled_and_ignore_ssh():
         RayExecutor.create_settings(timeout_s=0)
 
 
-def test_the_older_executor_is_deprecated_and_elastic_jobs_are_refused_at_once():
+def test_the_older_executor_is_deprecated():
     settings = ElasticRayExecutor.create_settings(min_np=2, max_np=4, reset_limit=3, some_other=1)
-    with pytest.warns(DeprecationWarning, match="RayExecutor"), pytest.raises(ConfigError, match="elastic jobs"):
-        ElasticRayExecutor(settings)
     with pytest.warns(DeprecationWarning, match="RayExecutor"):
-        ElasticRayExecutor(ElasticRayExecutor.create_settings(2, 2))
+        ElasticRayExecutor(settings)
+    with pytest.warns(DeprecationWarning, match="RayExecutor"), pytest.raises(ConfigError, match="min_workers 4"):
+        ElasticRayExecutor(ElasticRayExecutor.create_settings(4, 2))
 
 
 def test_more_gpus_than_any_node_has_are_refused():

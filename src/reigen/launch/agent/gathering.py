@@ -181,6 +181,7 @@ class SlotGathering:
         tls: everything is encrypted.
         peer_timeout_seconds: how long another host may be silent.
         on_problem: told of tasks that were refused, in words.
+        reserved: names that no host of tasks may have.
 
     Raises:
         OSError, ConfigError: the address cannot be used.
@@ -198,7 +199,9 @@ class SlotGathering:
         tls: TlsContext | None = None,
         peer_timeout_seconds: float = 20.0,
         on_problem: Callable[[str], None] = lambda reason: None,
+        reserved: Sequence[str] = (),
     ) -> None:
+        self._reserved = reserved
         self._loop, self._has_agent, self._timeout_seconds = loop, has_agent, timeout_seconds
         self._hosts: dict[str, _TaskHost] = {}
         self._listener = DialListener(
@@ -278,7 +281,7 @@ class SlotGathering:
             self._forget_ended_agent(place)
         place = self._hosts.get(key) or _TaskHost("")
         if not place.tasks:  # its name may be another's by now
-            taken = [each.name for each in self._hosts.values() if each.tasks]
+            taken = [*self._reserved, *(each.name for each in self._hosts.values() if each.tasks)]
             place.name = unique_name(agent.greeting.hostname, taken)
             self._hosts.pop(key, None)
             self._hosts[key] = place
