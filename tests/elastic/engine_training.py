@@ -57,6 +57,11 @@ class Step:
     colour: str
     host: str
 
+    @property
+    def process(self) -> tuple[str, int]:
+        """Its process, by which those of several hosts differ."""
+        return self.host, self.pid
+
 
 class Training:
     """The steps in a directory."""

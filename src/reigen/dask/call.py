@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reigen.errors import ConfigError, LaunchError, RankFailedError
+from reigen.launch.elastic.options import ElasticRequest, resolve_elastic
 from reigen.runner.agent_process import AgentProcess
-from reigen.runner.engine_jobs import EngineAgents, EngineJobOptions, run_on_engine
+from reigen.runner.engine_jobs import EngineAgents, EngineHost, EngineJobOptions, run_on_engine
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -37,6 +39,8 @@ def run(
     fn: Callable[..., Any],
     *args: Any,
     num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
     workers: Sequence[str] | None = None,
     start_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
@@ -55,6 +59,10 @@ def run(
         args: its arguments, the same in all ranks.
         num_proc: the number of ranks, by default one for each worker; they are spread evenly, and no
             worker has more than it has threads.
+        min_num_proc: makes an elastic job: ranks that die, or whose worker goes, are replaced, workers that come are
+            used, and the others go on while there are so many. ``fn`` is decorated by ``elastic.run``. Each worker is a
+            host of its own, so give a machine one worker with many threads.
+        max_num_proc: the greatest number of ranks of an elastic job, by default ``num_proc``, or all threads.
         workers: addresses or names of the workers to use, by default all that there are now.
         start_timeout: seconds to wait for the workers, by default 60.
         env: variables for all ranks, above those of the workers.
@@ -80,6 +88,20 @@ def run(
     if getattr(client, "asynchronous", False):
         raise ConfigError("reigen.dask.run needs a Client that waits for its results: make one without asynchronous")
     found = find_workers(client.scheduler_info(n_workers=-1)["workers"], workers)
+    timeout = START_TIMEOUT_SECONDS if start_timeout is None else start_timeout
+    request = ElasticRequest(
+        num_proc,
+        min_num_proc,
+        max_num_proc,
+        start_timeout_seconds=timeout,
+        names=("num_proc", "min_num_proc", "max_num_proc", ""),
+    )
+    if (elastic := resolve_elastic(request)) is not None:
+        environ = dict(env or {})
+        options = EngineJobOptions(
+            environ=environ, start_timeout_seconds=timeout, num_servers=num_servers, elastic=elastic
+        )
+        return _run_elastic(client, (fn, args, kwargs), options, workers)
     placement = place_ranks(found, num_proc)
     size = sum(placement.values())
     tasks = _Tasks(client, placement, {worker.address for worker in found if worker.has_resource})
@@ -92,7 +114,6 @@ def run(
         exports_environ=False,
         listen_towards=host_of(found[0].address),
     )
-    timeout = START_TIMEOUT_SECONDS if start_timeout is None else start_timeout
     options = EngineJobOptions(
         num_ranks=size, environ=dict(env or {}), start_timeout_seconds=timeout, num_servers=num_servers
     )
@@ -105,6 +126,32 @@ def run(
         raise LaunchError(tasks.name_workers(str(error)), error.exit_code) from None
     finally:
         tasks.cancel()
+    return results
+
+
+def _run_elastic(
+    client: Client,
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    options: EngineJobOptions,
+    workers: Sequence[str] | None,
+) -> list[Any]:
+    hosts = _WorkerHosts(client, workers)
+    found = hosts.discover()
+    agents = EngineAgents(
+        engine="Dask",
+        hosts=found,
+        start_agents=hosts.start,
+        explain_exit=hosts.explain_exit,
+        kept_variables=("",),
+        exports_environ=False,
+        listen_towards=found[0].address,
+        discover=hosts.discover,
+    )
+    try:
+        results = run_on_engine(*call, agents=agents, options=options)
+        hosts.wait()
+    finally:
+        hosts.cancel()
     return results
 
 
@@ -176,6 +223,82 @@ def run_agents(inputs: Sequence[str]) -> int:
             agent.stop()
 
 
+class _WorkerHosts:
+    """Workers of an elastic job, which come and go; each is a host, whose agent is a task there.
+
+    Args:
+        client: of the cluster.
+        wanted: addresses or names of workers; None: all.
+    """
+
+    def __init__(self, client: Client, wanted: Sequence[str] | None) -> None:
+        self._client, self._wanted = client, wanted
+        self._workers: dict[str, WorkerSlots] = {}
+        self._futures: dict[str, Future] = {}
+        self._keys = (f"reigen-agent-{uuid.uuid4().hex}-{number}" for number in itertools.count())
+
+    def discover(self) -> list[EngineHost]:
+        """Return the workers that there are now; the latest ones where the scheduler does not answer."""
+        with suppress(OSError, TimeoutError):
+            known = self._client.scheduler_info(n_workers=-1)["workers"]
+            names = {address: str(info.get("name", address)) for address, info in known.items()}
+            wanted = None if self._wanted is None else set(map(str, self._wanted))
+            self._workers = {
+                address.partition("://")[2]: _slots_of(address, info)
+                for address, info in sorted(known.items())
+                if wanted is None or address in wanted or names[address] in wanted
+            }
+        return [EngineHost(name, each.num_slots, host_of(each.address)) for name, each in self._workers.items()]
+
+    def start(self, inputs: Mapping[str, str]) -> None:
+        """Submit a task to each of these workers; one that has gone meanwhile is heard of by `discover`."""
+        for name, text in inputs.items():
+            worker = self._workers.get(name)
+            if worker is not None:
+                self._futures[name] = self._client.submit(
+                    run_agents,
+                    [text],
+                    workers=[worker.address],
+                    allow_other_workers=False,
+                    retries=0,
+                    pure=False,
+                    resources={RESOURCE: worker.num_slots} if worker.has_resource else None,
+                    key=next(self._keys),
+                )
+
+    def explain_exit(self, name: str) -> str:
+        """Explain why the agent of a worker has not come, or has gone."""
+        if name not in self._workers:
+            return f"Dask's worker {name} has gone"
+        future = self._futures.get(name)
+        if future is not None and future.status in {"error", "cancelled", "lost"}:
+            return f"the task in Dask's worker {name} has ended: {future.status}"
+        return ""
+
+    def wait(self) -> None:
+        """Wait until the tasks have ended."""
+        _wait_for(self._futures.values())
+
+    def cancel(self) -> None:
+        """Cancel the tasks that have not ended."""
+        _cancel(self._client, self._futures.values())
+        self._futures.clear()
+
+
+def _wait_for(futures: Iterable[Future]) -> None:
+    """Wait until tasks have ended."""
+    from distributed import wait
+
+    with suppress(Exception):  # it takes too long, or the scheduler has gone
+        wait(list(futures), timeout=_LAST_SECONDS)
+
+
+def _cancel(client: Client, futures: Iterable[Future]) -> None:
+    """Cancel the tasks that have not ended."""
+    with suppress(Exception):  # the scheduler has gone
+        client.cancel([future for future in futures if not future.done()], force=True)
+
+
 class _Tasks:
     """Tasks in Dask's workers that hold the slots of a job.
 
@@ -229,13 +352,9 @@ class _Tasks:
 
     def wait(self) -> None:
         """Wait until the tasks have ended."""
-        from distributed import wait
-
-        with suppress(Exception):  # it takes too long, or the scheduler has gone
-            wait(list(self._futures.values()), timeout=_LAST_SECONDS)
+        _wait_for(self._futures.values())
 
     def cancel(self) -> None:
         """Cancel the tasks that have not ended, and have Dask forget all."""
-        with suppress(Exception):  # the scheduler has gone
-            self._client.cancel([future for future in self._futures.values() if not future.done()], force=True)
+        _cancel(self._client, self._futures.values())
         self._futures.clear()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from reigen.errors import ConfigError, LaunchError, RankFailedError, UnsupportedError
+from reigen.launch.elastic.options import ElasticOptions, ElasticRequest, resolve_elastic
 from reigen.runner.engine_jobs import Cancellation, EngineAgents, EngineJobOptions, run_on_engine
 from reigen.spark.session import (
     REPORT_SECONDS,
@@ -40,6 +41,8 @@ _AGENT_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 #: Seconds in which a lost executor is noticed by its agent's connection, which says which ranks are lost.
 _LOSS_SECONDS = 1.5
+#: Seconds that the tasks of an elastic job may take to end by themselves.
+_END_SECONDS = 2.0
 #: Contexts whose unencrypted connections the user has been warned about, by application.
 _warned: set[str] = set()
 
@@ -151,46 +154,104 @@ def run_elastic(
     nics: str | Sequence[str] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> list[Any]:
-    """Call a function in a job whose size may change; only jobs of a fixed size are possible yet.
+    """Call ``fn(*args, **kwargs)``, which is decorated by ``elastic.run``, in an elastic job on Spark's executors.
 
-    ``min_num_proc`` and ``max_num_proc`` must be ``num_proc``, or left out; ``elastic_timeout`` and ``reset_limit``
-    have no effect. All else is as in `run`.
+    Ranks that die, or whose executor does, are replaced, and the others go on while there are ``min_num_proc``. A Spark
+    job of ``max_num_proc`` tasks holds the slots. They are no barrier stage, which would begin with all or none, and
+    end with the first failure: Spark starts as many as it has slots for, the others when there are more, and a task
+    that has failed anew, up to ``spark.task.maxFailures`` times. Then Spark ends the job.
+
+    Args:
+        fn: the function.
+        args: its arguments, the same in all ranks.
+        kwargs: its keyword arguments.
+        num_proc: the default of both bounds; its own is ``spark.default.parallelism``, within those that are given.
+        min_num_proc: the least number of ranks.
+        max_num_proc: the greatest.
+        start_timeout: seconds to wait for ``min_num_proc`` slots, as in `run`.
+        elastic_timeout: seconds that there may be fewer than ``min_num_proc`` ranks later, by default 600.
+        reset_limit: how many changes because of failures the job survives.
+        env: as in `run`, as all that follow.
+        stdout: as in `run`.
+        stderr: as in `run`.
+        verbose: as in `run`.
+        nics: as in `run`.
+        prefix_output_with_timestamp: as in `run`.
+
+    Returns:
+        The values that the function returned in the last view's ranks, by rank.
 
     Raises:
-        UnsupportedError: (a NotImplementedError) the bounds are not ``num_proc``.
-        ConfigError: (a ValueError) ``min_num_proc`` is greater than ``max_num_proc``.
+        RankFailedError: no rank is left: the one that failed first since the last change.
+        TimeoutError: Spark has not had ``min_num_proc`` slots within ``start_timeout``.
+        RuntimeError: there is no active SparkContext.
+        ConfigError: (a ValueError) an argument makes no sense; ``min_num_proc`` is greater than ``max_num_proc``.
+        UnsupportedError: (a NotImplementedError) Spark gives GPUs to its tasks.
+        UnsupportedTypeError: ``fn`` or an argument cannot be pickled.
+        LaunchError: there were fewer than ``min_num_proc`` ranks for too long, or Spark has ended the job.
     """
     context = active_context()
-    size = check_num_tasks(num_proc if num_proc is not None else min_num_proc, context.defaultParallelism)
-    check_elastic_bounds(size, min_num_proc, max_num_proc)
-    warn_without_effect(elastic_timeout=elastic_timeout, reset_limit=reset_limit)
-    return run(
-        fn,
-        args,
-        kwargs,
-        size,
-        start_timeout,
-        env=env,
-        stdout=stdout,
-        stderr=stderr,
-        verbose=verbose,
-        nics=nics,
-        prefix_output_with_timestamp=prefix_output_with_timestamp,
+    least, most = check_num_tasks(min_num_proc, 1), check_num_tasks(max_num_proc, 1 << 16)
+    size = check_num_tasks(num_proc, max(least, min(most, context.defaultParallelism)))
+    seconds = resolve_start_timeout(start_timeout, os.environ)
+    elastic = resolve_bounds(size, min_num_proc, max_num_proc, (seconds, elastic_timeout), reset_limit)
+    if context.getConf().get("spark.task.resource.gpu.amount"):
+        raise UnsupportedError(
+            "run_elastic: Spark gives GPUs to its tasks (spark.task.resource.gpu.amount), which come and go, and ranks "
+            "cannot have those of another task: leave it out, and choose by local_rank()"
+        )
+    request = SparkRequest(
+        num_tasks=elastic.max_ranks,
+        start_timeout_seconds=seconds,
+        options=EngineJobOptions(
+            environ=check_environ(env),
+            verbose=verbose >= 2,
+            timestamps=prefix_output_with_timestamp,
+            network_interfaces=nics if nics is None or isinstance(nics, str) else ",".join(nics),
+            stdout=stdout,
+            stderr=stderr,
+            elastic=elastic,
+        ),
     )
+    return run_in_tasks(context, (fn, tuple(args), dict(kwargs or {})), request)
 
 
-def check_elastic_bounds(size: int, min_num_proc: int | None, max_num_proc: int | None) -> None:
-    """Raise an error for bounds that make no sense, or that need an elastic job."""
+def resolve_bounds(
+    size: int,
+    min_num_proc: int | None,
+    max_num_proc: int | None,
+    timeouts: tuple[float, float | None],
+    reset_limit: int | None,
+) -> ElasticOptions:
+    """Return the options of an elastic job.
+
+    Args:
+        size: ``num_proc``.
+        min_num_proc: the least number of ranks; None: ``size``.
+        max_num_proc: the greatest; None: ``size``.
+        timeouts: seconds for the start, and for later.
+        reset_limit: see `run_elastic`.
+
+    Raises:
+        ConfigError: they make no sense.
+    """
     least, most = check_num_tasks(min_num_proc, size), check_num_tasks(max_num_proc, size)
     if least > most:
         raise ConfigError(f"min_num_proc is {least}, which is more than max_num_proc, {most}")
     if not least <= size <= most:
         raise ConfigError(f"num_proc is {size}, which is not between min_num_proc, {least}, and max_num_proc, {most}")
-    if not least == size == most:
-        raise UnsupportedError(
-            f"run_elastic: jobs whose size changes (from {least} to {most} ranks) are not possible yet; give the same "
-            f"number for num_proc, min_num_proc and max_num_proc, or use reigen.spark.run(num_proc={size})"
+    elastic = resolve_elastic(
+        ElasticRequest(
+            min_ranks=least,
+            max_ranks=most,
+            start_timeout_seconds=timeouts[0],
+            timeout_seconds=timeouts[1],
+            reset_limit=reset_limit,
+            names=("num_proc", "min_num_proc", "max_num_proc", "cooldown_range"),
         )
+    )
+    assert elastic is not None, "it has bounds"
+    return elastic
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +272,11 @@ class SparkRequest:
     executable: str | None = None
     ranks_per_task: int = 1
 
+    @property
+    def num_needed(self) -> int:
+        """Number of tasks without which the job does not begin."""
+        return self.num_tasks if self.options.elastic is None else self.options.elastic.min_ranks
+
 
 def run_in_tasks(
     context: SparkContext, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], request: SparkRequest
@@ -218,15 +284,17 @@ def run_in_tasks(
     """Run a function in a Spark job's tasks; see `run` for the errors."""
     warn_about_security(context, request.num_tasks)
     deadline = time.monotonic() + request.start_timeout_seconds
-    if uses_barrier(dict(context.getConf().getAll())):  # else there are no executors before there are tasks
+    is_barrier = request.options.elastic is None and uses_barrier(dict(context.getConf().getAll()))
+    if is_barrier:  # else there are no executors before there are tasks
         wait_for_slots(context, request.num_tasks, deadline, partial(_report, request.options))
     cancellation = Cancellation()
     func, args, kwargs = call
     description = f"reigen: {getattr(func, '__name__', 'a function')} in {request.num_tasks} tasks"
-    with SparkJob(context, request.num_tasks, description, partial(_cancel_late, cancellation)) as job:
+    on_failed = partial(_cancel_late, cancellation)
+    with SparkJob(context, request.num_tasks, description, on_failed, is_barrier=is_barrier) as job:
         watch = StartWatch(job, request, deadline, cancellation)
         try:
-            return run_on_engine(
+            results = run_on_engine(
                 func,
                 args,
                 kwargs,
@@ -234,7 +302,12 @@ def run_in_tasks(
                 options=replace(request.options, start_timeout_seconds=request.start_timeout_seconds + _AGENT_SECONDS),
                 cancellation=cancellation,
             )
+            if request.options.elastic is not None and not job.wait_for_end(_END_SECONDS):
+                job.cancel()  # tasks for which there was never a slot
+            return results
         except RankFailedError as error:
+            if request.options.elastic is not None:  # what is called a rank is a slot, of whatever task
+                raise
             raise _with_place(error, order_by_rank(job.list_tasks(), request.ranks_per_task)) from error.__cause__
         except LaunchError as error:
             if watch.problem:
@@ -248,7 +321,7 @@ def run_in_tasks(
 
 def _agents(context: SparkContext, job: SparkJob, watch: StartWatch, request: SparkRequest) -> EngineAgents:
     def start_agents(inputs: Mapping[str, str]) -> None:
-        texts = [inputs[str(number)] for number in range(request.options.num_ranks or len(inputs))]
+        texts = [inputs[str(number)] for number in range(len(inputs))]
         step = request.ranks_per_task
         job.start(run_task, [texts[first : first + step] for first in range(0, len(texts), step)])
         watch.start()
@@ -289,7 +362,7 @@ class StartWatch:
             self._thread.join()
 
     def _watch(self) -> None:
-        num_tasks, next_report = self._request.num_tasks, time.monotonic() + REPORT_SECONDS
+        num_tasks, next_report = self._request.num_needed, time.monotonic() + REPORT_SECONDS
         while not self._stopped.wait(_POLL_SECONDS) and (running := self._job.count_running()) < num_tasks:
             now = time.monotonic()
             if now >= self._deadline:

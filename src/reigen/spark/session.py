@@ -145,16 +145,26 @@ class SparkJob:
         size: number of tasks.
         description: for Spark's web page.
         on_failed: called with the reason, in a thread of its own, when Spark ends the job.
+        is_barrier: all tasks run, or none; else Spark starts those that it has slots for, and failed ones again.
 
     Attributes:
         group: the job group's name.
         failure: why Spark has ended the job; empty where it has not, or in good order.
     """
 
-    def __init__(self, context: SparkContext, size: int, description: str, on_failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        context: SparkContext,
+        size: int,
+        description: str,
+        on_failed: Callable[[str], None],
+        *,
+        is_barrier: bool = True,
+    ) -> None:
         self.group = f"reigen.run.{next(_run_numbers)}"
         self.failure = ""
         self._context, self._size, self._description, self._on_failed = context, size, description, on_failed
+        self._is_barrier = is_barrier
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         #: The job is being ended by its owner: its failure is no news.
@@ -176,12 +186,11 @@ class SparkJob:
         from pyspark import InheritableThread
 
         data = self._context.parallelize(inputs, self._size)
-        is_barrier = uses_barrier(dict(self._context.getConf().getAll()))
 
         def run() -> None:
             try:
                 self._context.setJobGroup(self.group, self._description, interruptOnCancel=True)
-                tasks = data.barrier().mapPartitions(function) if is_barrier else data.mapPartitions(function)
+                tasks = data.barrier().mapPartitions(function) if self._is_barrier else data.mapPartitions(function)
                 tasks.collect()
             except BaseException as error:  # noqa: BLE001  py4j's errors, and those of a driver that ends
                 self.failure = describe_spark_error(str(error))

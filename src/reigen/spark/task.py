@@ -41,7 +41,7 @@ def run_task(partition: Iterable[Iterable[str]]) -> Iterator[int]:
         agents = []
         with _without_worker_variables():
             for text in inputs:
-                agents.append(AgentProcess(text, environ=variables))
+                agents.append(AgentProcess(text, environ=variables, attempt=context.attemptNumber()))
                 stack.callback(agents[-1].stop)
         for agent in agents:
             if exit_code := agent.wait():

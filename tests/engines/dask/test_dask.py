@@ -17,6 +17,7 @@ import reigen.dask
 from reigen.dask.call import run_agents
 from reigen.errors import ConfigError, LaunchError, RankFailedError
 from reigen.launch.supervision.process_tree import find_descendants
+from tests.elastic.engine_training import Training, train_until
 from tests.network.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -151,6 +152,31 @@ def test_a_worker_that_is_killed(client: Client, tmp_path: Path) -> None:
     assert f"Dask says: Dask's worker {first} has gone" in str(caught.value)
     client.wait_for_workers(3)
     assert reigen.dask.run(client, lambda: int(os.environ["REIGEN_RANK"])) == [0, 1, 2]
+
+
+def test_an_elastic_job_goes_on_when_ranks_and_workers_go_and_come(client: Client, tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    found: list[list[Any]] = []
+
+    def run() -> None:
+        found.append(reigen.dask.run(client, train_until, str(tmp_path), num_proc=5, min_num_proc=2, max_num_proc=6))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    first = training.wait_for_size(6)
+    training.kill(first[1])
+    second = training.wait_for_size(6, is_so=lambda steps: first[1].pid not in {each.pid for each in steps})
+    assert second[0].pid == first[0].pid
+    # a worker dies, not that of rank 0; its nanny starts another one, with another address
+    processes = client.run(os.getpid)
+    os.kill(next(pid for pid in processes.values() if second[0].pid not in find_descendants(pid)), signal.SIGKILL)
+    third = training.wait_for_size(4)
+    assert third[0].pid == first[0].pid
+    training.wait_for_size(6, 90)
+    training.end()
+    thread.join(60)
+    assert [result[:2] for result in found[0]] == [(rank, 6) for rank in range(6)]
+    training.check()
 
 
 def test_a_worker_that_is_busy_is_named(client: Client) -> None:

@@ -150,6 +150,14 @@ def caught(run: Callable[[Stream], Any]) -> dict[str, Any]:
     return {**found, "seconds": round(time.time() - at[0], 3) if at else None, "output": stream.getvalue()}
 
 
+def elastic(least: int, most: int, directory: str) -> dict[str, Any]:
+    """An elastic job."""
+    from tests.elastic.engine_training import train_until
+
+    found = reigen.spark.run_elastic(train_until, (directory,), min_num_proc=least, max_num_proc=most)
+    return {"results": found}
+
+
 def interrupted(how: str, tasks: int) -> dict[str, Any]:
     """What the driver gets when the job is ended from outside, once its ranks run."""
 

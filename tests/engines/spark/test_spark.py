@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.elastic.engine_training import Training
 from tests.engines.spark.cluster import Driver, SparkCluster, why_no_spark
-from tests.lab import Hosts, Unavailable
+from tests.lab import Host, Hosts, Unavailable
 from tests.network.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -145,7 +147,11 @@ def test_too_few_slots(driver: Driver) -> None:
         ("reigen.spark.run(len, num_proc=2, start_timeout=-1)", "ConfigError", "start_timeout must be"),
         ("reigen.spark.run(len, num_proc=2, use_mpi=True)", "ConfigError", "use_mpi"),
         ("reigen.spark.run_elastic(len, num_proc=2, min_num_proc=3, max_num_proc=1)", "ConfigError", "more than"),
-        ("reigen.spark.run_elastic(len, num_proc=2, min_num_proc=1)", "UnsupportedError", "not possible yet"),
+        (
+            "reigen.spark.run_elastic(len, min_num_proc=5, max_num_proc=6, start_timeout=2)",
+            "TimeoutError",
+            " of 5 slots",
+        ),
         (
             "reigen.spark.run(len, (__import__('threading').Lock(),), num_proc=2)",
             "UnsupportedTypeError",
@@ -213,6 +219,51 @@ def script_on(cluster: SparkCluster) -> Iterator[Callable[[], list[str]]]:
     yield lambda: sorted(file.read_text() for file in files())
     for file in files():
         file.unlink()
+
+
+def test_an_elastic_job_goes_on_when_ranks_and_executors_die(
+    driver: Driver, cluster: SparkCluster, shared: Path
+) -> None:
+    directory = shared / "elastic"
+    directory.mkdir()
+    training = Training(directory)
+    driver.tell("elastic", least=2, most=5, directory=str(directory))
+    try:
+        first = training.wait_for_size(4, 90)
+        host, rank = rank_of(cluster, first[3].slot)
+        assert host.name == first[3].host
+        os.kill(rank, signal.SIGKILL)
+        second = training.wait_for_size(
+            4, 90, is_so=lambda steps: first[3].process not in {each.process for each in steps}
+        )
+        assert [each.process for each in second[:3]] == [each.process for each in first[:3]]
+        lost = next(host for host in cluster.hosts if host.name != second[0].host)
+        cluster.kill_executor(lost)
+        third = training.wait_for_size(2)
+        assert [each.process for each in third] == [each.process for each in second if each.host != lost.name]
+        fourth = training.wait_for_size(4, 120)  # Spark runs the tasks again, in another executor
+        assert [each.process for each in fourth[:2]] == [each.process for each in third]
+    except BaseException:
+        print(driver.describe())
+        raise
+    training.end()
+    found = driver.answer()
+    assert [result[:2] for result in found["results"]] == [[rank, 4] for rank in range(4)], found
+    assert len({tuple(result[2:]) for result in found["results"]}) == 1
+    training.check()
+
+
+def rank_of(cluster: SparkCluster, slot: int) -> tuple[Host, int]:
+    """The machine and the process of a place of an elastic job."""
+    found = [
+        (host, pid)
+        for host in cluster.hosts
+        for pid, command in host.processes().items()
+        if "reigen.runner.task" in command
+        and f"REIGEN_SLOT={slot}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    assert len(found) == 1, found
+    return found[0]
 
 
 def test_an_executor_that_is_killed(driver: Driver, cluster: SparkCluster, tmp_path: Path) -> None:

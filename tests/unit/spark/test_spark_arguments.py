@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from reigen.errors import ConfigError, UnsupportedError
+from reigen.errors import ConfigError
 from reigen.spark import Distributor, call, session
 from reigen.spark.distributor import run_script
 from reigen.spark.session import TaskPlace
@@ -26,24 +26,24 @@ def test_the_number_of_ranks_is_by_default_sparks_parallelism() -> None:
     assert session.check_num_tasks(3, 4) == 3
 
 
-def test_elastic_bounds_that_are_one_number_are_a_plain_job() -> None:
-    call.check_elastic_bounds(3, 3, 3)
-    call.check_elastic_bounds(3, None, 3)
-    call.check_elastic_bounds(3, None, None)
+def test_elastic_bounds() -> None:
+    options = call.resolve_bounds(3, 2, 4, (5.0, 7.0), 1)
+    assert (options.min_ranks, options.max_ranks, options.reset_limit) == (2, 4, 1)
+    assert (options.start_timeout_seconds, options.timeout_seconds) == (5.0, 7.0)
+    options = call.resolve_bounds(3, None, None, (5.0, None), None)
+    assert (options.min_ranks, options.max_ranks, options.timeout_seconds) == (3, 3, 600.0)
 
 
 @pytest.mark.parametrize(
-    ("bounds", "kind", "words"),
+    ("bounds", "words"),
     [
-        ((3, 4, 2), ConfigError, "min_num_proc is 4, which is more than max_num_proc, 2"),
-        ((5, 1, 4), ConfigError, "num_proc is 5, which is not between"),
-        ((3, 2, 4), UnsupportedError, r"not possible yet; .* use reigen\.spark\.run\(num_proc=3\)"),
-        ((3, 3, 4), UnsupportedError, "not possible yet"),
+        ((3, 4, 2), "min_num_proc is 4, which is more than max_num_proc, 2"),
+        ((5, 1, 4), "num_proc is 5, which is not between"),
     ],
 )
-def test_elastic_bounds_that_cannot_be(bounds: tuple[int, int, int], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        call.check_elastic_bounds(*bounds)
+def test_elastic_bounds_that_cannot_be(bounds: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call.resolve_bounds(*bounds, (5.0, None), None)
 
 
 @pytest.mark.parametrize(
