@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,48 @@ def test_a_launcher_whose_agents_dial_back_has_elastic_jobs(tmp_path: Path):
         training.end()
         code, _, err = job.finish()
         assert code == 0, err
+    training.check()
+
+
+@pytest.mark.slow
+def test_nodes_that_start_themselves_go_and_come_anew(tmp_path: Path):
+    """As pods of an Indexed Job do, all of them on this machine."""
+    training = Training(tmp_path)
+    secret = tmp_path / "secret"
+    secret.write_text("5e" * 32)
+    secret.chmod(0o600)
+    program = f"from tests.elastic.engine_training import train_until; train_until({str(tmp_path)!r})"
+    options = [
+        "--min-np",
+        "1",
+        "--blacklist-cooldown-range",
+        "1",
+        "1",
+        "--nodes-from-env",
+        "--network-interfaces",
+        "lo",
+    ]
+    environ = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "REIGEN_NODES": "3",
+        "REIGEN_LEADER": "127.0.0.1",
+        "REIGEN_SECRET_FILE": str(secret),
+    }
+
+    def node(index: int) -> Any:
+        variables = {**environ, "JOB_COMPLETION_INDEX": str(index)}
+        return stack.enter_context(launched(*options, sys.executable, "-c", program, env=variables))
+
+    with ExitStack() as stack:
+        nodes = [node(0), node(1)]
+        first = training.wait_for_size(2)
+        os.kill(nodes[1].process.pid, signal.SIGKILL)
+        assert training.wait_for_size(1)[0].pid == first[0].pid
+        nodes += [node(1), node(2)]
+        assert training.wait_for_size(3)[0].pid == first[0].pid
+        training.end()
+        ends = [each.finish() for each in nodes]
+        assert [code for code, *_ in ends] == [0, -signal.SIGKILL, 0, 0], ends
     training.check()
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
+from tests.elastic.engine_training import Training
 from tests.lab import Host, Hosts, Unavailable
 from tests.lab.support import with_full_disk
 from tests.network.grid_engine import GridEngine, why_no_grid_engine
@@ -156,6 +157,45 @@ def test_a_job_script_runs_on_its_slots_and_lives_on_when_a_rank_is_killed(engin
     assert ("killed 137" in printed, "missing 127" in printed) == (True, True), text
     assert re.search(r"launcher sge: Grid Engine job \d+ \(JOB_ID\) with 5 slots on 3 hosts", text), text
     assert re.search(r"5 ranks on h\d:2,h\d:2,h\d:1, by --launcher sge", text), text
+
+
+def test_an_elastic_job_goes_on_when_ranks_die(engine: GridEngine) -> None:
+    directory = engine.directory / "elastic"
+    directory.mkdir()
+    training = Training(directory)
+    program = f"from tests.elastic.engine_training import train_until; train_until({str(directory)!r})"
+    options = ("--min-np", "2", "--blacklist-cooldown-range", "1", "1")
+    with engine.allocation("-pe", "dealing", "5") as (host, job):
+        environ = {**job, **path_of_this_source(), "OMP_NUM_THREADS": "1"}
+        environ["PYTHONPATH"] += f":{SOURCE}"
+        with closing(host.start([*RUN, *options, sys.executable, "-c", program], env=environ)) as process:
+            try:
+                first = training.wait_for_size(5)
+                assert len({step.host for step in first}) == 3
+                for victim in (first[4], first[0]):
+                    os.kill(rank_of(engine, victim.slot), signal.SIGKILL)
+                    gone = victim.process
+                    training.wait_for_size(
+                        5, is_so=lambda steps, gone=gone: gone not in {each.process for each in steps}
+                    )
+            except BaseException:
+                print(process.output()[1][-5000:])
+                raise
+            training.end()
+            assert process.wait() == 0
+    training.check()
+
+
+def rank_of(engine: GridEngine, slot: int) -> int:
+    """The process of a place of an elastic job."""
+    (found,) = (
+        pid
+        for host in engine.hosts
+        for pid, command in host.processes().items()
+        if command.startswith(f"{sys.executable} -c")
+        and f"REIGEN_SLOT={slot}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )
+    return found
 
 
 def test_orders_that_cannot_be(engine: GridEngine) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from reigen.launch.slurm.node_list import expand_node_list
 from reigen.testing import check_launcher
+from tests.elastic.engine_training import Training
 from tests.lab import Hosts, Unavailable
 from tests.lab.support import with_full_disk
 from tests.network.slurm import Slurm, why_no_slurm
@@ -385,6 +386,58 @@ def test_nothing_is_left_after_any_end(slurm: Slurm) -> None:
             with contextlib.suppress(AssertionError):
                 wait_for(lambda: not left_of_jobs(slurm, job_id), end, 15.0)
             assert left_of_jobs(slurm, job_id) == [], end
+
+
+def test_an_elastic_job_goes_on_when_ranks_agents_and_nodes_go(slurm: Slurm) -> None:
+    directory = slurm.directory / "elastic"
+    directory.mkdir()
+    training = Training(directory)
+    program = f"from tests.elastic.engine_training import train_until; train_until({str(directory)!r})"
+    options = ("--min-np", "2", "--blacklist-cooldown-range", "1", "1", "--verbose")
+    with slurm.allocation("-N3", "-n6", "--no-kill") as allocation:
+        environ = {**allocation, **path_of_this_source(), "SLURM_TASKS_PER_NODE": "2(x3)", "OMP_NUM_THREADS": "1"}
+        environ["PYTHONPATH"] += f":{SOURCE}"
+        with closing(slurm.start(*RUN, *options, sys.executable, "-c", program, env=environ)) as job:
+            try:
+                first = training.wait_for_size(6)
+                assert {step.host for step in first} == {"h1", "h2", "h3"}
+                os.kill(rank_of(slurm, first[3].slot), signal.SIGKILL)
+                training.wait_for_size(6, is_so=lambda steps: first[3].process not in {each.process for each in steps})
+                agents = slurm.hosts[2].processes().items()
+                os.kill(next(pid for pid, command in agents if "reigen.launch.agent" in command), signal.SIGKILL)
+                third = training.wait_for_size(
+                    6, is_so=lambda steps: first[5].process not in {each.process for each in steps}
+                )
+                assert [each.process for each in third[:3]] == [each.process for each in first[:3]]
+                # the job gives a node back, and another one's slurmd, steps and all die
+                job_id = allocation["SLURM_JOB_ID"]
+                code, _, err = slurm.run("scontrol", "update", f"JobId={job_id}", "NodeList=h1,h2")
+                assert code == 0, err
+                training.wait_for_size(4)
+                slurm.hosts[1].cut()
+                fifth = training.wait_for_size(2)
+                assert fifth[0].process == first[0].process
+                training.end()
+                assert job.wait() == 0
+            except BaseException:
+                print(job.output()[1][-5000:])
+                raise
+            finally:
+                slurm.hosts[1].join()
+            assert "host h3 cannot take part: " in job.output()[1]
+    training.check()
+
+
+def rank_of(slurm: Slurm, slot: int) -> int:
+    """The process of a place of an elastic job."""
+    (found,) = (
+        pid
+        for host in slurm.hosts
+        for pid, command in host.processes().items()
+        if command.startswith(f"{sys.executable} -c")
+        and f"REIGEN_SLOT={slot}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )
+    return found
 
 
 def test_nodes_that_do_not_answer(slurm: Slurm) -> None:

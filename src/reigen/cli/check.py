@@ -216,7 +216,7 @@ def _host() -> list[CheckResult]:
 
 def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     """Find out in which engine this process is, how `reigen run` would start ranks there, and why not."""
-    from reigen.launch.engines import check_engine, choose_launcher_in_engine, detect_engine
+    from reigen.launch.engines import ELASTIC_JOBS, check_engine, choose_launcher_in_engine, detect_engine
     from reigen.launch.nodes.launcher import count_slots, read_file
     from reigen.launch.nodes.sources import find_node_job
 
@@ -236,8 +236,12 @@ def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
             return [
                 CheckResult("launcher", "engine", node.source),
                 CheckResult("launcher", "--nodes-from-env", f"{summary}; {_secret_of_nodes(environ, node)}"),
+                CheckResult("launcher", "elastic jobs", ELASTIC_JOBS["nodes"]),
             ]
-        return [CheckResult("launcher", "engine", "none: `reigen run` uses this host, and others by ssh (-H)")]
+        return [
+            CheckResult("launcher", "engine", "none: `reigen run` uses this host, and others by ssh (-H)"),
+            CheckResult("launcher", "elastic jobs", ELASTIC_JOBS[choice.launcher]),
+        ]
     found = [CheckResult("launcher", "engine", job.description)]
     try:
         remark = check_engine(choice.launcher, environ) if choice.uses_hosts_of_engine else ""
@@ -246,7 +250,12 @@ def _launcher(environ: Mapping[str, str]) -> list[CheckResult]:
     listed = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
     way = f"by --launcher {choice.launcher}" if choice.uses_hosts_of_engine else "without it: there is one host"
     found += [CheckResult("launcher", "remark", remark)] if remark else []
-    return [*found, CheckResult("launcher", "reigen run", f"{job.num_slots} ranks on {listed}, {way}")]
+    elastic = ELASTIC_JOBS[choice.launcher if choice.uses_hosts_of_engine else job.launcher]
+    return [
+        *found,
+        CheckResult("launcher", "reigen run", f"{job.num_slots} ranks on {listed}, {way}"),
+        CheckResult("launcher", "elastic jobs", elastic),
+    ]
 
 
 def _ray(environ: Mapping[str, str]) -> list[CheckResult]:
@@ -256,7 +265,9 @@ def _ray(environ: Mapping[str, str]) -> list[CheckResult]:
         return []
     version = _version("ray")
     way = (
-        "reigen.ray starts ranks there" if version else "reigen.ray would start ranks there: pip install 'reigen[ray]'"
+        "reigen.ray starts ranks there, also of elastic jobs (min_workers)"
+        if version
+        else "reigen.ray would start ranks there: pip install 'reigen[ray]'"
     )
     evidence = f"{name}={environ[name]}, ray {version or 'is not installed here'}"
     return [CheckResult("launcher", "Ray", f"{evidence}; {way}, `reigen run` does not (docs/ray.md)")]

@@ -59,9 +59,9 @@ def run_arguments(arguments: Sequence[str], continued: ContinuedJob | None) -> i
         choice = _choose_launcher(chosen, choose_launcher(vars(chosen), document))
         launcher = choice.launcher
         start = SelfStart(os.environ, chosen.num_ranks) if launcher == NODES_LAUNCHER else None
-        if start is not None:
-            chosen.num_ranks = start.num_ranks
         is_elastic = chosen.min_ranks is not None or chosen.host_discovery_script is not None
+        if start is not None and not is_elastic:
+            chosen.num_ranks = start.num_ranks
         if _num_ranks(chosen, choice) is None and not is_elastic:
             raise ConfigError("the following arguments are required: -np/--num-proc")
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
@@ -147,6 +147,8 @@ def _options(
 ) -> LaunchOptions:
     elastic = resolve_elastic(_elastic_request(chosen, environ))
     num_ranks = _num_ranks(chosen, choice) or (0 if elastic is None else elastic.min_ranks)
+    if elastic is not None and choice.uses_hosts_of_engine and choice.engine_job is not None:
+        num_ranks = choice.engine_job.num_slots  # all places may be used, though not at a time
     hosts: tuple[HostInfo, ...] = ()
     if not choice.uses_hosts_of_engine and chosen.host_discovery_script is None:
         num_places = (chosen.num_ranks or chosen.max_ranks or num_ranks) + (0 if elastic is None else elastic.spares)
@@ -155,7 +157,7 @@ def _options(
         raise ConfigError(
             "--witness: this host has ranks, and would be lost with them; --witness-dir names a directory"
         )
-    if elastic is not None:
+    if elastic is not None and choice.launcher != NODES_LAUNCHER:
         check_elastic_hosts(elastic, hosts, as_horovod=chosen.as_horovod)
     return LaunchOptions(
         **parse_common_options(chosen),
@@ -195,8 +197,6 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
     )
     if request.is_elastic and chosen.torchrun_env:
         raise ConfigError("--torchrun-env: torch.distributed cannot follow the members of an elastic job")
-    if request.is_elastic and (chosen.nodes_from_env or chosen.launcher == NODES_LAUNCHER):
-        raise ConfigError("--nodes-from-env: jobs that every node starts by itself cannot be elastic yet")
     witness = ("--witness, --witness-dir", request.witness or None)
     only_elastic = ("--blacklist", request.blacklist), ("--spares", request.spares), witness
     for name, value in (*only_elastic, ("--resize-limit", request.resize_limit)):

@@ -184,7 +184,9 @@ class BatchLauncher(ABC):
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
         """Return the plan: the batch system has granted the hosts before."""
-        return JobPlan(self._assignments, self.agents, kept_variables=self.kept_variables)
+        return JobPlan(
+            self._assignments, self.agents, kept_variables=self.kept_variables, is_local=self.job.is_this_host
+        )
 
     def close(self) -> tuple[str, ...]:
         """Give nothing back: the job is the user's."""

@@ -31,6 +31,17 @@ CHECKS: Mapping[str, str] = {
     "pbs": "reigen.launch.pbs:check_engine",
 }
 
+#: Elastic jobs that each launcher can have, in words.
+ELASTIC_JOBS: Mapping[str, str] = {
+    "slurm": "--min-np: ranks, agents and nodes may fail (nodes where sbatch had --no-kill); Slurm adds no nodes",
+    "sge": "--min-np: ranks may fail; a lost host, or an agent that is killed, ends Grid Engine's job",
+    "lsf": "--min-np: ranks may fail; what follows from the loss of a host is the site's policy (not tried)",
+    "pbs": "--min-np: ranks may fail; what follows from the loss of a host is the site's policy (not tried)",
+    "yarn": "none: containers are granted before the job begins; Spark on YARN has them (reigen.spark.run_elastic)",
+    "nodes": "--min-np: nodes other than node 0 may go, come anew, and be more than at the beginning",
+    DEFAULT_LAUNCHER: "--min-np, and --host-discovery-script for hosts that come and go",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:

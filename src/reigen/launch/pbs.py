@@ -88,6 +88,7 @@ class TaskStarter:
         self._python = python
         self._loop: LauncherLoop | None = None
         self._directory: Path | None = None
+        self._num_calls = 0
         self._clients: dict[str, subprocess.Popen[bytes]] = {}
         #: Descriptors of the clients' processes, which can be waited for.
         self._handles: dict[str, int] = {}
@@ -95,9 +96,11 @@ class TaskStarter:
 
     def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
         """Start an agent in a task of the job for each call; raises LaunchError."""
-        self._loop, self._directory = caller.loop, _make_private_directory()
-        for number, call in enumerate(calls):
-            file = self._directory / str(number)
+        self._loop, self._directory = caller.loop, self._directory or _make_private_directory()
+        for call in calls:
+            self._end_client(call.host)  # of an agent that has gone
+            file = self._directory / str(self._num_calls)
+            self._num_calls += 1
             write_atomically(file, [f"{call.text}\n".encode()], mode=0o600)
             self._start(
                 call.host, [*agent.argv_with_environ, *agent.argv_dialing(str(file))[len(agent.argv) :]], caller
@@ -136,6 +139,21 @@ class TaskStarter:
                 client.wait()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end_client(self, host: str) -> None:
+        """End the client of an earlier call of a host, if there was one."""
+        client = self._clients.pop(host, None)
+        if client is None:
+            return
+        if (handle := self._handles.pop(host, None)) is not None:
+            self._unwatch(handle)
+            os.close(handle)
+        for stream in (client.stdin, client.stdout, client.stderr):
+            if stream is not None:
+                self._unwatch(stream)
+                stream.close()
+        client.kill()
+        client.wait()
 
     def _start(self, host: str, words: Sequence[str], caller: AgentCaller) -> None:
         client = self._clients[host] = spawn_client([_SHELL, host, *map(shlex.quote, words)])

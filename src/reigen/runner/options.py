@@ -70,6 +70,8 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         else:
             hosts = [] if elastic.discovery is not None else hosts
             check_elastic_hosts(elastic, hosts, as_horovod=False)
+    elif elastic is not None and choice.engine_job is not None:
+        num_ranks = choice.engine_job.num_slots  # all places may be used, though not at a time
     SshOptions(port=arguments["ssh_port"])  # raises
     find_launcher(launcher)  # raises
     timeout = arguments["start_timeout"]

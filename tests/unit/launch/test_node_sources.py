@@ -232,10 +232,11 @@ def test_reigen_check_says_which_node_it_is(tmp_path: Any) -> None:
     def found(**more: str) -> list[str]:
         return [each.value for each in collect_results({**environ, **more}) if each.topic == "launcher"]
 
-    engine, node = found()
+    engine, node, elastic = found()
     assert engine == "StatefulSet of 2 nodes (REIGEN_NODES), node 1 (REIGEN_NODE_INDEX)"
     assert node.startswith("node 1 of 2 dials job-0.net, with 2 ranks of -np auto; ")
     assert "the nodes need a secret" in node
+    assert elastic.startswith("--min-np: nodes other than node 0 may go")
     secret = tmp_path / "secret"
     secret.write_text("5e" * 32)
     secret.chmod(0o400)

@@ -6,6 +6,8 @@ b. Node 0 is the launcher. It waits until the others have dialed, each with its 
    (`launch.agent.gathering`), places the ranks, its own first, and has the others become agents of the job.
 c. The others dial until node 0 takes them in, as long as the start may take: names may not be known yet. Then each is
    the agent of its node. Its ranks have its own environment, but for Reigen's and Horovod's variables.
+d. In an elastic job node 0 waits for no node in particular: nodes come at any time, also anew under the number of one
+   that has gone. The number of nodes is then the greatest that there may be.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from reigen.cluster.bootstrap.job_credentials import (
     SECRET_FILE_VARIABLE,
@@ -27,10 +31,10 @@ from reigen.cluster.bootstrap.job_credentials import (
 )
 from reigen.cluster.environ import SECRET_VARIABLE
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.agent.dial_back import DialText
-from reigen.launch.agent.gathering import Gathering
+from reigen.launch.agent.dial_back import DialText, text_of_attempt
+from reigen.launch.agent.gathering import Gathering, SlotGathering
 from reigen.launch.agent.remote_start import describe_waiting, format_problems
-from reigen.launch.base import AgentCaller, AgentCommand, DialCall, HostProblem, JobPlan, assign_processes
+from reigen.launch.base import AgentCaller, AgentCommand, DialCall, HostProblem, JobPlan, PolledHost, assign_processes
 from reigen.launch.hosts import HostInfo, is_own_address
 from reigen.launch.nodes.failure_file import FailureFile
 from reigen.launch.nodes.secret_file import ensure_secret_file, remove_secret_file
@@ -38,10 +42,12 @@ from reigen.launch.nodes.sources import NodeJob, require_node_job
 from reigen.launch.nodes.stop_signals import stop_by_signals
 from reigen.launch.nodes.variables import count_gpus
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions, complain
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.supervisor import run_job
 from reigen.net.interfaces import choose_address
 from reigen.net.listener import join_address
 
+_Made = TypeVar("_Made")
 #: Name of this launcher.
 NODES_LAUNCHER = "nodes"
 #: Seconds of the engine's grace that are left for what comes after the ranks' end.
@@ -149,7 +155,10 @@ class SelfStart:
             options.network.peer_timeout_seconds,
             options.network.tls,
             gathers=True,
+            has_attempts=options.elastic is not None,
         )
+        # a node that comes anew has no other way to differ from the one before it
+        text = text_of_attempt(text, secrets.randbits(16))
         return serve_by_dialing(text, num_slots=self.slots)
 
     def forget_secret(self, environ: Mapping[str, str]) -> None:
@@ -244,10 +253,16 @@ class NodesLauncher:
         self._gathering: Gathering | None = None
         #: The number of each node that dials, by its host's name in the plan.
         self._numbers: dict[str, str] = {}
+        #: Of an elastic job: the address of this node, its nodes, and who calls them.
+        self._address = ""
+        self._slots: SlotGathering | None = None
+        self._caller: AgentCaller | None = None
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
         """Wait for the other nodes, and place the ranks: those of node 0 first."""
         own = self._job.names[0] if self._job.names else socket.gethostname()
+        if self.options.elastic is not None:
+            return self._plan_elastic(own, wait)
         hosts, addresses = [HostInfo(own, self._start.slots)], {}
         if self._tickets is not None:
             gathering = self._gather(self._tickets, wait)
@@ -274,7 +289,12 @@ class NodesLauncher:
         )
 
     def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
-        """Make the nodes that have ranks agents, and let go of the others."""
+        """Make the nodes that have ranks agents, and let go of the others, unless more may come."""
+        if self._slots is not None:
+            self._caller = caller
+            for call in calls:
+                self._slots.call(call.host, call.text)
+            return
         assert self._gathering is not None, "nodes that are alone have no agents"
         for call in calls:
             self._gathering.call(self._numbers[call.host], call.text)
@@ -293,7 +313,53 @@ class NodesLauncher:
         """Give nothing back."""
         if self._gathering is not None:
             self._gathering.close()
+        if self._slots is not None:
+            self._slots.close()
         return ()
+
+    def _plan_elastic(self, own: str, wait: Callable[[float], None]) -> JobPlan:
+        """Return the plan of an elastic job: nodes come while it runs."""
+        if self._tickets is not None:
+            self._address = self._find_own_address(time.monotonic() + self._start.start_seconds(self.options), wait)
+        return JobPlan(
+            (),
+            self,
+            kept_variables=("",),
+            describe_notice=lambda output: f"by its engine ({self._job.source.partition(' of ')[0]})",
+            directory="",
+            exports_environ=False,
+            poll=lambda loop: self._poll(own, loop),
+            is_local=lambda name: name == own,
+            listen_towards=self._address,
+        )
+
+    def _poll(self, own: str, loop: LauncherLoop) -> list[PolledHost]:
+        """Return this node, and those that have come."""
+        removed = dict.fromkeys(self._job.removed)
+        hosts = [PolledHost(own, self._start.slots, self._address, removed)]
+        if self._tickets is None:
+            return hosts
+        if self._slots is None:
+            self._slots = self._listen_for_slots(own, loop, self._tickets)
+        return hosts + [PolledHost(each.name, each.num_slots, each.address, removed) for each in self._slots.hosts()]
+
+    def _listen_for_slots(self, own: str, loop: LauncherLoop, tickets: _Tickets) -> SlotGathering:
+        network, names = self.options.network, self._indices()
+        return self._listen_at(
+            tickets.ports,
+            lambda port: SlotGathering(
+                loop,
+                (self._address, port),
+                names,
+                self._start.start_seconds(self.options),
+                lambda host: self._caller is not None and self._caller.has_agent(host),
+                secrets={name: tickets.of_node(int(name)) for name in names},
+                tls=network.make_tls(),
+                peer_timeout_seconds=network.peer_timeout_seconds,
+                on_problem=complain,
+                reserved=(own,),
+            ),
+        )
 
     def _indices(self) -> list[str]:
         return [str(index) for index in range(1, self._job.size)]
@@ -336,21 +402,28 @@ class NodesLauncher:
 
     def _listen(self, address: str, tickets: _Tickets, seconds: float) -> Gathering:
         network = self.options.network
-        for port in tickets.ports:
+        return self._listen_at(
+            tickets.ports,
+            lambda port: Gathering(
+                (address, port),
+                self._indices(),
+                seconds,
+                secrets={number: tickets.of_node(int(number)) for number in self._indices()},
+                tls=network.make_tls(),
+                peer_timeout_seconds=network.peer_timeout_seconds,
+            ),
+        )
+
+    def _listen_at(self, ports: Sequence[int], make: Callable[[int], _Made]) -> _Made:
+        """Listen at the first port that is free."""
+        for port in ports:
             try:
-                return Gathering(
-                    (address, port),
-                    self._indices(),
-                    seconds,
-                    secrets={number: tickets.of_node(int(number)) for number in self._indices()},
-                    tls=network.make_tls(),
-                    peer_timeout_seconds=network.peer_timeout_seconds,
-                )
+                return make(port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-        listed = ", ".join(map(str, tickets.ports))
-        raise LaunchError(f"ports {listed} of {address} are all in use: name another, REIGEN_RENDEZVOUS_PORT")
+        listed = ", ".join(map(str, ports))
+        raise LaunchError(f"ports {listed} of this node are all in use: name another, REIGEN_RENDEZVOUS_PORT")
 
     def _find_own_address(self, deadline: float, wait: Callable[[float], None]) -> str:
         """Find the address by which the others reach node 0, as soon as a name of it is known here."""

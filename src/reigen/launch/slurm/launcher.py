@@ -132,6 +132,7 @@ class SlurmLauncher:
             kept_variables=KEPT_VARIABLES,
             describe_notice=self._describe_notice,
             requeue=self._requeue,
+            is_local=self._is_local,
         )
 
     def close(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from reigen.errors import ConfigError
@@ -59,7 +59,9 @@ class SlurmStepStarter:
         self._steps: list[_Step] = []
 
     def start_agents(self, calls: Sequence[DialCall], agent: AgentCommand, caller: AgentCaller) -> None:
-        """Start one step with a task on each node."""
+        """Start one step with a task on each node; earlier steps say nothing more about these."""
+        for step in self._steps:
+            step.leave({call.host for call in calls})
         order = {host.name: index for index, host in enumerate(self._allocation.hosts)}
         groups: dict[int | None, list[DialCall]] = {}
         for call in sorted(calls, key=lambda call: order[call.host]):
@@ -74,7 +76,7 @@ class SlurmStepStarter:
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of a task by its output and srun's."""
-        return next(step for step in self._steps if host in step.hosts).explain(host)
+        return next(step for step in reversed(self._steps) if host in step.hosts).explain(host)
 
     def close_agents(self) -> None:
         """End the steps: the tasks' stdin ends, and so do agents that are still there."""
@@ -102,6 +104,8 @@ class _Step:
         #: Exit code of each host's task that has ended, None where a signal ended it; hosts that have failed.
         self._ended: dict[str, int | None] = {}
         self._failed: dict[str, None] = {}
+        #: Hosts that are a later step's.
+        self._left: set[str] = set()
         assert process.stdin is not None, "it was asked for"
         assert process.stdout is not None, "it was asked for"
         assert process.stderr is not None, "it was asked for"
@@ -121,6 +125,10 @@ class _Step:
         if self._failed and host not in self._failed and (code is not None or any(map(_CANCELLED.search, lines))):
             return HostProblem(host, f"srun has ended the step of all nodes because of {', '.join(self._failed)}")
         return self._explain(host, self._ended.get(host, code), "\n".join(lines))
+
+    def leave(self, hosts: Collection[str]) -> None:
+        """Report nothing more about these hosts."""
+        self._left.update(hosts)
 
     def close(self) -> None:
         """Close its stdin, and wait for its end, or kill it. May be called twice."""
@@ -194,7 +202,8 @@ class _Step:
         self._caller.agent_printed(host, line)
 
     def _report(self, host: str) -> None:
-        self._caller.agent_ended(host, self.explain(host))
+        if host not in self._left:
+            self._caller.agent_ended(host, self.explain(host))
 
     def _end(self, descriptor: int) -> None:
         self._caller.loop.unwatch(descriptor)

@@ -116,6 +116,11 @@ class YarnLauncher:
             raise ConfigError("--launcher yarn: `reigen launch` submits such jobs: reigen launch --launcher yarn ...")
         if options.sync_directory is not None:
             raise ConfigError("--sync-dst-dir: YARN brings files to its containers: --files, --archives")
+        if options.elastic is not None:
+            raise ConfigError(
+                "--min-np: YARN grants containers before the job begins, so that it cannot be elastic; with Spark on "
+                "YARN it can (reigen.spark.run_elastic)"
+            )
         # an agent begins when its node has fetched and unpacked the job's archives; ranks wait no longer than elsewhere
         seconds = max(_FETCH_SECONDS, options.network.start_timeout_seconds)
         self.options = replace(options, network=replace(options.network, start_timeout_seconds=seconds))
