@@ -120,6 +120,11 @@ def revoke_neighbours(rank: int, size: int) -> list[int]:
     return sorted({(rank + sign * distance) % size for distance in distances for sign in (1, -1)} - {rank})
 
 
+def _send_to_others(view: View, me: MemberId, message: ViewMessage) -> Iterator[SendTo]:
+    """Yield a message to all other members of a view."""
+    return (SendTo(member, message) for member in view.members if member != me)
+
+
 class ElasticMember:
     """A member.
 
@@ -219,12 +224,6 @@ class ElasticMember:
         message = RevokeView(self.view.epoch, lost)
         yield from (SendTo(self.view.members[rank], message) for rank in revoke_neighbours(self.rank, self.view.size))
 
-    def _send_all(self, message: ViewMessage) -> Iterator[SendTo]:
-        """Yield a message to all other members of the view."""
-        for member in self.view.members:
-            if member != self.me:
-                yield SendTo(member, message)
-
     def _on_plane_revoked(self, event: PlaneRevoked) -> list[MemberAction]:
         if self.state is not ElasticState.CHANGING or event.epoch != self.view.epoch:
             return []
@@ -275,7 +274,7 @@ class ElasticMember:
         if leader.is_abandoned({each for each, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}):
             return [
                 *actions,
-                *self._send_all(AllLeave(self.view.epoch + 1)),
+                *_send_to_others(self.view, self.me, AllLeave(self.view.epoch + 1)),
                 *self._end(ElasticState.GONE, 0, ALL_LEFT_REASON),
             ]
         return actions
@@ -403,7 +402,7 @@ class ElasticMember:
             return [*self._installation.announcement()]
         if not self._installation.is_complete:
             return []
-        return [*self._send_all(ViewGo(self.view.epoch)), *self._roll()]
+        return [*_send_to_others(self.view, self.me, ViewGo(self.view.epoch)), *self._roll()]
 
     def _on_installed(self, message: ViewInstalled, sender: MemberId | VoterId) -> list[MemberAction]:
         if message.epoch != self.view.epoch or self.rank != 0:
@@ -479,7 +478,7 @@ class ElasticMember:
         """Name a step at which all stop; some may be one step ahead, and the message takes time."""
         if self._stop.step is None or leaving is not None:
             step = self._stop.name(self._applied + 2)
-            return [*self._send_all(ChangeAt(self.view.epoch, step, leaving))]
+            return [*_send_to_others(self.view, self.me, ChangeAt(self.view.epoch, step, leaving))]
         return []
 
     def _on_change_at(self, message: ChangeAt, sender: MemberId | VoterId) -> list[MemberAction]:
