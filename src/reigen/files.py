@@ -69,7 +69,7 @@ def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *,
 
 
 def open_to_append(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | None = None) -> int:
-    """Open a file whose content stays, or a new one: what is written comes behind it. No link is followed.
+    """Open a file to append to it: an old one, or a new one. No link is followed.
 
     Args:
         path: of the file.
