@@ -77,7 +77,7 @@ def run(points: Sequence[str], **environ: str) -> int:
     kills = [f"{point} {_GAP * (n + 1) - 1}" for n, point in enumerate(points)]
     with ElasticProcesses(PROGRAM, str(num_steps), "", *kills, "", REIGEN_BUCKET_BYTES="262144", **environ) as job:
         [member] = job.start_first(1)
-        job.wait_for("ENDED", seconds=120.0)
+        job.wait_for("ENDED", seconds=300.0)
         assert member.says(str([0, *[-9] * len(points), 0])), member.lines
         undone = {int(line.split()[1]) for line in member.lines if line.startswith("DONE")}
         assert len(undone) == 1, member.lines

@@ -528,6 +528,8 @@ class BaseJob(ABC):
         """Collective: all members of a view come to hold the state of those who are furthest."""
         if self._elastic is not None:
             self._process_sets = follow_members(self._process_sets)
+            if self.size > 1:
+                barrier()  # nobody fills a bucket, or changes a weight, of the view before any more
         mark = self._mark
         is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
         own = HeldState(mark.number, mark.is_member, is_whole, self._sums_at_hand())
