@@ -96,6 +96,8 @@ class Context:
         self.rank, self.size = topology.rank, topology.size
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.cross_rank, self.cross_size = topology.cross_rank, topology.cross_size
+        #: what users are told: another place only where a candidate of an elastic job is not a member yet
+        self.shown_place = topology
         self.config = config
         self._all_ranks = tuple(range(self.size))
         #: whether averages of gradients divide by the ranks that have not joined: in a loop over uneven data
@@ -584,7 +586,7 @@ def init(
                 _current = _join(job, config, environ, ranks)
             else:
                 _current = _join_elastic(elastic_place, job, config, environ, ranks)
-            if _current.rank == 0:
+            if _current.rank == 0 and not is_candidate():
                 from reigen.startup import log_job
 
                 log_job(job, config, environ, _current.size, (_current.backend, _current.backend_reason))
@@ -623,6 +625,10 @@ def _join_elastic(
     _elastic = join_elastic_job(place, job, config, environ, ranks, functools.partial(_create_for_view, config))
     _has_left = True
     try:
+        if place.is_candidate:
+            alone = Context(dataclasses.replace(config, timeline=None))
+            alone.shown_place = _elastic.expect_place()
+            return alone
         return _elastic.enter()
     except BaseException:
         failed, _elastic = _elastic, None
@@ -648,6 +654,15 @@ def _create_for_view(config: Config, job_rendezvous: JobRendezvous, epoch: int) 
     return _create(config, job_rendezvous)
 
 
+def is_candidate() -> bool:
+    """Return whether this process has come to an elastic job, and is no member yet: the program sets itself up.
+
+    `change_view` makes it one. Until then its context is that of a job of one rank, but for the place that users are
+    told: what is slow in a program stands between ``init()`` and the training, and members are not to wait for it.
+    """
+    return _elastic is not None and _elastic.is_candidate and _current is not None
+
+
 def elastic_job() -> ElasticJob[Context] | None:
     """Return this process's part in its elastic job; None in another one, and outside of any."""
     return _elastic
@@ -667,7 +682,9 @@ def change_view() -> tuple[dict[int, int], Context]:
     with _lock:
         if _elastic is None:
             raise NotInitializedError("this process is in no elastic job")
-        _current = None
+        alone, _current = (_current if _elastic.is_candidate else None), None
+        if alone is not None:
+            alone.close()
         _elastic.leave_view()
         _current = _elastic.enter()
         return _elastic.renumbered, _current
@@ -679,7 +696,7 @@ def shutdown() -> None:
     with _lock:
         context, _current = _current, None
         job, _elastic = _elastic, None
-    if job is not None and not (job.has_failed or job.has_left):
+    if job is not None and not (job.has_failed or job.has_left or job.is_candidate):
         job.finish()
     if context is not None:
         atexit.unregister(_shutdown_at_exit)

@@ -11,6 +11,7 @@ waits for the next one (`ElasticJob.enter`), which is built meanwhile.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import signal
@@ -36,6 +37,7 @@ from reigen.cluster.membership.rendezvous import ReconnectingRendezvous, Rendezv
 from reigen.cluster.membership.views.history import ElasticHistory, compare_views
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
+from reigen.cluster.topology import Topology
 from reigen.config import Config
 from reigen.engine_factory import JobRendezvous
 from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError
@@ -55,6 +57,8 @@ _MARK = "@"
 _STEPS_TO_LEAVE = 3
 #: The others are told, and go on, within this time.
 _LEAST_GRACE_SECONDS = 1.0
+#: How long a process that has left waits until the launcher has been told.
+_KNOWN_SECONDS = 1.0
 #: Between looks whether members have finished.
 _LOOK_SECONDS = 0.2
 
@@ -158,6 +162,8 @@ class ElasticJob(Generic[_Context]):
         #: when a process that leaves ends, whatever its program does
         self._leaves_by, self._grace_seconds = 0.0, 0.0
         self._notices: NoticeHandler | None = None
+        #: name of this process's host in views; and whether the program waits for a view
+        self._host, self._is_waiting = "", False
         self.step_state: StepState | None = None
         #: all members stop at the step that the program has applied last: some may be in it still
         self._has_stopped = False
@@ -176,11 +182,11 @@ class ElasticJob(Generic[_Context]):
             DeadlineError: ranks of the first view did not come.
         """
         self._service = ViewService(node, self._access.secret, self._access.tls)
-        self._grace_seconds = config.notice_grace_seconds
+        self._grace_seconds, self._host = config.notice_grace_seconds, node.host
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
             self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts)
-            self._driver.wait_for_view()
+            self._driver.wait_for_view(is_ready=False)
             self._notices = NoticeHandler(self)
             return
         with closing(first.rendezvous):
@@ -193,15 +199,32 @@ class ElasticJob(Generic[_Context]):
 
     # -- the program's thread ------------------------------------------------------------------------------------------
 
+    @property
+    def is_candidate(self) -> bool:
+        """True if this process came later than the first view, and has not been a member yet."""
+        return self._place.is_candidate and self.epoch == 0
+
+    def expect_place(self) -> Topology:
+        """Wait until the members are known; return the place that a candidate would have among them now."""
+        with self._changed:
+            while (view := self._driver.view) is None:
+                if self.has_left:
+                    self._raise_left()
+                self._changed.wait(_LOOK_SECONDS)
+        return place_behind(view, self._host)
+
     def enter(self) -> _Context:
-        """Wait for the next view; return its context.
+        """Wait for the next view; return its context. A candidate asks the members now: its program is ready.
 
         Raises:
             ReigenError: the first view cannot be built, or another one time and again; or a member has finished the
                 program, so that there is no next view.
             JobLeft: this process has left the job.
         """
+        if self.is_candidate:
+            self._driver.be_ready()
         with self._changed:
+            self._is_waiting = True
             while (view := self._next_view()) is None:
                 if self._error is not None:
                     raise self._error
@@ -213,13 +236,14 @@ class ElasticJob(Generic[_Context]):
             old = {} if self._kept is None else self._kept.ranks
             self.renumbered = {rank: view.ranks[member] for member, rank in old.items() if member in view.ranks}
             before, self._has_stopped = self.epoch, False
+            self._is_waiting = False
             self._entered, self.epoch, self._step = view, view.epoch, view.base.target
             context = self._contexts[view.epoch]
         self._close_context(before)
         return context
 
     def _raise_left(self) -> None:
-        self._driver.wait_until_leaving_is_known()
+        self._driver.launcher_knows.wait(_KNOWN_SECONDS)
         view = self._entered
         rank, size = (0, 0) if view is None else (view.ranks[self._place.member], view.size)
         raise JobLeft(rank, size, all_leave=self._driver.all_leave)
@@ -243,9 +267,9 @@ class ElasticJob(Generic[_Context]):
         """Give up the context that the program has, and see to it that the others, too, go to the next view.
 
         Where all stop at one step (`step_applied` has returned True), the change begins when all have, and the context
-        serves those who have not until then.
+        serves those who have not until then. A candidate has no context of a view, and asks for nothing.
         """
-        if not self._has_stopped:
+        if not self._has_stopped and not self.is_candidate:
             self._driver.request_change("a collective failed", self.epoch)
             self._close_context(self.epoch)
 
@@ -410,7 +434,8 @@ class ElasticJob(Generic[_Context]):
         One that leaves in good order ends by itself, as long as its grace lasts.
         """
         left_seconds = self._leaves_by - time.monotonic()
-        if exit_code == 0 and left_seconds > 0:  # the program hears of it when it waits for the next view
+        may_finish = self._is_waiting or not self.is_candidate  # it hears of this when it waits for the next view
+        if exit_code == 0 and left_seconds > 0 and may_finish:
             _log.info("this process leaves the job: %s", reason)
             overdue = threading.Timer(left_seconds, self._exit, (0,))
             overdue.daemon = True
@@ -428,6 +453,21 @@ class ElasticJob(Generic[_Context]):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(exit_code)
+
+
+def place_behind(view: View, host: str) -> Topology:
+    """Return the place of one more member of a view, on this host: behind the others there.
+
+    Args:
+        view: of the others.
+        host: its name in views.
+    """
+    counts = {each.name: len(each.members) for each in view.hosts}
+    counts[host] = counts.get(host, 0) + 1
+    ends = list(itertools.accumulate(counts.values()))
+    hosts = tuple(tuple(range(end - count, end)) for end, count in zip(ends, counts.values(), strict=True))
+    rank = ends[list(counts).index(host)] - 1
+    return HostLayout(rank, hosts, tuple(name for name, count in counts.items() for _ in range(count))).topology()
 
 
 class NoticeHandler:

@@ -4,8 +4,10 @@ Lines: ``STEP step rank size total``. ``total`` is the same function of the step
 an average over ranks of equal values. Arguments: number of steps, seconds a step.
 """
 
+import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from reigen.elastic import ObjectState, history, run
 def main() -> None:
     num_steps, seconds = int(sys.argv[1]), float(sys.argv[2])
     hvd.init()
+    print(f"PLACE {hvd.rank()} {hvd.size()} {hvd.local_rank()} {hvd.local_size()}", flush=True)
+    while (path := os.environ.get("PREPARES_UNTIL")) and not Path(path).exists():
+        time.sleep(0.01)
     state = ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0.0)
 
     state.register_leave_callbacks([lambda left: print(f"LEFT {state.step} {left}", flush=True)])

@@ -132,6 +132,47 @@ def test_newcomers_get_the_state_and_members_keep_theirs():
         check_counts(job.members)
 
 
+def test_members_do_not_wait_for_a_newcomer_that_prepares_itself(tmp_path: Path):
+    """What a program does between init() and the training is done before any member stops for it."""
+    with ElasticProcesses(COUNTING, "100000", "0.002", max_size=3) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ")
+        newcomer = job.start_candidate(2, PREPARES_UNTIL=str(tmp_path / "go"))
+        job.wait_for("PLACE", [newcomer])
+        assert newcomer.says("PLACE 2 3 2 3"), "where it will be"
+        wait_for_steps(members, 30)
+        assert {step[2] for member in members for step in steps_of(member)} == {"2"}
+        (tmp_path / "go").touch()
+        job.wait_for("STEP", [newcomer])
+        assert steps_of(newcomer)[0][1:3] == ["2", "3"]
+
+
+def test_newcomers_that_fail_disturb_nobody(tmp_path: Path):
+    """They die at random moments, have another secret, or are stopped before they are members."""
+    chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "3")))
+    with ElasticProcesses(COUNTING, "100000", "0.002", max_size=3) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ")
+        stranger = job.start_candidate(2, REIGEN_SECRET="5e" * 32)
+        stopped = job.start_candidate(3, PREPARES_UNTIL=str(tmp_path / "never"))
+        job.wait_for("PLACE", [stopped])
+        stopped.kill(signal.SIGSTOP)
+        assert stranger.wait() == 1
+        assert stranger.says("does not know this job's secret"), stranger.lines
+        for slot in (4, 5, 6):  # about to be taken in, or soon after
+            newcomer = job.start_candidate(slot)
+            job.wait_for("PLACE", [newcomer])
+            threading.Event().wait(chances.uniform(0.0, 0.2))
+            newcomer.kill()
+            newcomer.wait()
+        wait_for_steps(members, 5)
+        check_counts(members)
+        for member in members:
+            numbers = [int(step[0]) for step in steps_of(member)]
+            assert sorted(set(numbers)) == list(range(1, max(numbers) + 1))
+            assert len(numbers) - len(set(numbers)) <= 3, "one step for each that was a member, at most"
+
+
 def test_a_training_is_exact_whoever_dies(tmp_path: Path):
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "20")))
     epochs, samples = 3, 203

@@ -79,6 +79,8 @@ def change_view() -> None:
 def _register(joined: context.Context, renumbered: Mapping[int, int]) -> None:
     """Register process sets; in an elastic job in the view behind this one, if a member dies meanwhile."""
     elastic = context.elastic_job()
+    if context.is_candidate():
+        return
     if elastic is None:
         register_static(joined, _static_sets)
         return
@@ -136,32 +138,32 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this process's number in the job. Raises NotInitializedError before ``init()``, as all below do."""
-    return context.current().rank
+    return context.current().shown_place.rank
 
 
 def size() -> int:
     """Number of processes in the job."""
-    return context.current().size
+    return context.current().shown_place.size
 
 
 def local_rank() -> int:
     """Return this process's number on its host."""
-    return context.current().local_rank
+    return context.current().shown_place.local_rank
 
 
 def local_size() -> int:
     """Number of the job's processes on this host."""
-    return context.current().local_size
+    return context.current().shown_place.local_size
 
 
 def cross_rank() -> int:
     """Return this host's number among the hosts that have this local rank."""
-    return context.current().cross_rank
+    return context.current().shown_place.cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have this local rank."""
-    return context.current().cross_size
+    return context.current().shown_place.cross_size
 
 
 def is_homogeneous() -> bool:

@@ -41,6 +41,7 @@ from reigen.api.functions import allgather_object, barrier, broadcast_object
 from reigen.api.process_sets import RegisteredSets, follow_members
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
+from reigen.elastic import membership
 from reigen.elastic.catch_up import HeldState, SumsAtHand, plan_catch_up
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.state import Departure
@@ -225,6 +226,7 @@ class BaseJob(ABC):
 
     def __enter__(self) -> Self:
         """Collective: all ranks get the state of rank 0, or of the members that there are."""
+        membership.join()
         self._elastic = contexts.elastic_job()
         if self._resume is not None:
             self.load(self._resume)

@@ -87,6 +87,9 @@ def repeat_in_views(
             raise
 
     def call(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if membership.is_candidate():
+            reset()
+            state.on_reset()
         loop = _Loop(state)
         while True:
             try:

@@ -78,8 +78,26 @@ def use(membership: Membership | None) -> None:
 
 
 def _member() -> Membership | None:
+    join()
     elastic = context.elastic_job()
     return _JobMembership(elastic) if _given is None and elastic is not None else _given
+
+
+def is_candidate() -> bool:
+    """Return whether this process has come to an elastic job, and has not asked to be a member yet."""
+    return context.is_candidate()
+
+
+def join() -> None:
+    """Become a member, if this process has come to an elastic job as a candidate; returns when it is one.
+
+    Until now the program has set itself up, and nobody has waited for it.
+
+    Raises:
+        ReigenError: no view takes it in.
+    """
+    if context.is_candidate():
+        job.change_view()
 
 
 def is_elastic() -> bool:
@@ -129,7 +147,9 @@ def leave(grace_seconds: float | None = None) -> None:
         grace_seconds: then the process ends, wherever it is; steps that take longer are not waited for, so that the
             others do the present one again. None: REIGEN_NOTICE_GRACE (30).
     """
-    if (member := _member()) is not None:
+    elastic = context.elastic_job()
+    member = _JobMembership(elastic) if _given is None and elastic is not None else _given
+    if member is not None:
         member.leave(grace_seconds)
 
 

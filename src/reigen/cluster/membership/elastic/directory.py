@@ -23,7 +23,7 @@ from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.witness import WitnessVoter
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost, Witness
-from reigen.errors import ConfigError, DeadlineError, ReigenError, format_ranks
+from reigen.errors import AuthenticationError, ConfigError, DeadlineError, ReigenError, format_ranks
 from reigen.net.codec import MessageCodec
 
 _log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ class ViewDirectory:
         self._is_closed = False
         #: asked for by a candidate: called with each view that is found
         self._look: Callable[[View], bool] | None = None
+        self._refused: Callable[[AuthenticationError], None] = lambda error: None
         #: the latest view that this process has to announce, and the launcher that knows it; None: none does
         self._view: View | None = None
         self._known_to: str | None = None
@@ -144,9 +145,12 @@ class ViewDirectory:
         if self._view is not None and self._known_to != self._find_launcher():
             self._announce(self._view)
 
-    def look_for_view(self, found: Callable[[View], bool]) -> None:
-        """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread."""
-        self._look = found
+    def look_for_view(self, found: Callable[[View], bool], refused: Callable[[AuthenticationError], None]) -> None:
+        """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread.
+
+        Where this process does not know the job's secret, ``refused`` is called, and nobody is asked any more.
+        """
+        self._look, self._refused = found, refused
         self._do(self._look_once)
 
     def tell_finished(self, member: MemberId, done: Callable[[], None]) -> None:
@@ -192,6 +196,9 @@ class ViewDirectory:
                 return
             try:
                 job()
+            except AuthenticationError as error:
+                self._look = None
+                self._refused(error)
             except (OSError, ReigenError) as error:  # the launcher's loss is seen elsewhere, too
                 _log.debug("the rendezvous of an elastic job: %s", error)
 

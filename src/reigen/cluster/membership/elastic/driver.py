@@ -115,6 +115,7 @@ class ViewDriver:
             another reason, they are left out.
         reason: why the latest change began, for the user; empty before the first.
         is_leaving: this process leaves the job, or has left it.
+        launcher_knows: is set when the launcher has been told so.
     """
 
     def __init__(
@@ -153,7 +154,9 @@ class ViewDriver:
         self._unaware: set[MemberId] = set()
         self._all_know = threading.Event()
         self._num_failed_views = 0
-        self._launcher_knows = threading.Event()
+        self.launcher_knows = threading.Event()
+        #: of a candidate: it may be a member
+        self._is_ready = True
         self._required_size = 1
         #: why the voter has not answered at last
         self._voter_problem = ""
@@ -171,13 +174,22 @@ class ViewDriver:
         self._post(partial(self._join, view))
         self._thread.start()
 
-    def wait_for_view(self) -> None:
+    def wait_for_view(self, *, is_ready: bool = True) -> None:
         """Start as a process that wants to become a member: it looks for the members, and asks them.
 
         `ViewPlane.build` is called when a view has it, `ViewPlane.end` with 1 if none has after ``timeouts.wait``.
+
+        Args:
+            is_ready: it may be a member at once; otherwise it only looks for the members, until `be_ready`.
         """
+        self._is_ready = is_ready
         self._post(self._look_for_view)
         self._thread.start()
+
+    def be_ready(self) -> None:
+        """Ask the members to be one of them. A second call does nothing."""
+        self._is_ready = True
+        self._post(lambda: self._dispatch(Copied(0, matches=True)))  # it gets the state behind the change
 
     @property
     def view(self) -> View | None:
@@ -264,10 +276,6 @@ class ViewDriver:
     def all_leave(self) -> bool:
         """True if this process has left together with all other members."""
         return self._machine.state is ElasticState.GONE and self._machine.reason == ALL_LEFT_REASON
-
-    def wait_until_leaving_is_known(self) -> None:
-        """Wait, for a second at most, until the launcher knows that this process leaves."""
-        self._launcher_knows.wait(_FINISH_SECONDS)
 
     def finish(self) -> None:
         """Say that the program is done here; returns when all members know, or after a second.
@@ -553,7 +561,7 @@ class ViewDriver:
         if self.is_leaving or self._has_ended:
             return
         self.is_leaving = True
-        self._directory.tell_leaving(self.me, self._launcher_knows.set)
+        self._directory.tell_leaving(self.me, self.launcher_knows.set)
         reason = f"left after a grace of {grace_seconds:g} s, before the others have agreed"
         now = time.monotonic()
         last_seconds = min(_LAST_SECONDS, grace_seconds * _LAST_SHARE)
@@ -593,7 +601,7 @@ class ViewDriver:
     # -- a candidate --------------------------------------------------------------------------------------------------
 
     def _look_for_view(self) -> None:
-        self._directory.look_for_view(self._on_view_found)
+        self._directory.look_for_view(self._on_view_found, lambda error: self._post(partial(self._end, 1, str(error))))
         self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
 
     def _on_view_found(self, view: View) -> bool:
@@ -607,17 +615,16 @@ class ViewDriver:
         machine = self._machine
         if not isinstance(machine, ElasticCandidate):
             return
-        if machine.state is CandidateState.LOBBY:
+        self._dispatch(CopyStarted(view))
+        if self._is_ready:
             # it gets the state behind the change, together with the others: it has that of no step
-            self._dispatch(CopyStarted(view), Copied(0, matches=True))
-        else:
-            self._dispatch(CopyStarted(view))
+            self._dispatch(Copied(0, matches=True))
 
     def _stop_waiting(self) -> None:
         with self._lock:
             if isinstance(self._machine, ElasticCandidate) and not self._has_ended:
                 view = self._view
-                if view is not None and view.size >= view.max_size:  # a spare, as long as it may take
+                if view is not None and (not self._is_ready or view.size >= view.max_size):  # a spare, for any time
                     self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
                     return
                 known = "nobody has said who they are" if view is None else f"the latest known view is {view.epoch}"

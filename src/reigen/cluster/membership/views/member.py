@@ -441,20 +441,16 @@ class ElasticMember:
         return self._consider_pause()
 
     def _consider_pause(self) -> list[MemberAction]:
-        """Run no more steps if the one is applied at which all stop."""
-        if self.state not in _STEPPING or not self._stop.is_due(self._applied):
-            return []
-        self.state = ElasticState.PAUSED
-        self._stop.reached.add(self.me)
-        timers: list[MemberAction] = [
-            StartTimer(ViewTimer.RETRY, self._timeouts.retry),
-            StartTimer(ViewTimer.STUCK, self._timeouts.stuck),
-        ]
-        return [*self._stop.messages(), *timers] if self.rank else [*timers, *self._count_reached()]
-
-    def _count_reached(self) -> list[MemberAction]:
-        """Begin the change, as rank 0, when all have stopped."""
-        return self._begin_change() if self.state is ElasticState.PAUSED and self._stop.is_complete else []
+        """Run no more steps if the one is applied at which all stop; as rank 0, begin the change when all have."""
+        actions: list[MemberAction] = []
+        if self.state in _STEPPING and self._stop.is_due(self._applied):
+            self.state = ElasticState.PAUSED
+            self._stop.reached.add(self.me)
+            actions += self._stop.messages() if self.rank else ()
+            actions.append(StartTimer(ViewTimer.RETRY, self._timeouts.retry))
+            actions.append(StartTimer(ViewTimer.STUCK, self._timeouts.stuck))
+        is_complete = self.rank == 0 and self.state is ElasticState.PAUSED and self._stop.is_complete
+        return [*actions, *self._begin_change()] if is_complete else actions
 
     def _on_reached(self, message: StepReached, sender: MemberId | VoterId) -> list[MemberAction]:
         if message.epoch != self.view.epoch or self.rank != 0:
@@ -463,7 +459,7 @@ class ElasticMember:
             return [SendTo(message.member, RevokeView(self.view.epoch))]
         self._stop.reached.add(message.member)
         self._stop.name(message.step)
-        return [*self._consider_pause(), *self._count_reached()]
+        return self._consider_pause()
 
     def _on_leave(self, _: LeaveRequested | None = None) -> list[MemberAction]:
         self._leaving.add(self.me)
