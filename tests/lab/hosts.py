@@ -262,6 +262,10 @@ class Hosts:
         """Ends a partition."""
         self._separate(one, other, drop=False)
 
+    def drop_one_way(self, sender: Host, *, to: Host, drop: bool) -> None:
+        """Lets one machine drop what comes from another one, or no longer; the other direction is whole."""
+        drop_packets_from(to.pid, (sender.address, sender.address6), drop=drop)
+
     def _separate(self, one: Host, other: Host, *, drop: bool) -> None:
         for here, there in ((one, other), (other, one)):
             drop_packets_from(here.pid, (there.address, there.address6), drop=drop)
