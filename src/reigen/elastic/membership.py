@@ -132,7 +132,9 @@ def reset() -> None:
     Raises:
         ReigenError: there will be none for this process.
     """
-    if (member := _member()) is not None:
+    if context.is_candidate():
+        join()
+    elif (member := _member()) is not None:
         member.reset()
 
 
