@@ -140,7 +140,8 @@ class GradientSynchronizer(OptimizerReducer):
                     failure = failure or error
         try:
             if failure is not None:
-                self._complete(failure)
+                if not self._completes(failure):
+                    raise failure
                 self._finished, self._has_failed = by, False
                 return
         finally:
@@ -154,13 +155,17 @@ class GradientSynchronizer(OptimizerReducer):
             data = [bytes_to_compare(parameter, whole=whole) for parameter in watched]
             check_first_step(self.reducers[0].reduce_group, data, [name for name, _ in self.named(watched)])
 
-    def _complete(self, failure: Exception) -> None:
-        """Complete sums that have failed, together with those who are left; otherwise raise the failure."""
+    def _completes(self, failure: Exception) -> bool:
+        """Complete sums that have failed, together with those who are left; returns whether that was done.
+
+        The failure is not raised here: it would hold this frame, and this frame the failure.
+        """
         may = self.complete is not None and all(reducer.is_recoverable for reducer in self.reducers)
         if not may or not isinstance(failure, CollectiveError) or self.complete is None or not self.complete(failure):
-            raise failure
+            return False
         for reducer in self.reducers:
             reducer.recovered()
+        return True
 
     def confirm(self) -> None:
         """The user, too, has called for the gradients that backward() has reduced."""
