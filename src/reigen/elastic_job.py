@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import os
 import signal
 import sys
@@ -59,8 +60,18 @@ _STEPS_TO_LEAVE = 3
 _LEAST_GRACE_SECONDS = 1.0
 #: How long a process that has left waits until the launcher has been told.
 _KNOWN_SECONDS = 1.0
+#: Of the deadline of collectives, so much has passed for a program that others have waited for in vain.
+_ABSENT_SHARE = 0.9
 #: Between looks whether members have finished.
 _LOOK_SECONDS = 0.2
+
+
+#: Why a process ends that keeps the others waiting.
+_ABSENT_TEXT = (
+    "its program has not come to view {} of the job, in which the others have waited for it for {:g} s "
+    "(REIGEN_DEADLINE). Either it takes longer than that between two collectives, or it catches HorovodInternalError "
+    "and HostsUpdatedInterrupt, which have to leave the function that hvd.elastic.run calls"
+)
 
 
 class ViewContext(Protocol):
@@ -155,6 +166,8 @@ class ElasticJob(Generic[_Context]):
         #: the view that ran last, and when its end began
         self._ran: View | None = None
         self._revoked_at: float | None = None
+        #: when the view that runs has begun; and how long its members wait for each other in a collective
+        self._run_at, self._deadline_seconds = 0.0, math.inf
         self.renumbered: dict[int, int] = {}
         self.has_failed = self.has_left = False
         #: when the last step was applied, and how long it took
@@ -183,6 +196,7 @@ class ElasticJob(Generic[_Context]):
         """
         self._service = ViewService(node, self._access.secret, self._access.tls)
         self._grace_seconds, self._host = config.notice_grace_seconds, node.host
+        self._deadline_seconds = config.deadline_seconds
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
             self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts)
@@ -340,6 +354,8 @@ class ElasticJob(Generic[_Context]):
 
     def revoke(self, epoch: int) -> StepProgress:
         """Stop the collectives of a view."""
+        if self._is_missed(epoch):
+            self.end(1, _ABSENT_TEXT.format(epoch, self._deadline_seconds))
         self._revoked_at = self._revoked_at or time.monotonic()
         with self._revoking:
             with self._changed:
@@ -356,6 +372,13 @@ class ElasticJob(Generic[_Context]):
             return self.step_state.progress(epoch)
         step = self._step if self._has_state else 0
         return StepProgress(step, SamplePosition(0, step), SamplePosition(0, step), HeldSums(epoch))
+
+    def _is_missed(self, epoch: int) -> bool:
+        """Return whether this process's program has not come to a view until the others gave up waiting for it."""
+        running = self._running
+        if running is None or running.epoch != epoch or self.epoch == epoch or self._is_waiting or self._driver.lost:
+            return False
+        return time.monotonic() - self._run_at >= _ABSENT_SHARE * self._deadline_seconds
 
     def build(self, view: View, done: Callable[[], None]) -> None:
         """Begin to build a view's context."""
@@ -417,7 +440,7 @@ class ElasticJob(Generic[_Context]):
         """Let steps be run in a view."""
         self._note_change(view)
         with self._changed:
-            self._running, self._num_failed_builds = view, 0
+            self._running, self._run_at, self._num_failed_builds = view, time.monotonic(), 0
             self._changed.notify_all()
 
     def _note_change(self, view: View) -> None:

@@ -1,7 +1,7 @@
 """A training whose state can be checked: in each step every rank adds the step's number to what all have.
 
 Lines: ``STEP step rank size total``. ``total`` is the same function of the step on all ranks, whoever the members are:
-an average over ranks of equal values. Arguments: number of steps, seconds a step.
+an average over ranks of equal values. Arguments: number of steps, seconds a step. CATCHES: all errors, which is wrong.
 """
 
 import os
@@ -28,7 +28,13 @@ def main() -> None:
     @run
     def train(state: object) -> None:
         while state.step < num_steps:
-            value = hvd.allreduce(np.full(1000, state.step, np.float32), name="value")
+            try:
+                value = hvd.allreduce(np.full(1000, state.step, np.float32), name="value")
+            except Exception:
+                if "CATCHES" not in os.environ:
+                    raise
+                time.sleep(0.01)
+                continue
             time.sleep(seconds)
             state.total += float(value[0])
             state.step += 1

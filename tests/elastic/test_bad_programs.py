@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.elastic_processes import ElasticProcesses
+from tests.multiprocess.launcher import until
 
 pytestmark = pytest.mark.slow
 
+COUNTING = Path(__file__).with_name("counting_program.py")
 UNPICKLABLE = Path(__file__).with_name("unpicklable_program.py")
 
 
@@ -20,3 +22,13 @@ def test_a_state_that_cannot_be_sent_is_named() -> None:
     said = "\n".join(line for member in members for line in member.lines)
     problem = "the state's attribute connection cannot be given to other ranks (TypeError: a connection "
     assert problem + "cannot be pickled): keep what it can be made of in the state, and itself outside" in said
+
+
+def test_a_program_that_catches_everything_ends_and_the_others_go_on() -> None:
+    with ElasticProcesses(COUNTING, "100000000", "0.002", REIGEN_DEADLINE="2") as job:
+        members = job.start_first(3, {1: {"CATCHES": "1"}})
+        job.wait_for("STEP 5 ")
+        members[2].kill()
+        assert members[1].wait() == 1
+        assert members[1].says("has not come to view 2 of the job"), members[1].lines[-5:]
+        until(lambda: sum(" 0 1 " in line for line in list(members[0].lines)) > 5)  # rank 0 of 1

@@ -17,7 +17,7 @@ from reigen.api.process_sets import (
     translate_ranks,
 )
 from reigen.cluster.environ import JobInfo, detect_job, job_from_arguments
-from reigen.errors import ArgumentError, CollectiveError
+from reigen.errors import ArgumentError, CollectiveError, DeadlineError
 
 #: The sets that `init` was given, for the next view of an elastic job.
 _static_sets: list[ProcessSet] = []
@@ -77,7 +77,7 @@ def change_view() -> None:
 
 
 def _register(joined: context.Context, renumbered: Mapping[int, int]) -> None:
-    """Register process sets; in an elastic job in the view behind this one, if a member dies meanwhile."""
+    """Register process sets; in an elastic job in the view behind this one, if a member dies or does not come."""
     elastic = context.elastic_job()
     if context.is_candidate():
         return
@@ -92,9 +92,9 @@ def _register(joined: context.Context, renumbered: Mapping[int, int]) -> None:
                 register_again(joined, _static_sets, renumbered)
             elastic.keep_view()
             return
-        except CollectiveError:
-            if joined.is_operational:
-                raise
+        except CollectiveError as error:
+            if joined.is_operational and not isinstance(error, DeadlineError):
+                raise  # a wrong program; a member that does not come is left out of the next view
         renumbered, joined = context.change_view()
 
 
