@@ -165,7 +165,16 @@ def test_a_training_job_elsewhere() -> None:
     environ = {"SAGEMAKER_BASE_DIR": "/tmp/x", "CUDA_VISIBLE_DEVICES": ""}
     found = find(environ, **{"/tmp/x/input/config/resourceconfig.json": resources(current_host="algo-1")})
     assert found is not None
-    assert (found.index, found.slots, found.failure_file) == (0, 1, "/tmp/x/output/failure")
+    # without GPUs a host takes its share of the ranks that the user names
+    assert (found.index, found.slots, found.failure_file) == (0, None, "/tmp/x/output/failure")
+
+
+@pytest.mark.parametrize(("gpus", "per_node", "slots"), [("4", 2, 2), ("0", 4, 4), ("4", None, 4), ("0", None, None)])
+def test_processes_of_a_training_job_s_host(gpus: str, per_node: int | None, slots: int | None) -> None:
+    config = json.dumps({"process_count_per_node": per_node, "options": []})
+    found = find({"SM_NUM_GPUS": gpus, "SM_DISTRIBUTED_CONFIG": config}, **{RESOURCES: resources()})
+    assert found is not None
+    assert found.slots == slots
 
 
 @pytest.mark.parametrize(("current", "expected"), [("algo-10", (1, 2)), ("algo-2", (0, 1))])
@@ -197,6 +206,7 @@ def test_a_training_job_by_variables() -> None:
         ({}, resources(current_host="algo-7"), "this host is 'algo-7', which is not among algo-1, algo-10, algo-2"),
         ({}, resources(instance_groups=[{"hosts": []}]), "instance_groups is not a list"),
         ({"SM_NUM_GPUS": "all"}, resources(), "SM_NUM_GPUS is 'all', not a number"),
+        ({"SM_DISTRIBUTED_CONFIG": '{"process_count_per_node": -1}'}, resources(), "process_count_per_node is -1, not"),
     ],
 )
 def test_training_jobs_that_are_not_in_order(environ: dict[str, str], file: str | None, said: str) -> None:

@@ -64,7 +64,7 @@ def find_training_job(environ: Mapping[str, str], read_file: ReadFile) -> NodeJo
         hosts[0],
         job_id=name,
         names=hosts,
-        slots=_parse_gpus(environ) or 1,
+        slots=_parse_slots(environ),
         secret_file=str(base / SECRET_FILE),
         failure_file=str(base / "output/failure"),
         grace_seconds=_GRACE_SECONDS,
@@ -135,5 +135,12 @@ def _choose_hosts(resources: _Resources, environ: Mapping[str, str]) -> tuple[st
     return tuple(host for host in resources.hosts if host in members)
 
 
-def _parse_gpus(environ: Mapping[str, str]) -> int:
-    return read_number(environ, "SM_NUM_GPUS") if "SM_NUM_GPUS" in environ else count_gpus(environ)
+def _parse_slots(environ: Mapping[str, str]) -> int | None:
+    """Read how many ranks this host takes: as the SDK's ``distributed=`` says, or its GPUs; None: it has none."""
+    text = environ.get("SM_DISTRIBUTED_CONFIG", "")
+    config = _parse_json("SM_DISTRIBUTED_CONFIG", text, dict) if text else {}
+    if count := config.get("process_count_per_node"):
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"SM_DISTRIBUTED_CONFIG: process_count_per_node is {count!r}, not a number above 0")
+        return count
+    return (read_number(environ, "SM_NUM_GPUS") if "SM_NUM_GPUS" in environ else count_gpus(environ)) or None
