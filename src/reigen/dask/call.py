@@ -14,6 +14,7 @@ from reigen.errors import ConfigError, LaunchError, RankFailedError
 from reigen.launch.elastic.options import ElasticRequest, resolve_elastic
 from reigen.runner.agent_process import AgentProcess
 from reigen.runner.engine_jobs import EngineAgents, EngineHost, EngineJobOptions, run_on_engine
+from reigen.runner.serialization import check_call
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -87,6 +88,9 @@ def run(
     """
     if getattr(client, "asynchronous", False):
         raise ConfigError("reigen.dask.run needs a Client that waits for its results: make one without asynchronous")
+    if not hasattr(client, "scheduler_info"):
+        raise ConfigError(f"run(client, function, ...): the first argument is not a distributed.Client: {client!r:.80}")
+    check_call(fn)
     found = find_workers(client.scheduler_info(n_workers=-1)["workers"], workers)
     timeout = START_TIMEOUT_SECONDS if start_timeout is None else start_timeout
     request = ElasticRequest(

@@ -7,6 +7,7 @@ from typing import Any
 
 from reigen.ray.executor import Callback, RayExecutor
 from reigen.ray.settings import RaySettings
+from reigen.runner.serialization import check_call
 
 
 def run(
@@ -78,6 +79,7 @@ def run(
         ray.init()
         losses = reigen.ray.run(train, (0.1,), num_workers=4)
     """
+    check_call(func, args, kwargs)
     executor = RayExecutor(
         RaySettings(start_timeout, placement_timeout, tuple(network_interfaces or ()) or None, verbose),
         num_workers=num_workers,

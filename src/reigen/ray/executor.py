@@ -11,6 +11,7 @@ from reigen.ray.job import ExecutorJob, make_job
 from reigen.ray.job_request import Call, JobRequest
 from reigen.ray.settings import RaySettings, check_gpus, request_elastic, request_workers
 from reigen.runner.options import check_num_servers
+from reigen.runner.serialization import check_call
 
 Callback = Callable[[Any], object]
 
@@ -187,7 +188,7 @@ class RayExecutor:
             RankFailedError: a worker raised, exited or was killed, the first one that failed by itself; or its node was
                 lost. Its ``__cause__`` is the worker's exception.
         """
-        return self._started.run(Call(fn, tuple(args or ()), kwargs), callbacks or ())
+        return self._started.run(Call(*check_call(fn, args, kwargs)), callbacks or ())
 
     def run_remote(
         self,
@@ -200,7 +201,7 @@ class RayExecutor:
         Raises:
             UnsupportedError: (a NotImplementedError) the job is elastic: the number of results is known at its end.
         """
-        return self._started.refs(Call(fn, tuple(args or ()), kwargs))
+        return self._started.refs(Call(*check_call(fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
         """Call ``fn`` in all workers with the object that ``executable_cls`` has made there, by rank."""

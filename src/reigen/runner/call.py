@@ -25,7 +25,7 @@ from reigen.runner.outcome import (
     rank_died_error,
 )
 from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankReport, ResultChannel
-from reigen.runner.serialization import pack_object, unpack_object, unpickle_exception
+from reigen.runner.serialization import check_call, pack_object, unpack_object, unpickle_exception
 
 
 def run(
@@ -124,6 +124,7 @@ def run(
         losses = reigen.run(train, (0.1,), num_proc=4)
     """
     given = {name: value for name, value in locals().items() if name not in {"func", "args", "kwargs"}}
+    call = check_call(func, args, kwargs)
     for old, name in (("np", "num_proc"), ("min_np", "min_num_proc"), ("max_np", "max_num_proc")):
         if (value := given.pop(old)) is not None:
             warnings.warn(f"run(): {old} is deprecated, use {name}", DeprecationWarning, stacklevel=2)
@@ -131,7 +132,7 @@ def run(
     settings, warning = resolve_arguments(given)
     if warning:
         warnings.warn(f"run(): {warning}", stacklevel=2)
-    return _run((func, tuple(args), dict(kwargs or {})), settings)
+    return _run(call, settings)
 
 
 def run_on_this_host(

@@ -13,13 +13,31 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
-from reigen.errors import SharedMemoryError, UnsupportedTypeError
+from reigen.errors import ConfigError, SharedMemoryError, UnsupportedTypeError
 from reigen.launch.payload import PayloadFile
 from reigen.resources.memory import KEEP_FREE_BYTES, AvailableMemory
+
+
+def check_call(
+    func: Callable[..., Any], args: Sequence[Any] | None = (), kwargs: Mapping[str, Any] | None = None
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a function and its arguments as they travel, before anything is started for them.
+
+    Raises:
+        ConfigError: (a ValueError) ``func`` cannot be called, or ``args`` or ``kwargs`` is one argument, not all.
+    """
+    if not callable(func):
+        raise ConfigError(f"the function cannot be called: {func!r:.80}")
+    if args is not None and (not isinstance(args, Iterable) or isinstance(args, str | bytes)):
+        raise ConfigError(f"args has the function's arguments in a tuple or list, ({args!r:.80},), not {args!r:.80}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(f"kwargs has the function's keyword arguments in a dictionary, not {kwargs!r:.80}")
+    return func, tuple(() if args is None else args), dict(kwargs or {})
 
 
 def pack_object(value: object, what: str) -> int:

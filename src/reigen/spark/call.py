@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from reigen.errors import ConfigError, LaunchError, RankFailedError, UnsupportedError
 from reigen.launch.elastic.options import ElasticOptions, ElasticRequest, resolve_elastic
 from reigen.runner.engine_jobs import Cancellation, EngineAgents, EngineJobOptions, run_on_engine
+from reigen.runner.serialization import check_call
 from reigen.spark.session import (
     REPORT_SECONDS,
     SparkJob,
@@ -117,6 +118,7 @@ def run(
     if use_mpi:
         raise ConfigError("use_mpi: Reigen's ranks in Spark are no processes of MPI's; leave it out")
     context = active_context()
+    call = check_call(fn, args, kwargs)
     size = check_num_tasks(num_proc, context.defaultParallelism)
     warn_without_effect(extra_mpi_args=extra_mpi_args)
     request = SparkRequest(
@@ -134,7 +136,7 @@ def run(
         ),
         executable=executable,
     )
-    return run_in_tasks(context, (fn, tuple(args), dict(kwargs or {})), request)
+    return run_in_tasks(context, call, request)
 
 
 def run_elastic(
@@ -191,6 +193,7 @@ def run_elastic(
         LaunchError: there were fewer than ``min_num_proc`` ranks for too long, or Spark has ended the job.
     """
     context = active_context()
+    call = check_call(fn, args, kwargs)
     least, most = check_num_tasks(min_num_proc, 1), check_num_tasks(max_num_proc, 1 << 16)
     size = check_num_tasks(num_proc, max(least, min(most, context.defaultParallelism)))
     seconds = resolve_start_timeout(start_timeout, os.environ)
@@ -213,7 +216,7 @@ def run_elastic(
             elastic=elastic,
         ),
     )
-    return run_in_tasks(context, (fn, tuple(args), dict(kwargs or {})), request)
+    return run_in_tasks(context, call, request)
 
 
 def resolve_bounds(

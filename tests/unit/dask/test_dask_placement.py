@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reigen.dask.call import WorkerSlots, find_workers, host_of, place_ranks
+from reigen.dask.call import WorkerSlots, find_workers, host_of, place_ranks, run
 from reigen.errors import ConfigError
 
 KNOWN: dict[str, dict[str, Any]] = {
@@ -56,3 +56,8 @@ def test_the_host_of_an_address() -> None:
     assert host_of("tcp://10.0.0.1:41") == "10.0.0.1"
     assert host_of("tls://[fd77::1]:41") == "fd77::1"
     assert host_of("inproc://10.0.0.1/1/2") == "127.0.0.1"
+
+
+def test_a_function_where_the_client_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"the first argument is not a distributed\.Client: <built-in function len>"):
+        run(len, 0.1, num_proc=2)  # type: ignore[arg-type]

@@ -53,6 +53,30 @@ def test_a_report_brings_its_payload():
     os.close(arrival.descriptor)
 
 
+# ---------------------------------------------------------------- calls
+
+
+def test_a_function_and_its_arguments():
+    assert serialization.check_call(len) == (len, (), {})
+    assert serialization.check_call(len, None, None) == (len, (), {})
+    assert serialization.check_call(len, [1, 2], {"x": 3}) == (len, (1, 2), {"x": 3})
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (("train.py",), "the function cannot be called: 'train.py'"),
+        ((len, 0.1), "args has the function's arguments in a tuple or list, (0.1,), not 0.1"),
+        ((len, "h1"), "args has the function's arguments in a tuple or list, ('h1',), not 'h1'"),
+        ((len, (), [1]), "kwargs has the function's keyword arguments in a dictionary, not [1]"),
+    ],
+)
+def test_what_is_no_call(call, complaint):
+    with pytest.raises(ConfigError) as failed:
+        serialization.check_call(*call)
+    assert str(failed.value) == complaint
+
+
 # ---------------------------------------------------------------- payloads
 
 
