@@ -180,6 +180,8 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         raise ConfigError("--launcher ssh needs a --hostfile; on this host alone, say --launcher local")
     hosts, port = ([], None) if chosen.hostfile is None else parse_mxnet_hostfile(read_hostfile(chosen.hostfile))
     common = parse_common_options(chosen)
+    if chosen.num_workers < 1:
+        raise ConfigError(f"the number of workers must be at least 1, not {chosen.num_workers}")
     if port is not None and chosen.ssh_port is None:
         common["ssh"] = replace(common["ssh"], port=port)
     hosts, server_hosts = _divide_slurm_nodes(chosen, hosts)

@@ -14,7 +14,7 @@ import pytest
 
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.nodes import launcher
-from reigen.launch.nodes.launcher import SelfStart, find_secret
+from reigen.launch.nodes.launcher import SelfStart, explain_address, find_secret
 from reigen.launch.nodes.sources import NodeJob
 from reigen.launch.options import LaunchOptions
 
@@ -31,6 +31,17 @@ def job(tmp_path: Path) -> NodeJob:
 def start(job: NodeJob, monkeypatch: pytest.MonkeyPatch) -> SelfStart:
     monkeypatch.setattr(launcher, "require_node_job", lambda environ, read_file: job)
     return SelfStart({}, 2)
+
+
+@pytest.mark.parametrize(
+    ("leader", "said"),
+    [
+        ("127.0.0.2", "127.0.0.2 is 127.0.0.2 here, where no other host reaches node 0 (lo serves nodes of one host)"),
+        ("192.0.2.7", "192.0.2.7 is no address of this host, though it is node 0"),
+    ],
+)
+def test_a_leader_without_an_address(leader: str, said: str) -> None:
+    assert explain_address(leader) == said
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -310,6 +310,11 @@ class TestCommandLine:
             launch.main(["-n", "2", "--launcher", "local", "--print", "true"])
         assert "--print: --launcher local submits no job; " in capsys.readouterr().err
 
+    def test_without_workers_there_is_no_job(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            launch.main(["-n", "0", "--launcher", "local", "true"])
+        assert "the number of workers must be at least 1, not 0" in capsys.readouterr().err
+
     def test_a_host_file_is_not_for_them(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             launch.main(["-n", "2", "--launcher", "sge", "-H", "hosts", "true"])

@@ -438,18 +438,30 @@ class NodesLauncher:
                 next_notice = now + _NOTICE_SECONDS
                 complain(f"waiting for {self._job.leader}: its name is not known yet, or is not this host's")
             wait(0.5)
-        raise LaunchError(
-            f"{self._job.leader} is no address of this host, though it is node 0: name an interface, "
-            "--network-interfaces"
-        )
+        raise LaunchError(f"{explain_address(self._job.leader)}: name an interface, --network-interfaces")
+
+
+def explain_address(leader: str) -> str:
+    """Explain why node 0 cannot be reached under its name, as far as this host knows."""
+    addresses = _resolve(leader)
+    if addresses and all(map(_is_loopback, addresses)):
+        return f"{leader} is {addresses[0]} here, where no other host reaches node 0 (lo serves nodes of one host)"
+    return f"{leader} is no address of this host, though it is node 0"
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _resolve_own(name: str) -> str | None:
     """Return an address of this host's by which others reach it under this name; None: there is none yet."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return None
-    addresses = [str(address[0]) for *_, address in found]
-    outer = (each for each in addresses if not each.startswith("127.") and each != "::1" and is_own_address(each))
+    outer = (each for each in _resolve(name) if not _is_loopback(each) and is_own_address(each))
     return next(outer, None)
