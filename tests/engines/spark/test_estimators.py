@@ -322,6 +322,13 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(
         TorchEstimator().fit(rows)
 
 
+def test_a_model_needs_an_output_for_each_label(
+    tmp_path: Path, rows: Any, backend: Callable[[int], PoolBackend]
+) -> None:
+    with pytest.raises(Exception, match="the model has 1 outputs, but 2 labels: y, w; one for each"):
+        torch_estimator(tmp_path, backend(2), label_cols=["y", "w"]).fit(rows)
+
+
 def test_an_estimator_trains_on_sparks_own_tasks(tmp_path: Path, rows: Any) -> None:
     model = linear_model()
     estimator = torch_estimator(tmp_path, SparkBackend(2, verbose=0), model=model, epochs=3)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from reigen.errors import ArgumentError
 from reigen.spark.data_parquet import Columns
 from reigen.spark.estimator_task import Progress, TrainingTask
 
@@ -190,6 +191,9 @@ class _Trainer:
     def _match(self, outputs: Any, labels: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
         """Return lists of outputs and labels, these in the shapes that were given, or that the outputs have."""
         found = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+        if len(found) != len(labels):
+            names = ", ".join(self._task.labels)
+            raise ArgumentError(f"the model has {len(found)} outputs, but {len(labels)} labels: {names}; one for each")
         if self._task.label_shapes:
             return found, [label.reshape(*shape) for label, shape in zip(labels, self._task.label_shapes, strict=True)]
         return found, [
