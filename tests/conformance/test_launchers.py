@@ -284,6 +284,14 @@ def test_launchers_of_our_own_can_be_found(name):
     assert callable(find_launcher(name))
 
 
+@pytest.mark.parametrize("name", sorted(BUILT_IN_LAUNCHERS.keys() - {"yarn"}))  # it runs in its own master alone
+def test_launchers_of_our_own_pass_the_suite(name):
+    tests = Path(__file__).parents[1]
+    texts = [path.read_text() for part in ("conformance", "network") for path in (tests / part).glob("test_*.py")]
+    call = re.compile(rf"""\bcheck(_launcher)?\(\s*"{name}",""")
+    assert any("import check_launcher" in text and call.search(text) for text in texts)
+
+
 @pytest.mark.parametrize("kind", [FixedLauncher, MpiLauncher])
 def test_launchers_of_our_own_have_no_more_members_than_their_protocols(kind):
     assert {each for each in vars(kind) if not each.startswith("_")} == {"allocate", "close"}
