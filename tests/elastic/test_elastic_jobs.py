@@ -175,8 +175,8 @@ def test_newcomers_that_fail_disturb_nobody(tmp_path: Path):
 
 def test_a_training_is_exact_whoever_dies(tmp_path: Path):
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "20")))
-    epochs, samples = 3, 203
-    with ElasticProcesses(TRAINING, str(epochs), str(samples), "0.02", max_size=4) as job:
+    epochs, samples, joined = 3, 203, tmp_path / "joined"
+    with ElasticProcesses(TRAINING, str(epochs), str(samples), "0.5", max_size=4, SLOW_UNTIL=str(joined)) as job:
         newcomer = job.start_candidate(4, WAITS_FOR=str(tmp_path / "go"))
         job.wait_for("IMPORTED")
         members = job.start_first(4)[1:]
@@ -185,6 +185,7 @@ def test_a_training_is_exact_whoever_dies(tmp_path: Path):
         (tmp_path / "go").touch()
         job.wait_for("STEP", [newcomer])
         kill(job, next(member for member in members if member.process.poll() is None))
+        joined.touch()
         rest = [member for member in job.members if member.process.poll() is None]
         job.wait_for("LEDGER", rest)
         assert [member.wait() for member in rest] == [0] * len(rest)
