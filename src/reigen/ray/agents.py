@@ -198,15 +198,7 @@ class Placement:
         serving = self._serving.get(name)
         if serving is None or not ray.is_initialized():
             return ""
-        ready, _ = ray.wait([serving], timeout=0)
-        if not ready:
-            return ""
-        try:
-            code, output = ray.get(serving)
-        except ray.exceptions.RayError as error:
-            return explain_death(str(error))
-        last = output.strip().rpartition("\n")[2]
-        return f"the agent has ended with exit code {code}{last and ': '}{last}"
+        return explain_agent_end(ray, serving)
 
     def pids(self, ray: Any) -> list[int]:
         """Process ids of the actors' workers."""
@@ -232,6 +224,19 @@ class Placement:
             with suppress(Exception):  # its owner has gone, and Ray has removed it
                 ray.util.remove_placement_group(group)
                 _wait_until_removed(ray, group)
+
+
+def explain_agent_end(ray: Any, serving: Any) -> str:
+    """Explain in one line why an agent has ended, by the reference of `AgentActor.serve`; empty while it runs."""
+    ready, _ = ray.wait([serving], timeout=0)
+    if not ready:
+        return ""
+    try:
+        code, output = ray.get(serving)
+    except ray.exceptions.RayError as error:
+        return explain_death(str(error))
+    last = output.strip().rpartition("\n")[2]
+    return f"the agent has ended with exit code {code}{last and ': '}{last}"
 
 
 def _wait_until_removed(ray: Any, group: Any) -> None:

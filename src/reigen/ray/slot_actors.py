@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from reigen.launch.agent.gathering import unique_name
-from reigen.ray.agents import KEPT_VARIABLES, AgentActor
+from reigen.ray.agents import KEPT_VARIABLES, AgentActor, explain_agent_end
 from reigen.ray.settings import (
     Place,
     PlacementRequest,
     check_gpus,
     count_slots,
-    explain_death,
     explain_timeout,
     order_gpus,
 )
@@ -270,15 +269,7 @@ class SlotActors:
         if name not in self._serving or not ray.is_initialized():
             return ""
         serving, _ = self._serving[name]
-        ready, _ = ray.wait([serving], timeout=0)
-        if not ready:
-            return ""
-        try:
-            code, output = ray.get(serving)
-        except ray.exceptions.RayError as error:
-            return explain_death(str(error))
-        last = output.strip().rpartition("\n")[2]
-        return f"the agent has ended with exit code {code}{last and ': '}{last}"
+        return explain_agent_end(ray, serving)
 
     def release(self) -> None:
         """End the actors."""
