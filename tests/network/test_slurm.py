@@ -234,7 +234,8 @@ def test_a_job_in_the_queue_again_says_so(slurm: Slurm) -> None:
         wait_for(lambda: count(output, "ready 0") == 2, "ranks are ready")
         slurm.run("scontrol", "requeue", job)
         wait_for(lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T")[1].strip() == "PENDING", "it is in the queue")
-        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        # Slurm would wait two minutes. In the second of its end no node takes it again: its credential is revoked.
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
         wait_for(lambda: count(output, "ready 1") == 2, "ranks are ready again")
         assert count(output, "with 2 tasks on 2 nodes (1(x2)), started again 1 time") == 1
 
@@ -298,7 +299,8 @@ def test_a_job_that_is_told_of_its_end_is_put_back_into_the_queue(slurm: Slurm) 
         wait_for(lambda: count(output, "ready 0") == 2, "ranks are ready")
         slurm.run("scancel", "--batch", "--signal=TERM", job)
         wait_for(lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T")[1].strip() == "PENDING", "it is in the queue")
-        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        # Slurm would wait two minutes. In the second of its end no node takes it again: its credential is revoked.
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
         wait_for(lambda: count(output, "ready 1") == 2, "ranks are ready again")
         slurm.run("scancel", job)
         wait_for(lambda: count(output, "is not put back"), "a job that was cancelled stays so")
