@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.errors import HorovodInternalError
+from reigen.mxnet import elastic
 from reigen.mxnet import ops as _ops
 from reigen.mxnet.compression import Compression
 from reigen.mxnet.engine import shutdown
@@ -26,6 +27,7 @@ __all__ = [
     "allgather_object",
     "broadcast_object",
     "broadcast_parameters",
+    "elastic",
     "shutdown",
 ]
 __all__ += _common_names.__all__

@@ -18,6 +18,7 @@ C++ object of three pointers (`CallbackOnComplete` in mxnet/engine.h: function, 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -25,16 +26,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mxnet.base import _LIB, check_call
+import mxnet as mx
+from mxnet.base import _LIB, MXNetError, check_call
 
 from reigen import context
 from reigen.api.runtime_threads import KnownThreads, wait_until_left
 from reigen.engine.handle import Handle
-from reigen.errors import ReigenError
+from reigen.errors import CollectiveError, ReigenError
 from reigen.mxnet.errors import EngineErrors, to_mxnet_error
 
 _POINTER = ctypes.c_void_p
@@ -263,5 +265,26 @@ def _distinct(arrays: Sequence[Any]) -> dict[int | None, Any]:
 
 def shutdown() -> None:
     """Leave the job, when everything in MXNet's engine is complete. ``init()`` may be called again."""
+    change_job(context.shutdown)
+
+
+def change_job(change: Callable[[], None]) -> None:
+    """Leave the job by ``change``, which may enter another, as `shutdown` does."""
     get_engine_queue().drain()
-    context.shutdown()
+    change()
+
+
+@contextlib.contextmanager
+def written_again() -> Iterator[None]:
+    """Have arrays that could not be written because a collective failed writable again, before its error leaves.
+
+    MXNet keeps the failure with each array that was to be computed from the result, and writes none of them any more
+    until it has been raised; waiting for all of them has it forget all failures.
+    """
+    try:
+        yield
+    except CollectiveError:
+        get_engine_queue().drain()
+        with contextlib.suppress(MXNetError):
+            mx.nd.waitall()
+        raise

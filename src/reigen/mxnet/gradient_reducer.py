@@ -32,17 +32,27 @@ class GradientReducer:
     """
 
     def __init__(self, predivide: float, num_groups: int, process_set: ProcessSet) -> None:
-        average = choose_reduction(Average, predivide)
+        self._average = choose_reduction(Average, predivide)
         if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
             raise ArgumentError(f"num_groups must be a number of groups, or 0, got {num_groups!r}")
-        context.current()
-        process_set_number(process_set)  # one that is not registered is a mistake on every rank, also outside it
         self.predivide, self.num_groups, self.process_set = predivide, num_groups, process_set
-        self._takes_part = bool(process_set.included())
-        self._reduction = ReductionSpec(ReduceOp.SUM, average.prescale, 1.0)
-        self._reduce_group = ReduceGroup(context.current(), process_set, self._reduction) if self._takes_part else None
+        self._reduction = ReductionSpec(ReduceOp.SUM, self._average.prescale, 1.0)
+        self._enter_job()
+
+    def follow_job(self) -> bool:
+        """Reduce over the ranks of the present job; returns whether it is another one than before."""
+        if not context.is_initialized() or context.current() is self._context:
+            return False
+        self._enter_job()
+        return True
+
+    def _enter_job(self) -> None:
+        self._context = context.current()
+        process_set_number(self.process_set)  # one that is not registered is a mistake on every rank, also outside it
+        takes_part = bool(self.process_set.included())
+        self._reduce_group = ReduceGroup(self._context, self.process_set, self._reduction) if takes_part else None
         #: sum times factor is the average
-        self.factor = average.postscale / self._reduce_group.size if self._reduce_group is not None else 1.0
+        self.factor = self._average.postscale / self._reduce_group.size if self._reduce_group is not None else 1.0
 
     @property
     def reduce_group(self) -> ReduceGroup | None:

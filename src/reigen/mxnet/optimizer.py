@@ -59,21 +59,25 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         if not isinstance(optimizer, mx.optimizer.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ArgumentError(f"an optimizer of MXNet is needed, not distributed yet, got {optimizer!r}")
         gradients = GradientReducer(gradient_predivide_factor, num_groups, process_set)
-        reduce_group = gradients.reduce_group
-        buckets = StepBuckets(GradientBuckets(reduce_group, num_groups, Compression.none)) if reduce_group else None
-        self.__dict__.update(_optimizer=optimizer, _gradients=gradients, _buckets=buckets)
+        self.__dict__.update(_optimizer=optimizer, _gradients=gradients, _buckets=_make_buckets(gradients))
         optimizer.rescale_grad *= gradients.factor
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:  # not set yet, while it is being made
             raise AttributeError(name)
-        value = getattr(self._optimizer, name)
-        return value / self._gradients.factor if name == "rescale_grad" else value
+        if name == "rescale_grad":
+            self._follow_job()
+            return self._optimizer.rescale_grad / self._gradients.factor
+        return getattr(self._optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "rescale_grad" and self._buckets is not None:  # gluon's Trainer does it once in every step
+        if name != "rescale_grad":
+            setattr(self._optimizer, name, value)
+            return
+        self._follow_job()
+        if self._buckets is not None:  # gluon's Trainer does it once in every step
             self._buckets.begin()
-        setattr(self._optimizer, name, value * self._gradients.factor if name == "rescale_grad" else value)
+        self._optimizer.rescale_grad = value * self._gradients.factor
 
     def __reduce__(self) -> Any:
         gradients = self._gradients
@@ -99,9 +103,17 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         """Average the gradient, or gradients, and update. Does not wait."""
         self._optimizer.update_multi_precision(index, weight, self._reduced(index, grad), state)
 
+    def _follow_job(self) -> None:
+        """Have the ranks of the present job reduce, if members have changed."""
+        factor = self._gradients.factor
+        if self._gradients.follow_job():
+            self._optimizer.rescale_grad *= self._gradients.factor / factor
+            self.__dict__["_buckets"] = _make_buckets(self._gradients)
+
     @raises_mxnet_errors
     def _reduced(self, index: Any, grad: Any) -> Any:
         """Return the gradient, or gradients, whose reduction is in MXNet's engine."""
+        self._follow_job()
         if self._buckets is None:
             return grad
         is_list = isinstance(index, (list, tuple))
@@ -111,6 +123,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             self._gradients.reduce([(n, _priority(n), array) for n, array in zip(numbers, arrays, strict=True)])
             reduced = arrays
         return reduced if is_list else reduced[0]
+
+
+def _make_buckets(gradients: GradientReducer) -> StepBuckets | None:
+    group = gradients.reduce_group
+    return StepBuckets(GradientBuckets(group, gradients.num_groups, Compression.none)) if group else None
 
 
 def _priority(index: Any) -> int:

@@ -73,14 +73,36 @@ class DistributedTrainer(mx.gluon.Trainer):
             )
             optimizer = optimizer.unwrapped()
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
-        self._scale *= self._gradients.factor
+        self._own_scale = self._optimizer.rescale_grad
         self._comparisons = ReplicaCheckSchedule()
+        self._chosen = chosen
+        self._buckets = self._make_buckets()
+
+    def _make_buckets(self) -> GradientBuckets | None:
+        """Return the buckets of this job; None for a rank alone, or where a class of the user's compresses tensors."""
         reduce_group = self._gradients.reduce_group
-        #: None for a rank alone, or where a class of the user's own compresses tensors
-        self._buckets = GradientBuckets(reduce_group, num_groups, chosen) if reduce_group and chosen else None
+        if reduce_group is None or self._chosen is None:
+            return None
+        return GradientBuckets(reduce_group, self._gradients.num_groups, self._chosen)
+
+    def _follow_job(self) -> None:
+        """Have the ranks of the present job reduce, if members have changed."""
+        if self._gradients.follow_job():
+            self._buckets = self._make_buckets()
+
+    @property
+    def _scale(self) -> float:
+        """Factor of gluon's Trainer: here it makes averages of sums, too."""
+        self._follow_job()
+        return float(self._own_scale * self._gradients.factor)
+
+    @_scale.setter
+    def _scale(self, scale: float) -> None:
+        self._own_scale = scale / self._gradients.factor
 
     @raises_mxnet_errors
     def _allreduce_grads(self) -> None:
+        self._follow_job()
         if self._gradients.reduce_group is None:
             return
         parameters = [(index, p) for index, p in enumerate(self._params) if p.grad_req != "null"]
