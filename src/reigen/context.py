@@ -31,7 +31,7 @@ from reigen.engine import operation_builders
 from reigen.engine.control_channel import NoteListener
 from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
 from reigen.engine.messages import JOIN_NAME, UNNAMED, Operation, OperationKind, Topic
-from reigen.engine.observer import EngineObserver
+from reigen.engine.observer import EngineObserver, WaitMeter
 from reigen.engine.operation_builders import OperationBuilder, ReductionSpec, build_members, build_operation
 from reigen.errors import ArgumentError, CollectiveError, ConfigError, NotInitializedError
 from reigen.resources.stdio import occupy_standard_descriptors
@@ -455,6 +455,10 @@ class Context:
         """Report this rank's engine's work to ``observer``, from now on; None ends it."""
         self._engine.observe(observer)
 
+    def measure_waits(self, meter: WaitMeter) -> None:
+        """Count in ``meter`` how long this rank's program waits for collectives; before the first one."""
+        self._engine.wait_meter = meter
+
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note beside the collectives: see `Engine.post`."""
         self._engine.post(topic, data)
@@ -622,7 +626,9 @@ def _join_elastic(
     global _elastic, _has_left  # noqa: PLW0603
     if _has_left:
         raise ConfigError("this process has left its elastic job by shutdown(), and cannot come back")
-    _elastic = join_elastic_job(place, job, config, environ, ranks, functools.partial(_create_for_view, config))
+    waits = WaitMeter()
+    make_context = functools.partial(_create_for_view, config, waits)
+    _elastic = join_elastic_job(place, job, config, environ, ranks, make_context, waits)
     _has_left = True
     try:
         if place.is_candidate:
@@ -647,11 +653,13 @@ def _create(config: Config, job_rendezvous: JobRendezvous) -> Context:
     return context
 
 
-def _create_for_view(config: Config, job_rendezvous: JobRendezvous, epoch: int) -> Context:
+def _create_for_view(config: Config, waits: WaitMeter, job_rendezvous: JobRendezvous, epoch: int) -> Context:
     if config.timeline not in {None, "DYNAMIC"} and epoch > 1:  # each view has its own
         path = Path(str(config.timeline))
         config = dataclasses.replace(config, timeline=str(path.with_name(f"{path.stem}.view{epoch}{path.suffix}")))
-    return _create(config, job_rendezvous)
+    context = _create(config, job_rendezvous)
+    context.measure_waits(waits)
+    return context
 
 
 def is_candidate() -> bool:

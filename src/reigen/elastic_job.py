@@ -30,16 +30,19 @@ from reigen.cluster.host_discovery import HostLayout, host_identity
 from reigen.cluster.membership.elastic.directory import meet_first_view
 from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, PLANNED_REASON, ViewDriver
 from reigen.cluster.membership.elastic.host_page import HostPage
+from reigen.cluster.membership.elastic.messages import StepTimes
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.view_service import ViewService, view_service_address, view_service_name
 from reigen.cluster.membership.elastic.witness import make_witness
 from reigen.cluster.membership.place import ElasticPlace
 from reigen.cluster.membership.rendezvous import ReconnectingRendezvous, RendezvousClient, split_address
+from reigen.cluster.membership.stragglers import StepTime
 from reigen.cluster.membership.views.history import ElasticHistory, compare_views
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.cluster.topology import Topology
 from reigen.config import Config
+from reigen.engine.observer import WaitMeter
 from reigen.engine_factory import JobRendezvous
 from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError
 from reigen.net.interfaces import choose_address
@@ -62,6 +65,8 @@ _LEAST_GRACE_SECONDS = 1.0
 _KNOWN_SECONDS = 1.0
 #: Of the deadline of collectives, so much has passed for a program that others have waited for in vain.
 _ABSENT_SHARE = 0.9
+#: Between words about how long steps take, and how many steps are in one at most.
+_TELL_SECONDS, _MAX_TIMES = 1.0, 1024
 #: Between looks whether members have finished.
 _LOOK_SECONDS = 0.2
 
@@ -125,6 +130,45 @@ class JobAccess:
 _Context = TypeVar("_Context", bound=ViewContext)
 
 
+class StepClock:
+    """Clock of a program's steps: how long each takes, and how much of that is the program's own work.
+
+    Args:
+        waits: measures how long it waits for collectives.
+
+    Attributes:
+        step_seconds: of the latest step.
+    """
+
+    def __init__(self, waits: WaitMeter) -> None:
+        self.step_seconds = 0.0
+        self._waits, self._waited_seconds = waits, 0.0
+        #: when the latest step was applied; 0: in another view
+        self._applied_at = 0.0
+        #: of steps of which nobody has been told, and since when
+        self._times: list[StepTime] = []
+        self._sent_at = 0.0
+
+    def enter_view(self) -> None:
+        """Begin with a view: a step that was cut off by the change is not measured."""
+        self._applied_at = 0.0
+        self._times.clear()
+
+    def step_applied(self) -> tuple[StepTime, ...]:
+        """Count a step; return the times of the latest ones, empty as long as it is too early to send them."""
+        now, waited = time.monotonic(), self._waits.seconds
+        if self._applied_at:
+            self.step_seconds = now - self._applied_at
+            work_seconds = self.step_seconds - (waited - self._waited_seconds)
+            self._times.append(StepTime(self.step_seconds, max(0.0, work_seconds)))
+        self._applied_at, self._waited_seconds = now, waited
+        if now - self._sent_at < _TELL_SECONDS and len(self._times) < _MAX_TIMES:
+            return ()
+        times, self._times = tuple(self._times), []
+        self._sent_at = now
+        return times
+
+
 class ElasticJob(Generic[_Context]):
     """The job; `ViewDriver` calls it as its `ViewPlane`.
 
@@ -132,6 +176,7 @@ class ElasticJob(Generic[_Context]):
         place: of this process.
         access: to the launcher's service.
         make_context: makes the context of a view, at the rendezvous of its members, with its epoch; collective.
+        waits: measures how long the program waits in these contexts.
 
     Attributes:
         epoch: of the view whose context the program has; 0: none yet.
@@ -143,8 +188,13 @@ class ElasticJob(Generic[_Context]):
     """
 
     def __init__(
-        self, place: ElasticPlace, access: JobAccess, make_context: Callable[[JobRendezvous, int], _Context]
+        self,
+        place: ElasticPlace,
+        access: JobAccess,
+        make_context: Callable[[JobRendezvous, int], _Context],
+        waits: WaitMeter,
     ) -> None:
+        self._step_clock = StepClock(waits)
         self._place, self._access, self._make_context = place, access, make_context
         self._changed = threading.Condition()
         #: held where a context that is in use is made to fail: it must not be closed meanwhile
@@ -170,8 +220,6 @@ class ElasticJob(Generic[_Context]):
         self._run_at, self._deadline_seconds = 0.0, math.inf
         self.renumbered: dict[int, int] = {}
         self.has_failed = self.has_left = False
-        #: when the last step was applied, and how long it took
-        self._applied_at, self._step_seconds = 0.0, 0.0
         #: when a process that leaves ends, whatever its program does
         self._leaves_by, self._grace_seconds = 0.0, 0.0
         self._notices: NoticeHandler | None = None
@@ -197,9 +245,10 @@ class ElasticJob(Generic[_Context]):
         self._service = ViewService(node, self._access.secret, self._access.tls)
         self._grace_seconds, self._host = config.notice_grace_seconds, node.host
         self._deadline_seconds = config.deadline_seconds
+        rule = self._place.stragglers
         timeouts = replace(DRIVER_TIMEOUTS, change=self._place.timeout_seconds, wait=self._place.timeout_seconds)
         if first is None:
-            self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts)
+            self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts, rule)
             self._driver.wait_for_view(is_ready=False)
             self._notices = NoticeHandler(self)
             return
@@ -207,7 +256,7 @@ class ElasticJob(Generic[_Context]):
             sizes, layout = (self._place.min_size, self._place.max_size), first.layout
             timeout = config.start_timeout_seconds
             view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout)
-        self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts)
+        self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts, rule)
         self._driver.begin(view)
         self._notices = NoticeHandler(self)
 
@@ -252,6 +301,7 @@ class ElasticJob(Generic[_Context]):
             before, self._has_stopped = self.epoch, False
             self._is_waiting = False
             self._entered, self.epoch, self._step = view, view.epoch, view.base.target
+            self._step_clock.enter_view()
             context = self._contexts[view.epoch]
         self._close_context(before)
         return context
@@ -297,9 +347,8 @@ class ElasticJob(Generic[_Context]):
         """Count that the program has applied a step; return True if the members change now."""
         self._step += 1
         self._has_state = True
-        now = time.monotonic()
-        self._step_seconds = now - self._applied_at if self._applied_at else 0.0
-        self._applied_at = now
+        if times := self._step_clock.step_applied():
+            self._driver.tell_step_times(StepTimes(self.epoch, self._step - len(times) + 1, times))
         return self.is_changing()
 
     def is_changing(self) -> bool:
@@ -333,7 +382,7 @@ class ElasticJob(Generic[_Context]):
         if not self._leaves_by:
             grace_seconds = max(_LEAST_GRACE_SECONDS, self._grace_seconds if grace_seconds is None else grace_seconds)
             self._leaves_by = time.monotonic() + grace_seconds
-            self._driver.leave(grace_seconds, at_once=grace_seconds < _STEPS_TO_LEAVE * self._step_seconds)
+            self._driver.leave(grace_seconds, at_once=grace_seconds < _STEPS_TO_LEAVE * self._step_clock.step_seconds)
 
     def finish(self) -> None:
         """Tell all that the program is done: this process's end is no loss."""
@@ -530,6 +579,7 @@ def join_elastic_job(
     environ: Mapping[str, str],
     ranks: Sequence[int] | None,
     make_context: Callable[[JobRendezvous, int], _Context],
+    waits: WaitMeter,
 ) -> ElasticJob[_Context]:
     """Take this process's part in an elastic job; `ElasticJob.enter` comes next.
 
@@ -540,6 +590,7 @@ def join_elastic_job(
         environ: environment variables.
         ranks: must be None: members change.
         make_context: see `ElasticJob`.
+        waits: see `ElasticJob`.
 
     Raises:
         ArgumentError: a job of only some ranks is asked for.
@@ -564,7 +615,7 @@ def join_elastic_job(
         peer_timeout_seconds=config.peer_timeout_seconds,
         witness=make_witness(place.witness, job.secret, partial(access.rendezvous, page)),
     )
-    elastic = ElasticJob(place, access, make_context)
+    elastic = ElasticJob(place, access, make_context, waits)
     elastic.start(node, None if place.is_candidate else join_rendezvous(job, config, environ, None), config)
     return elastic
 

@@ -2,6 +2,7 @@
 
 Lines: ``STEP step rank size total``. ``total`` is the same function of the step on all ranks, whoever the members are:
 an average over ranks of equal values. Arguments: number of steps, seconds a step. CATCHES: all errors, which is wrong.
+SLOW: ``SLOT.INCARNATION:SECONDS``, that process computes so much longer in each step.
 """
 
 import os
@@ -15,7 +16,16 @@ import reigen as hvd
 from reigen.elastic import ObjectState, history, run
 
 
+def compute(seconds: float) -> None:
+    """Does something for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
 def main() -> None:
+    process = f"{os.environ.get('REIGEN_SLOT')}.{os.environ.get('REIGEN_INCARNATION')}"
+    slow, _, slow_seconds = os.environ.get("SLOW", ":0").partition(":")
     num_steps, seconds = int(sys.argv[1]), float(sys.argv[2])
     hvd.init()
     print(f"PLACE {hvd.rank()} {hvd.size()} {hvd.local_rank()} {hvd.local_size()}", flush=True)
@@ -36,6 +46,7 @@ def main() -> None:
                 time.sleep(0.01)
                 continue
             time.sleep(seconds)
+            compute(float(slow_seconds) if slow == process else 0.0)
             state.total += float(value[0])
             state.step += 1
             line = f"STEP {state.step} {hvd.rank()} {hvd.size()} {state.total} {time.monotonic()}"

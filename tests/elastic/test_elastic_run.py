@@ -85,6 +85,37 @@ def test_a_job_that_is_told_to_end_saves_the_state_of_one_step(tmp_path: Path):
     assert {line[0]: line[2] for line in lines("LEFT ") if line[-1] == "all_leave=True)"} == last
 
 
+def test_a_straggler_is_ejected_and_nothing_is_done_again(tmp_path: Path):
+    """Its place is filled again when it has rested, by a process that is as fast as the others."""
+    output = tmp_path / "output"
+    options = ["-np", "3", "--min-np", "2", "--eject-stragglers", "2/10", "--blacklist-cooldown-range", "1", "1"]
+    command = [*options, sys.executable, str(COUNTING), "100000000", "0.01"]
+    environ = {"SLOW": "1.0:0.2"}
+    with output.open("wb") as file, launched(*command, stdout=file, stderr=subprocess.STDOUT, env=environ) as launcher:
+
+        def steps(slot: str) -> list[list[str]]:
+            lines = [line.split() for line in output.read_text().splitlines() if " STEP " in line]
+            return [line[2:] for line in lines if len(line) == 7 and line[0] == f"[{slot}]"]
+
+        until(lambda: "view 2: 2 ranks go on" in output.read_text())
+        until(lambda: "view 3: 3 ranks go on" in output.read_text())
+        num = len(steps("1"))
+        until(lambda: len(steps("1")) > num + 5)
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.process.wait(DEADLINE_SECONDS) == 128 + signal.SIGTERM, output.read_text()
+    said = [line for line in output.read_text().splitlines() if line.startswith("reigen run: ")]
+    late = r"slot 1 is late: 0\.\d+ s of work in each of the last 10 steps, where the median of the others is 0\.\d+ s"
+    rests = "it is asked to leave: 2 processes go on, its place rests for 1 s"
+    assert re.fullmatch(f"reigen run: {late}; {rests}", said[0]), said
+    assert said[1] == "reigen run: slot 1 has left"
+    for slot in "02":
+        numbers = [int(step[0]) for step in steps(slot)]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert [float(step[3]) for step in steps(slot)] == [number * (number - 1) // 2 for number in numbers]
+    taken = [int(step[0]) for step in steps("1")]
+    assert taken == sorted(set(taken)), "the place's second process goes on where the members are"
+
+
 def test_the_example_reaches_its_accuracy_though_a_process_dies(tmp_path: Path):
     output = tmp_path / "output"
     example = Path(__file__).parents[2] / "examples" / "torch_elastic.py"

@@ -191,6 +191,7 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         resize_limit=chosen.resize_limit,
         spares=chosen.spares,
         witness=_witness(chosen),
+        eject_stragglers=chosen.eject_stragglers,
         cooldown_range=parse_cooldown(chosen.blacklist_cooldown_range),
         blacklist=chosen.blacklist,
         as_horovod=chosen.as_horovod,
@@ -199,7 +200,8 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         raise ConfigError("--torchrun-env: torch.distributed cannot follow the members of an elastic job")
     witness = ("--witness, --witness-dir", request.witness or None)
     only_elastic = ("--blacklist", request.blacklist), ("--spares", request.spares), witness
-    for name, value in (*only_elastic, ("--resize-limit", request.resize_limit)):
+    limits = ("--resize-limit", request.resize_limit), ("--eject-stragglers", request.eject_stragglers)
+    for name, value in (*only_elastic, *limits):
         if value is not None and not request.is_elastic:
             raise ConfigError(f"{name} is about elastic jobs: --min-np makes one")
     return request

@@ -218,6 +218,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="so many more processes of an elastic job are started, and wait to take the places of those that die",
     )
     add(
+        "--eject-stragglers",
+        metavar="FACTOR[/STEPS]",
+        help="replace a process of an elastic job that has made so many steps in a row (50) so much slower for all (3 "
+        "is a good number), if another one can take its place or there are enough; otherwise that is only reported",
+    )
+    add(
         "--resize-limit",
         type=int,
         metavar="N",

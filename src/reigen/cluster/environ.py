@@ -19,6 +19,7 @@ __all__ = [
     "DEPARTURE_FD_VARIABLE",
     "ELASTIC_FINISHED_KEY",
     "ELASTIC_LEAVING_KEY",
+    "ELASTIC_STRAGGLER_KEY",
     "ELASTIC_TIMEOUT_VARIABLE",
     "ELASTIC_VARIABLE",
     "ELASTIC_VIEW_KEY",
@@ -31,6 +32,7 @@ __all__ = [
     "RENDEZVOUS_VARIABLE",
     "SECRET_VARIABLE",
     "SLOT_VARIABLE",
+    "STRAGGLER_VARIABLE",
     "VOTER_FD_VARIABLE",
     "WITNESS_VARIABLE",
     "WORKERS_LOST_EXIT_CODE",
@@ -66,11 +68,15 @@ ELASTIC_TIMEOUT_VARIABLE = "REIGEN_ELASTIC_TIMEOUT"
 #: Number of an inherited descriptor: memory of the host's voter, the same for all processes of the job there.
 VOTER_FD_VARIABLE = "REIGEN_VOTER_FD"
 WITNESS_VARIABLE = "REIGEN_WITNESS"
+#: ``FACTOR/STEPS``: who is late for so long is a straggler.
+STRAGGLER_VARIABLE = "REIGEN_STRAGGLERS"
 #: Keys of the rendezvous by which the members of an elastic job tell the launcher of their view, and of their ends.
 ELASTIC_VIEW_KEY = "elastic/view"
 ELASTIC_FINISHED_KEY = "elastic/finished"
 #: Under this key a process says that it leaves: its slot and incarnation.
 ELASTIC_LEAVING_KEY = "elastic/leaving"
+#: Under this one rank 0 names a member that makes all steps slower.
+ELASTIC_STRAGGLER_KEY = "elastic/straggler"
 #: Set to 1 where the launcher writes its rank before each line of a process's output.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
 #: Set to 1 where the launcher holds the scheduler's port against other users (`launch.supervision.spawn.reserve_port`).

@@ -41,7 +41,7 @@ from reigen.engine.messages import (
     Response,
     Topic,
 )
-from reigen.engine.observer import EngineObserver
+from reigen.engine.observer import EngineObserver, WaitMeter
 from reigen.engine.process_set import ProcessSetGroup
 from reigen.engine.rank_controller import ExecuteBatch, RankController, abort_error
 from reigen.engine.shutdown import PeerExitGrace, clear_frames, interruption_error, wait_for_devices
@@ -121,6 +121,8 @@ class Engine:
         self._running: tuple[Operation, float] | None = None
         #: gets every event, while there is one
         self._observer: EngineObserver | None = None
+        #: of a job that wants to know how long its program waits; set before the first submission
+        self.wait_meter: WaitMeter | None = None
         self._read_token = -1  # of the transport, before everything was read that had come
         self._next_check = 0.0  # when to look for dead ranks
         self._thread: threading.Thread | None = None
@@ -183,12 +185,17 @@ class Engine:
         """Submit a blocking call's operation eagerly, if possible; the handle may be done then."""
         if not self._driver.acquire(blocking=False):
             return False
+        meter = self.wait_meter
+        if meter is not None:
+            meter.begin()
         try:
             return self._eager.submit(operation, handle)  # type: ignore[union-attr]  # asked by the caller
         except BaseException as error:  # an interrupt: the others may have this rank's part, or not
             self._give_up(error)
             raise
         finally:
+            if meter is not None:
+                meter.end()
             self._driver.release()
 
     def post(self, topic: Topic, data: bytes) -> None:
@@ -245,9 +252,11 @@ class Engine:
 
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive the engine if no other thread does."""
-        observer = self._observer
+        observer, meter = self._observer, self.wait_meter
         if observer is not None:
             observer.waiting(handle.name)
+        if meter is not None:
+            meter.begin()
         try:
             while not handle.done:
                 if not self._outstanding.closed and self._driver.acquire(blocking=False):
@@ -260,6 +269,8 @@ class Engine:
                     self._transport.wake(WaitingThread.ANY)  # the thread that drives may sleep on something else
                 self._outstanding.wait(handle, CHECK_SECONDS)
         finally:
+            if meter is not None:
+                meter.end()
             if observer is not None:
                 observer.waited(handle.name)
 

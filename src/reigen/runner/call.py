@@ -58,6 +58,7 @@ def run(
     max_np: int | None = None,
     launcher: str | None = None,
     num_servers: int = 0,
+    eject_stragglers: str | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -100,6 +101,8 @@ def run(
         max_np: deprecated, ``max_num_proc``.
         launcher: how processes are started, as ``reigen run --launcher`` has it; by default on other hosts by ssh.
         num_servers: parameter servers that run beside the ranks, on their hosts in turn, for `reigen.kv`.
+        eject_stragglers: of an elastic job, ``"FACTOR/STEPS"``, as ``"3/50"``: replace a process that has made so many
+            steps in a row so much slower for all; by default that is only reported.
 
     Returns:
         The values that the processes returned, by rank; of an elastic job, those of the last members.

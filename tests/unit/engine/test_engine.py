@@ -17,6 +17,7 @@ from reigen.engine.coordinator import Coordinator
 from reigen.engine.engine import Engine
 from reigen.engine.handle import Handle, TensorTableEntry
 from reigen.engine.messages import MAX_NOTE_BYTES, Operation, OperationKind, Response, SubmitRequest, Topic
+from reigen.engine.observer import WaitMeter
 from reigen.engine.transport import SingleRankTransport
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 from reigen.types import DTYPES, ReduceOp
@@ -299,6 +300,52 @@ def test_notes_reach_rank_zero_and_from_it_all_others_in_order() -> None:
     first, *others = between(3, act)
     assert first == [(1, both[0]), (1, both[1]), (2, both[0]), (2, both[1])]
     assert others == [[(0, both[0]), (0, both[1])]] * 2
+
+
+def test_waiting_is_measured_where_a_job_wants_it() -> None:
+    """Rank 1 comes when rank 0 waits."""
+    num_begun = [0, 0]
+    is_waiting = threading.Event()
+
+    class Meter(WaitMeter):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank = rank
+
+        def begin(self) -> None:
+            super().begin()
+            num_begun[self.rank] += 1
+            if not self.rank:
+                is_waiting.set()
+
+    def act(job: Context) -> tuple[float, int]:
+        meter = Meter(job.rank)
+        job.measure_waits(meter)
+        if job.rank:
+            assert is_waiting.wait(60)
+        x = np.ones(3, np.float32)
+        job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name="x").wait()
+        return meter.seconds, num_begun[job.rank]
+
+    (seconds, begun), (_, other_begun) = between(2, act)
+    assert begun == 1
+    assert other_begun <= 1  # the result may be there
+    assert seconds > 0
+
+
+def test_waits_of_several_threads_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 13.0, 20.0, 21.0])
+    monkeypatch.setattr("reigen.engine.observer.time.monotonic", lambda: next(now))
+    meter = WaitMeter()
+    meter.begin()
+    meter.begin()
+    meter.end()
+    assert meter.seconds == 0
+    meter.end()
+    assert meter.seconds == 3
+    meter.begin()
+    meter.end()
+    assert meter.seconds == 4
 
 
 def test_an_observer_is_told_what_becomes_of_every_submission() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from reigen.launch.elastic.job import (
     ALL_LEFT_TEXT,
+    EJECTION_STEPS,
     FIRST_VIEW_SECONDS,
     LEAVE_SECONDS,
     ORPHANED_SECONDS,
@@ -23,6 +24,7 @@ from reigen.launch.elastic.job import (
     HostUnusable,
     MemberFinished,
     MemberLeaving,
+    MemberStraggles,
     SayToUser,
     StartSlots,
     TimePassed,
@@ -322,6 +324,89 @@ def test_planned_changes_have_a_limit_of_their_own() -> None:
     job.handle(ViewAnnounced(4, ((1, 0), (2, 0), (3, 0))))
     assert job.texts[-1] == RESIZE_LIMIT_TEXT.format(1)
     assert job.end() == FinishJob(1, None, None)
+
+
+def late(slot: int, step: int = 50, incarnation: int = 0, min_ranks: int = 1) -> MemberStraggles:
+    return MemberStraggles(slot, incarnation, step, 50, min_ranks, 0.42, 0.1)
+
+
+LATE_TEXT = "s of work in each of the last 50 steps, where the median of the others is 0.1 s"
+
+
+def test_stragglers_are_reported_once() -> None:
+    job = Job(options(), ("h1", 4))
+    assert not [each for each in job.handle(late(2)) if isinstance(each, SignalProcesses)]
+    assert job.texts == [f"slot 2 is late: 0.42 {LATE_TEXT}; it stays: --eject-stragglers would replace it"]
+    job.handle(late(2, 100))
+    assert len(job.texts) == 1
+    job.handle(late(1, 100))
+    assert len(job.texts) == 2
+
+
+def test_a_straggler_is_ejected_and_its_place_rests_as_after_a_failure() -> None:
+    job = Job(options(ejects_stragglers=True), ("h1", 4))
+    assert SignalProcesses((2,), SIGTERM) in job.handle(late(2))
+    rest = "3 processes go on, its place rests for 10 s"
+    assert job.texts == [f"slot 2 is late: 0.42 {LATE_TEXT}; it is asked to leave: {rest}"]
+    job.handle(MemberLeaving(2, 0))  # it says so itself
+    job.handle(late(2, 200))  # a word of before
+    job.exit(2, 0)
+    assert job.texts[1:] == ["slot 2 has left"]
+    job.at(9.9)
+    assert len(job.started) == 4
+    job.at(10)
+    assert job.started[4:] == [(2, 1, "h1", 2)]
+    assert job.state.phase is JobPhase.RUNNING
+
+
+def test_who_does_not_leave_though_it_is_late_is_killed() -> None:
+    job = Job(options(ejects_stragglers=True), ("h1", 4))
+    job.handle(late(2))
+    assert SignalProcesses((2,), SIGKILL) in job.at(LEAVE_SECONDS)
+
+
+def test_one_straggler_is_ejected_in_a_hundred_steps() -> None:
+    job = Job(options(least=1, ejects_stragglers=True), ("h1", 4))
+    job.handle(late(2, 50))
+    job.handle(late(3, 49 + EJECTION_STEPS))
+    assert job.texts[-1].endswith("; it stays: another one was ejected less than 100 steps ago")
+    assert 3 not in {slot.number for slot in job.state.slots.in_state(SlotState.LEAVING)}
+    job.handle(late(3, 50 + EJECTION_STEPS))
+    assert {slot.number for slot in job.state.slots.in_state(SlotState.LEAVING)} == {2, 3}
+
+
+@pytest.mark.parametrize(("least", "needed", "stays"), [(3, 1, True), (2, 3, True), (2, 2, False)])
+def test_a_straggler_stays_where_too_few_would_be_left(least: int, needed: int, *, stays: bool) -> None:
+    """The least number is the launcher's, or the program's."""
+    job = Job(options(least=least, most=3, ejects_stragglers=True), ("h1", 3))
+    signals = [each for each in job.handle(late(0, min_ranks=needed)) if isinstance(each, SignalProcesses)]
+    assert bool(signals) is not stays
+    assert ("it stays: no other process can take its place, and the job needs 3" in job.texts[0]) is stays
+
+
+def test_a_spare_or_a_free_place_takes_the_place_of_a_straggler() -> None:
+    job = Job(options(least=3, most=3, spares=1, ejects_stragglers=True), ("h1", 4))
+    assert SignalProcesses((1,), SIGTERM) in job.handle(late(1))
+    assert len(job.started) == 4
+    job = Job(options(least=3, most=3, ejects_stragglers=True), ("h1", 4))
+    job.handle(late(1))
+    assert job.started[3:] == [(3, 0, "h1", 3)], "another one is started at once, in a place that does not rest"
+
+
+def test_the_host_that_decides_is_not_left_without_a_substitute() -> None:
+    job = Job(options(least=1, most=3, ejects_stragglers=True), ("h1", 1), ("h2", 2))
+    job.handle(late(0))
+    assert "it stays: it is the last one on the host of rank 0" in job.texts[0]
+    assert SignalProcesses((1,), SIGTERM) in job.handle(late(1)), "another host may be left"
+    job = Job(options(least=1, most=2, ejects_stragglers=True), ("h1", 1), ("h2", 2))
+    assert SignalProcesses((0,), SIGTERM) in job.handle(late(0)), "there is a free place"
+
+
+def test_words_about_processes_that_are_gone_are_not_heard() -> None:
+    job = Job(options(ejects_stragglers=True), ("h1", 4))
+    assert job.handle(late(9)) == []
+    assert job.handle(late(2, incarnation=1)) == []
+    assert job.texts == []
 
 
 def test_hosts_that_vanish_are_left() -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY
+from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_STRAGGLER_KEY, ELASTIC_VIEW_KEY
 from reigen.errors import ConfigError, ReigenError
 from reigen.launch.base import PolledHost
 from reigen.launch.elastic.discovery import (
@@ -18,7 +18,7 @@ from reigen.launch.elastic.discovery import (
     discovery_command,
     parse_discovered,
 )
-from reigen.launch.elastic.job import MemberFinished, SlotStart
+from reigen.launch.elastic.job import MemberFinished, MemberStraggles, SlotStart
 from reigen.launch.elastic.options import (
     MOST_RANKS,
     NEVER,
@@ -93,11 +93,20 @@ def test_rules_for_failures_are_horovods_under_its_name() -> None:
         ({"min_ranks": 1, "cooldown_range": (1, 3601)}, "1 <= MIN <= MAX <= 3600"),
         ({"min_ranks": 1, "cooldown_range": (1,)}, "two numbers of seconds"),
         ({"min_ranks": 1, "blacklist": "rack"}, "--blacklist rack: there is seat and host"),
+        ({"min_ranks": 1, "eject_stragglers": "slow"}, "--eject-stragglers slow: it must be FACTOR or FACTOR/STEPS"),
     ],
 )
 def test_options_that_make_no_sense(request_: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(**request_)
+
+
+def test_stragglers_are_ejected_where_the_user_wants_it() -> None:
+    assert (resolved(min_ranks=1).ejects_stragglers, str(resolved(min_ranks=1).stragglers)) == (False, "3/50")
+    chosen = resolved(min_ranks=1, eject_stragglers="2.5/20")
+    assert (chosen.ejects_stragglers, str(chosen.stragglers)) == (True, "2.5/20")
+    [start] = place_starts([SlotStart(0, 0, "h1", 0)], chosen, {"h1": 0})
+    assert start.variables["REIGEN_STRAGGLERS"] == "2.5/20"
 
 
 def test_horovods_jobs_need_two_hosts() -> None:
@@ -296,6 +305,9 @@ def test_the_voters_memory_is_inherited() -> None:
 
 def test_announcements() -> None:
     assert parse_announcement(ELASTIC_FINISHED_KEY, b"12") == MemberFinished(12)
-    for key, value in ((ELASTIC_FINISHED_KEY, b"x"), (ELASTIC_VIEW_KEY, b"x"), (ELASTIC_VIEW_KEY, b"")):
+    straggler = MemberStraggles(2, 0, 150, 50, 3, 0.25, 0.1)
+    assert parse_announcement(ELASTIC_STRAGGLER_KEY, b"2 0 150 50 3 0.25 0.1") == straggler
+    bad = [(ELASTIC_STRAGGLER_KEY, value) for value in (b"", b"2 0 150 50 3 0.25", b"2 0 150 50 3 0.25 x")]
+    for key, value in (*bad, (ELASTIC_FINISHED_KEY, b"x"), (ELASTIC_VIEW_KEY, b"x"), (ELASTIC_VIEW_KEY, b"")):
         with pytest.raises((ReigenError, ValueError)):
             parse_announcement(key, value)

@@ -16,11 +16,13 @@ from reigen.cluster.environ import (
     RENDEZVOUS_VARIABLE,
     SECRET_VARIABLE,
     SLOT_VARIABLE,
+    STRAGGLER_VARIABLE,
     VOTER_FD_VARIABLE,
     WITNESS_VARIABLE,
     parse_secret,
 )
 from reigen.cluster.launcher_detection import JobInfo, VariableReader
+from reigen.cluster.membership.stragglers import DEFAULT_STRAGGLER_RULE, StragglerRule
 from reigen.cluster.membership.views.record import MemberId
 
 #: Where the launcher names no bound.
@@ -38,6 +40,7 @@ class ElasticPlace:
         timeout_seconds: how long fewer members wait for more.
         voter_fd: descriptor of the memory of this host's voter.
         witness: as of `reigen.cluster.membership.elastic.witness.make_witness`; empty: there is none.
+        stragglers: who is one.
     """
 
     member: MemberId
@@ -47,6 +50,7 @@ class ElasticPlace:
     timeout_seconds: float
     voter_fd: int
     witness: str = ""
+    stragglers: StragglerRule = DEFAULT_STRAGGLER_RULE
 
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> Self | None:
@@ -65,7 +69,9 @@ class ElasticPlace:
         reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
         is_candidate = environ.get(CANDIDATE_VARIABLE) == "1"
         witness = environ.get(WITNESS_VARIABLE, "")
-        return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd, witness)
+        text = environ.get(STRAGGLER_VARIABLE, "")
+        rule = StragglerRule.parse(text, STRAGGLER_VARIABLE) if text else DEFAULT_STRAGGLER_RULE
+        return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd, witness, rule)
 
     def candidate_job(self, environ: Mapping[str, str]) -> JobInfo | None:
         """Describe the job to a process that has no rank yet; None for one that has.

@@ -9,7 +9,8 @@ b. A process dies: the others go on. Its place, or its whole host, rests; then a
    that has never failed is used before one that has rested. The members announce their views (ViewAnnounced).
 c. A host vanishes, or has fewer places: the processes there are asked to leave, the highest local ranks first, and
    killed if they do not. So are those of a host that its engine takes away (HostNoticed); with the last such host the
-   job ends as by that signal. A process may leave by itself, too (MemberLeaving): that is no failure.
+   job ends as by that signal. A process may leave by itself, too (MemberLeaving): that is no failure. A member that
+   makes all steps slower (MemberStraggles) is reported, or asked to leave where it can be spared; its place rests.
 d. A member has finished (MemberFinished): nothing is started any more; those who are no members are asked to leave.
    When all have ended, so has the job, with 0, or with the exit code of a member that failed meanwhile.
 e. The job fails: when a process has died and there is still no view; when no process is left; when no process is left
@@ -58,6 +59,8 @@ from reigen.launch.job_state import (
 FENCED_EXIT_CODE = 75
 #: How long a process that is asked to leave may take: it leaves at the end of a step.
 LEAVE_SECONDS = 30.0
+#: Steps between two ejections of stragglers: the members that are left are to show their pace first.
+EJECTION_STEPS = 100
 #: How long candidates may run when the last member that the launcher knows of has gone: another view may be on its way.
 ORPHANED_SECONDS = 30.0
 #: How long the first view may take to be announced after a process of it has died: it may be on its way.
@@ -120,6 +123,27 @@ class MemberLeaving(JobMessage, frozen=True):
     incarnation: int
 
 
+class MemberStraggles(JobMessage, frozen=True):
+    """Member makes all steps slower.
+
+    Attributes:
+        slot, incarnation: which one.
+        step: the latest of those steps.
+        num_steps: how many they were, in a row.
+        min_ranks: with fewer members the program makes no steps.
+        work_seconds: its own work in a step.
+        median_seconds: the median of the others'.
+    """
+
+    slot: int
+    incarnation: int
+    step: int
+    num_steps: int
+    min_ranks: int
+    work_seconds: float
+    median_seconds: float
+
+
 class HostNoticed(JobMessage, frozen=True):
     """Engine has announced the end of a host, by ``signum``, at ``seconds`` on some steady clock."""
 
@@ -161,7 +185,15 @@ class SayToUser(JobMessage, frozen=True):
 
 
 ElasticEvent = (
-    HostsFound | HostPrepared | HostUnusable | HostNoticed | ViewAnnounced | MemberFinished | MemberLeaving | TimePassed
+    HostsFound
+    | HostPrepared
+    | HostUnusable
+    | HostNoticed
+    | ViewAnnounced
+    | MemberFinished
+    | MemberLeaving
+    | MemberStraggles
+    | TimePassed
 )
 ElasticInstruction = CallHost | StartSlots | SayToUser
 
@@ -228,6 +260,9 @@ class ElasticJobState(JobState):
         self._died_at: float | None = None
         #: Since when no member is known to run.
         self._orphaned_since: float | None = None
+        #: Stragglers that the user has been told of, and why they stay; and the step at which one was ejected last.
+        self._reported_stragglers: dict[tuple[int, int], str] = {}
+        self._ejected_step = -EJECTION_STEPS
         #: Changes of members: deaths by the epoch in which they happened, and views.
         self._num_resets = self._num_resizes = 0
         self._counted_epoch: int | None = None
@@ -257,8 +292,8 @@ class ElasticJobState(JobState):
                 instructions += self._host_lost(self.slots.hosts[host], reason)
             case HostNoticed():
                 return self._noticed(event) + self._decide()
-            case MemberLeaving(number, incarnation):
-                instructions += self._member_leaves(number, incarnation)
+            case MemberLeaving() | MemberStraggles():
+                instructions += self._heard_of_member(event)
             case MemberFinished() | TimePassed():
                 pass
             case _:
@@ -323,12 +358,49 @@ class ElasticJobState(JobState):
             numbers.append(slot.number)
         return [*_ask_to_end(numbers)]
 
-    def _member_leaves(self, number: int, incarnation: int) -> list[JobInstruction | ElasticInstruction]:
-        slot = self.slots[number] if self.slots.has(number) else None
-        if slot is None or slot.state is not SlotState.RUNNING or slot.incarnation != incarnation:
+    def _heard_of_member(self, event: MemberLeaving | MemberStraggles) -> list[JobInstruction | ElasticInstruction]:
+        slot = self.slots[event.slot] if self.slots.has(event.slot) else None
+        if slot is None or slot.state is not SlotState.RUNNING or slot.incarnation != event.incarnation:
             return []
+        if isinstance(event, MemberStraggles):
+            return self._member_straggles(slot, event)
         slot.state, slot.rests_when_left = SlotState.LEAVING, True  # it ends when its grace is over
         return [SayToUser(f"{self._name(slot)} leaves; {self._describe_number()}")]
+
+    def _member_straggles(self, slot: JobSlot, event: MemberStraggles) -> list[JobInstruction | ElasticInstruction]:
+        """Report a straggler, or ask it to leave: it does so behind a step, and nothing is done again."""
+        text = (
+            f"{self._name(slot)} is late: {event.work_seconds:.3g} s of work in each of the last {event.num_steps} "
+            f"steps, where the median of the others is {event.median_seconds:.3g} s"
+        )
+        stays = self._find_obstacle(slot, event)
+        if stays:
+            if self._reported_stragglers.get(slot.id) == stays:
+                return []
+            self._reported_stragglers[slot.id] = stays
+            return [SayToUser(f"{text}; it stays: {stays}")]
+        self._ejected_step = event.step
+        rest = slot.failures.add(self._now, self._options.cooldown, self._chance())
+        signals = self._ask_to_leave([slot])
+        return [SayToUser(f"{text}; it is asked to leave: {self._describe_rest(rest)}"), *signals]
+
+    def _find_obstacle(self, slot: JobSlot, event: MemberStraggles) -> str:
+        """Return why a straggler is not ejected; empty: it is."""
+        if not self._options.ejects_stragglers:
+            return "--eject-stragglers would replace it"
+        if event.step - self._ejected_step < EJECTION_STEPS:
+            return f"another one was ejected less than {EJECTION_STEPS} steps ago"
+        others = [each for each in self.slots.usable(self._now) if each is not slot]
+        if any(each.state is SlotState.FREE or each.id not in self.members for each in others):
+            return ""  # somebody takes its place
+        least = max(self._options.min_ranks, event.min_ranks)
+        num_left = sum(each.id in self.members for each in others)
+        if num_left < least:
+            return f"no other process can take its place, and the job needs {least}"
+        deciding = self.slots[self.members[0][0]].host
+        if slot.host == deciding and all(each.host != deciding for each in others):
+            return "it is the last one on the host of rank 0, which decides where hosts lose each other"
+        return ""
 
     def _noticed(self, event: HostNoticed) -> list[JobInstruction | ElasticInstruction]:
         host = self.slots.hosts.get(event.host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reigen.cluster.membership.stragglers import DEFAULT_STRAGGLER_RULE, StragglerRule
 from reigen.errors import ConfigError
 from reigen.launch.hosts import HostInfo
 
@@ -71,6 +72,8 @@ class ElasticOptions:
         is_polled: the job's engine says which hosts there are.
         witness: ``launcher``, ``dir:PATH`` of a directory that all hosts share, or empty: votes where the number of
             hosts is even.
+        stragglers: which members are said to make all steps slower.
+        ejects_stragglers: they are replaced, too, where others can take their places or there are enough.
     """
 
     min_ranks: int
@@ -87,6 +90,8 @@ class ElasticOptions:
     slots_per_host: int = 1
     is_polled: bool = False
     witness: str = ""
+    stragglers: StragglerRule = DEFAULT_STRAGGLER_RULE
+    ejects_stragglers: bool = False
 
     @property
     def has_fixed_hosts(self) -> bool:
@@ -114,10 +119,12 @@ class ElasticRequest:
     resize_limit: int | None = None
     spares: int | None = None
     witness: str = ""
+    eject_stragglers: str | None = None
     cooldown_range: Sequence[float] | None = None
     blacklist: str | None = None
     as_horovod: bool = False
     names: tuple[str, str, str, str] = ("-np", "--min-np", "--max-np", "--blacklist-cooldown-range")
+    straggler_name: str = "--eject-stragglers"
 
     @property
     def is_elastic(self) -> bool:
@@ -170,7 +177,15 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
         blacklist=blacklist,
         discovery=request.discovery,
         slots_per_host=request.slots_per_host or 1,
+        stragglers=_straggler_rule(request),
+        ejects_stragglers=request.eject_stragglers is not None,
     )
+
+
+def _straggler_rule(request: ElasticRequest) -> StragglerRule:
+    if request.eject_stragglers is None:
+        return DEFAULT_STRAGGLER_RULE
+    return StragglerRule.parse(request.eject_stragglers, request.straggler_name)
 
 
 def _seconds(what: str, value: float | None, default: float) -> float:

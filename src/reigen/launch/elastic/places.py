@@ -15,6 +15,7 @@ from reigen.cluster.environ import (
     MIN_SIZE_VARIABLE,
     RANK_VARIABLES,
     SLOT_VARIABLE,
+    STRAGGLER_VARIABLE,
     VOTER_FD_VARIABLE,
     WITNESS_VARIABLE,
 )
@@ -42,6 +43,7 @@ _ELASTIC_VARIABLES = frozenset(
         MAX_SIZE_VARIABLE,
         MIN_SIZE_VARIABLE,
         SLOT_VARIABLE,
+        STRAGGLER_VARIABLE,
         VOTER_FD_VARIABLE,
         WITNESS_VARIABLE,
         "HOROVOD_ELASTIC",
@@ -111,6 +113,7 @@ def _variables(start: SlotStart, options: ElasticOptions) -> dict[str, str | Non
         MIN_SIZE_VARIABLE: str(options.min_ranks),
         MAX_SIZE_VARIABLE: str(options.max_ranks),
         ELASTIC_TIMEOUT_VARIABLE: f"{options.timeout_seconds:g}",
+        STRAGGLER_VARIABLE: str(options.stragglers),
         "HOROVOD_ELASTIC": "1",
         "HOROVOD_HOSTNAME": start.host,
         "HOROVOD_LOCAL_RANK": str(start.local_rank),

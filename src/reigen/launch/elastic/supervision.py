@@ -20,6 +20,7 @@ from reigen.cluster.environ import (
     CANDIDATE_VARIABLE,
     ELASTIC_FINISHED_KEY,
     ELASTIC_LEAVING_KEY,
+    ELASTIC_STRAGGLER_KEY,
     ELASTIC_VIEW_KEY,
     SECRET_VARIABLE,
 )
@@ -50,6 +51,7 @@ from reigen.launch.elastic.job import (
     HostUnusable,
     MemberFinished,
     MemberLeaving,
+    MemberStraggles,
     SayToUser,
     SlotStart,
     StartSlots,
@@ -373,7 +375,7 @@ class ElasticSupervision:
 
     def announce(self, key: str, value: bytes) -> None:
         """Take a value that was put at the rendezvous; called in the service's thread."""
-        if key in {ELASTIC_VIEW_KEY, ELASTIC_FINISHED_KEY, ELASTIC_LEAVING_KEY}:
+        if key in {ELASTIC_VIEW_KEY, ELASTIC_FINISHED_KEY, ELASTIC_LEAVING_KEY, ELASTIC_STRAGGLER_KEY}:
             self._announced.append((key, value))
             self._owner.loop.wake()
 
@@ -633,13 +635,19 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
 
     Raises:
         WireError: it is no view.
-        ValueError: it is no number of a slot, or not what says which process leaves.
+        ValueError: it is no number of a slot, or not what says which process leaves, or is late.
     """
     if key == ELASTIC_FINISHED_KEY:
         return MemberFinished(int(value))
     if key == ELASTIC_LEAVING_KEY:
         slot, incarnation = map(int, value.split())
         return MemberLeaving(slot, incarnation)
+    if key == ELASTIC_STRAGGLER_KEY:
+        *numbers, work_seconds, median_seconds = value.split()
+        slot, incarnation, step, num_steps, min_ranks = map(int, numbers)
+        return MemberStraggles(
+            slot, incarnation, step, num_steps, min_ranks, float(work_seconds), float(median_seconds)
+        )
     view = _VIEW_CODEC.decode(value)
     members = tuple((member.slot, member.incarnation) for member in view.members)
     return ViewAnnounced(view.epoch, members, view.base.target, view.base.completes)

@@ -7,6 +7,7 @@ All of it is at the rendezvous of the launcher:
 ``elastic/view``       the latest view that runs, by its rank 0
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
 ``elastic/leaving``    slot and incarnation of a process that leaves, the latest one of them
+``elastic/straggler``  a member that makes all steps slower, the latest one of them
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_LEAVING_KEY, ELASTIC_VIEW_KEY
+from reigen.cluster.environ import (
+    ELASTIC_FINISHED_KEY,
+    ELASTIC_LEAVING_KEY,
+    ELASTIC_STRAGGLER_KEY,
+    ELASTIC_VIEW_KEY,
+)
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.witness import WitnessVoter
 from reigen.cluster.membership.rendezvous import Rendezvous
+from reigen.cluster.membership.stragglers import Straggler
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost, Witness
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, ReigenError, format_ranks
 from reigen.net.codec import MessageCodec
@@ -160,6 +167,13 @@ class ViewDirectory:
     def tell_leaving(self, member: MemberId, done: Callable[[], None]) -> None:
         """Put that a process leaves; then call ``done``."""
         self._tell(ELASTIC_LEAVING_KEY, f"{member.slot} {member.incarnation}", done)
+
+    def tell_straggler(self, straggler: Straggler, min_size: int) -> None:
+        """Put who makes all steps slower, and with how many members steps can be made at least."""
+        slot, incarnation = straggler.member
+        numbers = f"{slot} {incarnation} {straggler.step} {straggler.num_steps} {min_size}"
+        seconds = f"{straggler.work_seconds:.6g} {straggler.median_seconds:.6g}"
+        self._tell(ELASTIC_STRAGGLER_KEY, f"{numbers} {seconds}", lambda: None)
 
     def _tell(self, key: str, text: str, done: Callable[[], None]) -> None:
         def tell() -> None:

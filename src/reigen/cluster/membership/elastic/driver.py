@@ -22,6 +22,7 @@ from reigen.cluster.membership.elastic.messages import (
     FinishNoted,
     LinkFrame,
     ProgramFinished,
+    StepTimes,
     ToMember,
     ToVoter,
     VoterAnswer,
@@ -31,6 +32,7 @@ from reigen.cluster.membership.elastic.messages import (
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.plane import ViewPlane
 from reigen.cluster.membership.elastic.witness import WITNESS_NAME, WitnessThread
+from reigen.cluster.membership.stragglers import DEFAULT_STRAGGLER_RULE, StragglerDetector, StragglerRule
 from reigen.cluster.membership.views.candidate import CandidateAction, CandidateState, ElasticCandidate
 from reigen.cluster.membership.views.events import (
     BuildLayouts,
@@ -108,6 +110,7 @@ class ViewDriver:
         rendezvous: where rank 0 says which view runs; used by one other thread, so that nothing else waits for it.
             Stays the caller's, and is closed after the driver.
         timeouts: see there; `DRIVER_TIMEOUTS`, with the user's.
+        stragglers: who is one; rank 0 names them to the launcher.
 
     Attributes:
         me: who this process is.
@@ -119,7 +122,12 @@ class ViewDriver:
     """
 
     def __init__(
-        self, node: ElasticNode, plane: ViewPlane, rendezvous: Rendezvous, timeouts: ViewTimeouts = DRIVER_TIMEOUTS
+        self,
+        node: ElasticNode,
+        plane: ViewPlane,
+        rendezvous: Rendezvous,
+        timeouts: ViewTimeouts = DRIVER_TIMEOUTS,
+        stragglers: StragglerRule = DEFAULT_STRAGGLER_RULE,
     ) -> None:
         self.me = node.me
         self.finished: frozenset[MemberId] = frozenset()
@@ -158,6 +166,9 @@ class ViewDriver:
         #: of a candidate: it may be a member
         self._is_ready = True
         self._required_size = 1
+        self._straggler_rule = stragglers
+        #: on rank 0 of the view that runs
+        self._stragglers: StragglerDetector | None = None
         #: why the voter has not answered at last
         self._voter_problem = ""
         self._has_ended = self._is_closed = False
@@ -231,6 +242,10 @@ class ViewDriver:
         if actions:
             self._loop.wake()
         return is_over
+
+    def tell_step_times(self, times: StepTimes) -> None:
+        """Tell rank 0 how long steps have taken here."""
+        self._post(partial(self._send_times, times))
 
     def request_change(self, reason: str, epoch: int | None = None) -> None:
         """Have the members change to another view, perhaps of the same ones: something failed here.
@@ -416,6 +431,8 @@ class ViewDriver:
                 self._plane.roll(view, partial(self._post, partial(self._dispatch, Rolled(view.epoch))))
             case RunView(view):
                 self._num_failed_views = 0
+                is_first = view.ranks[self.me] == 0
+                self._stragglers = StragglerDetector(self._straggler_rule, view.members) if is_first else None
                 self._plane.run(view)
             case JoinView(view):
                 self._join(view)
@@ -505,6 +522,25 @@ class ViewDriver:
                     self._links.send(sender, FinishNoted())
                 case FinishNoted():
                     self._note_aware(sender)
+                case StepTimes():
+                    self._take_times(sender, frame)
+
+    def _send_times(self, times: StepTimes) -> None:
+        view = self._view
+        if view is None or view.epoch != times.epoch:
+            return
+        if view.members[0] == self.me:
+            self._take_times(self.me, times)
+        else:
+            self._links.send(view.members[0], times)
+
+    def _take_times(self, member: MemberId, times: StepTimes) -> None:
+        """Take in times of a member's steps, as rank 0."""
+        view = self._view
+        if self._stragglers is None or view is None or view.epoch != times.epoch:
+            return
+        for straggler in self._stragglers.add(member, times.first_step, times.times):
+            self._directory.tell_straggler(straggler, max(view.min_size, self._required_size))
 
     def on_linked(self, member: MemberId, *, is_finished: bool) -> None:
         """Take note of a link; see `LinkOwner`."""

@@ -5,6 +5,7 @@ b. `ToMember` is for the state machine of the process at the other end.
 c. `ToVoter` is for the voter of its host, whose memory all processes of that host have: any of them answers, by
    `VoterAnswer`.
 d. Whose program is done says `ProgramFinished`, and waits for `FinishNoted`.
+e. Members tell rank 0 how long their steps take (`StepTimes`), every second.
 
 Frames get lost where a connection ends; what matters is asked again (`views`, d).
 """
@@ -16,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from reigen.cluster.membership.messages import Count
+from reigen.cluster.membership.stragglers import StepTime
 from reigen.cluster.membership.views.messages import (
     MAX_VIEW_MESSAGE_BYTES,
     AcceptView,
@@ -89,6 +91,20 @@ class FinishNoted(_Frame, frozen=True, tag=6):
     """Answer to `ProgramFinished`."""
 
 
-LinkFrame = LinkHello | ToMember | ToVoter | VoterAnswer | ProgramFinished | FinishNoted
+class StepTimes(_Frame, frozen=True, tag=7):
+    """Times of steps of the member at this end, for rank 0 of its view.
+
+    Attributes:
+        epoch: of the view.
+        first_step: which the first of them is of; the others follow.
+        times: one for each step.
+    """
+
+    epoch: Count
+    first_step: Count
+    times: tuple[StepTime, ...]
+
+
+LinkFrame = LinkHello | ToMember | ToVoter | VoterAnswer | ProgramFinished | FinishNoted | StepTimes
 #: All that is said on a link.
 LINK_CODEC: MessageCodec[LinkFrame] = MessageCodec(LinkFrame, MAX_LINK_FRAME_BYTES)
