@@ -146,7 +146,8 @@ def test_a_spare_is_there_before_it_is_needed(tmp_path):
         job.tell("", "finish")
         status, _, err = job.launcher.finish()
     assert status == 0
-    assert "slot 1: killed by SIGKILL; 1 process goes on, its place rests for 1" in err
+    # the view may be announced before the death is seen; then two are members
+    assert re.search("slot 1: killed by SIGKILL; (1 process goes|2 processes go) on, its place rests for 1", err), err
 
 
 def test_reset_limit(tmp_path):
