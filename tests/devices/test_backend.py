@@ -70,3 +70,23 @@ def test_after_an_abort_that_failed_too_every_operation_raises_the_first_error(f
     with pytest.raises(CollectiveError, match="the first"):
         failing.launch([DeviceArray(failing._shared.device, (1,), DTYPES["float32"], None)], lambda _: [], 0.0)
     failing.close()
+
+
+class ConvertedWork:
+    """A work of torch whose exception is one of C++: pybind11 has no way to give it to Python."""
+
+    def __init__(self, is_failed: bool) -> None:
+        self.is_failed = is_failed
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        if self.is_failed:
+            raise TypeError("Unable to convert function return value to a Python type!")
+
+
+def test_an_error_that_torch_cannot_convert_is_an_error_of_the_library() -> None:
+    process_group = pytest.importorskip("reigen.torch.process_group")
+    assert process_group.C10dWork(ConvertedWork(is_failed=False)).exception() is None
+    assert "NCCL_DEBUG=WARN" in str(process_group.C10dWork(ConvertedWork(is_failed=True)).exception())

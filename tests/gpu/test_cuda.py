@@ -172,7 +172,7 @@ def test_on_a_gpu(rank_pool: Callable[[int], RankPool], body: Callable[[torch.de
 def test_a_rank_that_dies_on_a_gpu_is_named() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(on_a_gpu, 2, a_rank_dies, timeout=170)
-    assert caught.value.results == {0: PeerLostError.__name__}
+    assert caught.value.results == {0: PeerLostError.__name__}, str(caught.value)
 
 
 def test_ranks_on_one_gpu_without_host_ids_are_told(rank_pool: Callable[[int], RankPool]) -> None:

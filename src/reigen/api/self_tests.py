@@ -22,6 +22,8 @@ from pathlib import Path
 from reigen._version import __version__
 from reigen.files import write_atomically
 
+#: Of what a self-test wrote to stderr.
+_MAX_REASON_CHARS = 300
 _SELF_TEST_SECONDS = 120.0
 _OK = "ok"
 _TESTED_ARCHITECTURES = ("x86_64",)
@@ -87,7 +89,9 @@ class SelfTest:
         )
         if done.returncode == 0:
             return None
-        return f"the self-test with {self.runtime} {self.version} ended with exit code {done.returncode}"
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        failure = f"the self-test with {self.runtime} {self.version} ended with exit code {done.returncode}"
+        return f"{failure}: {reason[:_MAX_REASON_CHARS]}" if reason else failure
 
 
 @functools.cache

@@ -22,22 +22,24 @@ _TARGET = "reigen_self_test"
 _COUNT, _EXECUTIONS = 50, 5
 
 
-def main() -> int:
-    """Run it; returns the exit code, 0 for success."""
-    handler, _ = register(_TARGET, decode=decode_delayed)
+def main() -> int | str:
+    """Run it; returns the exit code, 0 for success, or the failure, which is written to stderr."""
+    handler, reason = register(_TARGET, decode=decode_delayed)
     if handler is None:
-        return 1
+        return f"no handler is taken: {reason}"
     for how in ("now", "later"):
         executions = [_double(jnp.full(1000, 1.0 * number), how) for number in range(_EXECUTIONS)]
         for number, made in enumerate(executions):
             for index, each in enumerate(made):
                 if set(each.tolist()) != {2.0 * (number + index)}:
-                    return 1
+                    return f"operations that end {how} give wrong results"
     try:
         jax.block_until_ready(_double(jnp.ones(1000), "error"))
     except (RuntimeError, ValueError) as error:
-        return 0 if FAILURE in str(error) and _runs_programs() else 1
-    return 1
+        if FAILURE not in str(error):
+            return f"an operation that fails ends with another error: {error}"
+        return 0 if _runs_programs() else "collectives in programs give wrong results"
+    return "an operation that fails ends without an error"
 
 
 @functools.partial(jax.jit, static_argnums=1)

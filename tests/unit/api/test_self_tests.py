@@ -14,6 +14,8 @@ PROGRAM = """
 import os, sys
 with open(os.environ["RUNS"], "a") as file:
     file.write("x")
+print("first", file=sys.stderr)
+print(os.environ.get("REASON", ""), file=sys.stderr)
 sys.exit(int(os.environ["CODE"]))
 """
 
@@ -56,8 +58,16 @@ def test_the_verdict_is_kept_for_the_build(make_test, code) -> None:
     for _ in range(2):
         self_tests._remembered_verdict.cache_clear()  # as another process
         found.append(test.judge())
-    assert found == [None if code == 0 else "the self-test with Runtime 9.9 ended with exit code 3"] * 2
+    assert found == [None if code == 0 else "the self-test with Runtime 9.9 ended with exit code 3: first"] * 2
     assert num_runs(test) == 1
+
+
+def test_the_last_line_of_a_self_test_is_its_reason(make_test, monkeypatch) -> None:
+    monkeypatch.setenv("REASON", "no handler is taken" + "." * 1000)
+    verdict = make_test(1).judge()
+    assert verdict is not None
+    assert "exit code 1: no handler is taken..." in verdict
+    assert len(verdict) < 400
     test.library.write_text("another build")
     self_tests._remembered_verdict.cache_clear()
     assert test.judge() == found[0]

@@ -37,7 +37,7 @@ from reigen.types import DTYPES, DType, ReduceOp
 _log = logging.getLogger(__name__)
 
 #: Seconds that an error of the library's is kept back, until the rank at fault is known.
-_NAMING_SECONDS = 1.0
+_NAMING_SECONDS = 5.0
 _POLL_SECONDS = 2e-3
 
 
