@@ -61,13 +61,6 @@ def test_the_verdict_is_kept_for_the_build(make_test, code) -> None:
     assert found == [None if code == 0 else "the self-test with Runtime 9.9 ended with exit code 3: first"] * 2
     assert num_runs(test) == 1
 
-
-def test_the_last_line_of_a_self_test_is_its_reason(make_test, monkeypatch) -> None:
-    monkeypatch.setenv("REASON", "no handler is taken" + "." * 1000)
-    verdict = make_test(1).judge()
-    assert verdict is not None
-    assert "exit code 1: no handler is taken..." in verdict
-    assert len(verdict) < 400
     test.library.write_text("another build")
     self_tests._remembered_verdict.cache_clear()
     assert test.judge() == found[0]
@@ -102,3 +95,11 @@ def test_without_the_library_nothing_is_kept(make_test) -> None:
         self_tests._remembered_verdict.cache_clear()
         assert test.judge() is None
     assert num_runs(test) == 2
+
+
+def test_the_last_line_of_a_self_test_is_its_reason(make_test, monkeypatch) -> None:
+    monkeypatch.setenv("REASON", "no handler is taken" + "." * 1000)
+    verdict = make_test(1).judge()
+    assert verdict is not None
+    assert "exit code 1: no handler is taken..." in verdict
+    assert len(verdict) < 400
