@@ -24,8 +24,9 @@ from tests.elastic.fault_ledger import Ledger, ProcessLines
 
 #: Until members that can go on must have made a step together.
 GO_ON_SECONDS = 45.0
-#: The same where a member is stopped for ever: rank 0 while a view is being built, say (`ViewTimeouts.install`, twice).
-STOPPED_SECONDS = 180.0
+#: The same where a member is stopped for ever: in a collective, whose deadline passes, or while a view is being built,
+#: rank 0 at worst (three times `ViewTimeouts.stuck`).
+STOPPED_SECONDS = 120.0
 #: Of collectives: who is stopped for longer is left out.
 DEADLINE_SECONDS = 12.0
 

@@ -67,6 +67,8 @@ class LabPlane:
         self.rng = random.Random(me.slot * 1000 + me.incarnation)
         self.slowest = options.get("slowest", 0.005)
         self.failing_builds = options.get("failing", {}).get(str(me.slot), 0)
+        self.build_seconds = options.get("build_seconds", 0.0)
+        self.stops_in = options.get("stops_in", {}).get(str(me.slot))
         self.driver: ViewDriver | None = None
         self.changed = threading.Condition()
         self.view: View | None = None
@@ -83,6 +85,10 @@ class LabPlane:
     def _begin(self, what: str, view: View, done: Callable[[], None]) -> None:
         def work() -> None:
             time.sleep(self.rng.random() * self.slowest)  # building takes its time
+            if what == "build" and view.epoch > 1:
+                time.sleep(self.build_seconds)
+            if what == "build" and view.epoch == self.stops_in:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if what == "build" and self.failing_builds:
                 self.failing_builds -= 1
                 assert self.driver is not None

@@ -102,6 +102,37 @@ def test_faults_of_all_kinds_together() -> None:
         check_steps(lab)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("stopped", "exit_code"), [(0, -signal.SIGKILL), (1, -signal.SIGKILL), (3, 75)], ids=str)
+def test_who_is_stopped_while_a_view_is_built_is_left_out_soon(stopped: int, exit_code: int) -> None:
+    """Nobody waits for it as long as for those who build, and say so; woken, it does no harm."""
+    timeouts = {"stuck": 1.0, "kill": 0.1, "install": 300.0}
+    with elastic_lab(["a", "a", "a", "b"], timeouts=timeouts, stops_in={stopped: 2}) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        lab.make_steps(members)
+        lab.processes[2, 0].signal(signal.SIGKILL)
+        rest = [each for each in members if each.slot not in {2, stopped}]
+        lab.run_view(rest)
+        lab.make_steps(rest)
+        with suppress(ProcessLookupError):
+            lab.processes[stopped, 0].signal(signal.SIGCONT)
+        assert lab.exit_code(lab.processes[stopped, 0]) == exit_code
+        lab.make_steps(rest)
+
+
+@pytest.mark.slow
+def test_who_builds_for_long_is_waited_for() -> None:
+    with elastic_lab(["a", "a", "a", "b"], timeouts={"stuck": 1.0, "kill": 0.1}, build_seconds=3.0) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        lab.processes[2, 0].signal(signal.SIGKILL)
+        rest = [each for each in members if each.slot != 2]
+        epoch, _ = lab.run_view(rest)
+        assert epoch == 2
+        lab.make_steps(rest)
+
+
 def end(kind: str, victim: LabProcess, witness: LabProcess) -> None:
     """Let a member die, be stopped for long, or leave."""
     if kind == "leave":

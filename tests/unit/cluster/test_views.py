@@ -52,6 +52,7 @@ from reigen.cluster.membership.views.messages import (
     StepProgress,
     StepReached,
     ViewAccepted,
+    ViewBuilding,
     ViewDecided,
     ViewGo,
     ViewInstalled,
@@ -486,6 +487,59 @@ def test_a_leader_that_was_preempted_tries_again_later() -> None:
     actions = each.handle(TimerFired(ViewTimer.BACK_OFF))
 
     assert SendTo(VoterId("h0", 1), PrepareView(2, Ballot(5, 0))) in actions
+
+
+def building(me: int) -> ElasticMember:
+    """A member that builds its first view; the times are five looks at who is silent, and one minute."""
+    each = ElasticMember(member(me), make_view(2, ranks_each=2), ViewTimeouts(stuck=5.0, install=60.0))
+    assert StartTimer(ViewTimer.PROGRESS, 1.0) in each.start()
+    return each
+
+
+def test_rank_0_leaves_out_who_builds_and_is_silent_and_waits_for_who_is_slow() -> None:
+    each = building(0)
+    each.handle(LayoutsBuilt(1))
+    each.handle(Received(member(1), ViewInstalled(1, member(1))))  # it has nothing more to say
+    for _ in range(100):
+        actions = each.handle(TimerFired(ViewTimer.PROGRESS))
+        assert messages(actions, ViewBuilding) == [member(1), member(2), member(3)]
+        assert StartTimer(ViewTimer.PROGRESS, 1.0) in actions
+        for slow in (2, 3):
+            assert each.handle(Received(member(slow), ViewBuilding(1, member(slow)))) == []
+    for _ in range(5):
+        each.handle(TimerFired(ViewTimer.PROGRESS))
+        each.handle(Received(member(3), ViewBuilding(1, member(3))))
+    assert each.state is ElasticState.INSTALLING
+    assert RevokePlane(1) in each.handle(TimerFired(ViewTimer.PROGRESS))
+    assert each.lost == {member(2): Evidence(member(2), Verdict.STUCK, "silent while a view is built")}
+    assert each.handle(TimerFired(ViewTimer.PROGRESS)) == []
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_rank_0_is_left_out_if_it_is_silent_for_twice_as_long(is_built: bool) -> None:
+    """Also by who has built, and waits for its word."""
+    each = building(2)
+    if is_built:
+        each.handle(LayoutsBuilt(1))
+    for _ in range(10):
+        assert messages(each.handle(TimerFired(ViewTimer.PROGRESS)), ViewBuilding) == [member(0)]
+    each.handle(Received(member(0), ViewBuilding(1, member(0))))
+    for _ in range(10):
+        each.handle(TimerFired(ViewTimer.PROGRESS))
+    assert each.state is ElasticState.INSTALLING
+    assert RevokePlane(1) in each.handle(TimerFired(ViewTimer.PROGRESS))
+    assert member(0) in each.lost
+
+
+def test_who_builds_a_view_that_has_passed_or_changes_learns_it() -> None:
+    each = running(0)
+    each.handle(Evidence(member(3), Verdict.DEAD))
+    late = Received(member(1), ViewBuilding(1, member(1)))
+    assert each.handle(late) == [SendTo(member(1), RevokeView(1))]
+    each.handle(PlaneRevoked(1, progress(7)))
+    decide(each, 0, 1, 2)
+    assert each.handle(late) == [SendTo(member(1), ViewDecided(2, each.view))]
+    assert each.handle(Received(member(1), ViewBuilding(3, member(1)))) == [SendTo(member(1), BehindView(3, 2))]
 
 
 def test_who_was_stopped_is_killed_before_its_memory_is_used() -> None:

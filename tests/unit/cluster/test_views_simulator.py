@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from reigen.cluster.membership.views.events import (
 )
 from reigen.cluster.membership.views.installation import Installation
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState
-from reigen.cluster.membership.views.messages import HeldSums, MemberReport, StepProgress
+from reigen.cluster.membership.views.messages import HeldSums, MemberReport, StepProgress, ViewBuilding
 from reigen.cluster.membership.views.record import MemberId, SamplePosition, StepBase, View, ViewHost
 from tests.unit.cluster.views_nightly import (
     BLOCK_SIZE,
@@ -42,13 +42,13 @@ from tests.unit.cluster.views_nightly import (
     read_blocks,
     summarize,
 )
-from tests.unit.cluster.views_simulator import NUM_BUCKETS, Process, Rules, Simulator, make_plan, play
+from tests.unit.cluster.views_simulator import NUM_BUCKETS, TIMEOUTS, Process, Rules, Simulator, make_plan, play
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
 EVENTS = {
     *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave", "request"),
-    "all leave",
+    *("all leave", "slow build"),
     *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
 }
 
@@ -113,6 +113,73 @@ def test_members_go_on_soon_after_a_death(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(ElasticMember._HANDLERS, Evidence, doubt)
     assert seconds_after_a_death() > 1.0
+
+
+class StopsInBuild(Simulator):
+    """One member, which the seed chooses, is stopped for ever when it begins to build the second view."""
+
+    is_stopped, stopped_rank = False, 0
+
+    def _build(self, process: Process, view: View) -> None:
+        super()._build(process, view)
+        if view.epoch == 2 and view.ranks[process.id] == self.stopped_rank:
+            self.is_stopped = True
+            process.waiting = deque()
+
+    def _wake(self, process: Process) -> None:
+        """It stays as it is."""
+
+
+def seconds_after_a_stop_in_a_build() -> tuple[float, float]:
+    """Return the longest time from a death until all run again, where one is stopped: rank 0, and another one."""
+    longest = {True: 0.0, False: 0.0}
+    for seed in range(40):
+        plan = make_plan(random.Random(seed))
+        plan.hosts, plan.min_size, plan.max_size = ((3,), (4,), (5,))[seed % 3], 1, 5
+        plan.faults, plan.loss, plan.travel = ["kill"], 0.0, 0.002
+        simulator = StopsInBuild(seed, plan=plan)
+        simulator.stopped_rank = seed % 2
+        simulator.run()
+        assert simulator.is_stopped
+        longest[seed % 2 == 0] = max(longest[seed % 2 == 0], simulator.resume_seconds)
+    return longest[True], longest[False]
+
+
+def test_who_is_silent_while_a_view_is_built_is_soon_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the deadline of those who build.
+
+    Rank 0 is left out after twice the time, and one more where its successor hears of it by others: it asks for itself.
+    """
+    of_rank_0, of_others = seconds_after_a_stop_in_a_build()
+    assert of_others < 1.6 * TIMEOUTS.stuck
+    assert of_rank_0 < 4.0 * TIMEOUTS.stuck
+
+    monkeypatch.setattr(Installation, "find_silent", lambda *_: [])
+    assert min(seconds_after_a_stop_in_a_build()) > TIMEOUTS.install
+
+
+def play_slow_builds() -> Counter[str]:
+    """Let a member die where all others build for long, but not too long; returns numbers of views and of the dead."""
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        plan = make_plan(random.Random(seed))
+        plan.hosts, plan.min_size, plan.max_size = ((3,), (2, 1, 1), (4,))[seed % 3], 1, 4
+        plan.faults, plan.loss = ["kill"], 0.0
+        simulator = Simulator(seed, plan=plan)
+        for process in simulator.processes.values():
+            process.build_seconds = 0.8 * TIMEOUTS.install
+        simulator.run()
+        seen["views"] += max(simulator.views) - 1
+        seen["dead"] += sum(not process.is_alive for process in simulator.processes.values())
+    return seen
+
+
+def test_who_builds_for_long_and_says_so_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = play_slow_builds()
+    assert (seen["views"], seen["dead"]) == (40, 40)
+
+    monkeypatch.setitem(ElasticMember._MESSAGE_HANDLERS, ViewBuilding, lambda *_: [])
+    assert play_slow_builds()["views"] > 80
 
 
 def test_where_all_leave_all_end_in_good_order() -> None:

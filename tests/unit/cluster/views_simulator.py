@@ -58,7 +58,7 @@ from reigen.cluster.membership.views.record import (
 from reigen.cluster.membership.views.slots import NUM_SLOTS, decode_slots, encode_slot
 
 NUM_BUCKETS = 2
-TIMEOUTS = ViewTimeouts(retry=0.2, stuck=1.0, install=1.0, kill=0.3, change=12.0, wait=12.0)
+TIMEOUTS = ViewTimeouts(retry=0.2, stuck=1.0, install=6.0, kill=0.3, change=12.0, wait=12.0)
 PEER_SECONDS = 0.6
 DEADLINE_SECONDS = 1.5
 #: Kinds of faults, and how often they are drawn.
@@ -76,6 +76,7 @@ FAULTS = {
     "tear": 1,
     "forget": 1,
     "request": 1,
+    "slow build": 1,
 }
 #: How long after the last fault all must run again, or have ended.
 SETTLE_SECONDS = 25.0
@@ -159,6 +160,8 @@ class Process:
     waiting: deque[Callable[[], None]] | None = None
     #: SIGKILL takes a second
     is_unkillable: bool = False
+    #: how long it builds what a view needs, besides
+    build_seconds: float = 0.0
     timers: dict[ViewTimer, int] = field(default_factory=dict)
     history: tuple[int, ...] = ()
     #: the latest step of which it knows that all members of its view have applied it
@@ -421,7 +424,7 @@ class Simulator:
             is_mapped = other.mapped.get(process.id) == process.segment
             if is_mapped and other.is_alive and other.host == process.host and other.id not in view.ranks:
                 raise Violation(f"8: {process.id} uses memory that {other.id} may write to")
-        seconds = self.rng.random() * 0.02
+        seconds = self.rng.random() * 0.02 + process.build_seconds
         self.at(seconds, lambda: self._built(process, view))
 
     def _built(self, process: Process, view: View) -> None:
@@ -692,6 +695,8 @@ class Simulator:
             case "request":
                 assert isinstance(victim.member, ElasticMember)
                 self.do(victim, ChangeRequested(victim.member.view.epoch - self.rng.choice((0, 0, 1)), "asked for"))
+            case "slow build":
+                victim.build_seconds = self.rng.choice((0.5, 2.5, 20.0))  # less than `stuck`, `install`, and more
             case "tear":
                 host = self.hosts[victim.host]
                 host.tears = True
@@ -814,6 +819,7 @@ class Simulator:
         if self.plan.heals:
             self.cuts.clear()
         for process in list(self.processes.values()):
+            process.build_seconds = 0.0
             self._wake(process)
         for host in self.hosts.values():
             self._resume(host)

@@ -32,6 +32,8 @@ class ViewTimer(Enum):
     STUCK = "stuck"
     #: another attempt of a leader that was preempted
     BACK_OFF = "back_off"
+    #: who builds what a view needs says that it lives, and looks who has said so
+    PROGRESS = "progress"
     #: killed processes of this host are not waited for any more
     KILL = "kill"
     #: the end of a change that finds no quorum

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 
 from reigen.cluster.membership.views.events import BuildLayouts, KillMember, SendTo, UseFreshSegments
 from reigen.cluster.membership.views.messages import ViewInstalled
@@ -30,6 +31,8 @@ class Installation:
         self.dying = set(dying)
         self.installed: set[MemberId] = set()
         self._are_layouts_built = False
+        #: looks in a row at which nothing had been heard of a member since the one before
+        self._num_silent: Counter[MemberId] = Counter()
 
     @property
     def is_complete(self) -> bool:
@@ -58,6 +61,19 @@ class Installation:
         """Tell rank 0 that this member has installed the view."""
         if self._me in self.installed:
             yield SendTo(self._view.members[0], ViewInstalled(self._view.epoch, self._me))
+
+    def hear(self, member: MemberId) -> None:
+        """Take note that a member lives."""
+        self._num_silent[member] = 0
+
+    def find_silent(self, awaited: Iterable[MemberId], num_looks: int) -> list[MemberId]:
+        """Look for members that are silent; return those not heard of at so many looks in a row.
+
+        Looks are counted, and no seconds: to a process that was stopped itself, all others are silent for long.
+        """
+        awaited = list(awaited)
+        self._num_silent.update(awaited)
+        return [member for member in awaited if self._num_silent[member] > num_looks]
 
     def validate(self) -> None:
         """Assert that only members write to memory in use."""

@@ -43,6 +43,7 @@ from reigen.cluster.membership.views.messages import (
     StepProgress,
     StepReached,
     ViewAccepted,
+    ViewBuilding,
     ViewDecided,
     ViewGo,
     ViewInstalled,
@@ -55,6 +56,8 @@ from reigen.cluster.membership.views.record import MemberId, View, VoterId
 #: Why a member is gone where every other one is, too.
 ALL_LEFT_REASON = "all members have left in good order"
 _MOST_BACK_OFF_DOUBLINGS = 6
+#: Looks in `ViewTimeouts.stuck` whether those live that build a view.
+_NUM_LOOKS = 5
 
 
 class ElasticState(Enum):
@@ -92,10 +95,10 @@ class ViewTimeouts:
 
     Attributes:
         retry: between two sendings of what was not answered.
-        stuck: until who leads takes members for stuck that do not answer, and others take a leader for stuck after
-            twice as long; the job's deadline, or ``--eject-after``.
-        install: until rank 0 takes members for stuck that have not built what a view needs, and others take rank 0 for
-            stuck after twice as long.
+        stuck: until who leads takes members for stuck that do not answer, or rank 0 those that build a view and are
+            silent; others take a leader, or rank 0, for stuck after twice as long.
+        install: until rank 0 takes members for stuck that say that they build what a view needs, and do not end, and
+            others take rank 0 for stuck after twice as long.
         kill: until a killed process of the host is not waited for any more.
         change: without a decision, until a member stops.
         wait: for more members.
@@ -385,6 +388,7 @@ class ElasticMember:
         actions: list[MemberAction] = [
             StartTimer(ViewTimer.STUCK, self._timeouts.install * (1 if self.rank == 0 else 2)),
             StartTimer(ViewTimer.RETRY, self._timeouts.retry),
+            StartTimer(ViewTimer.PROGRESS, self._timeouts.stuck / _NUM_LOOKS),
         ]
         if installation.dying:
             actions.append(StartTimer(ViewTimer.KILL, self._timeouts.kill))
@@ -413,6 +417,32 @@ class ElasticMember:
         if self.state is not ElasticState.INSTALLING:
             return [SendTo(message.member, ViewGo(self.view.epoch))]
         return self._say_installed()
+
+    def _on_building(self, message: ViewBuilding, sender: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch:
+            return self._answer_late(message.epoch, sender)
+        if self.state is ElasticState.CHANGING:
+            return [SendTo(message.member, RevokeView(self.view.epoch))]
+        self._installation.hear(message.member)
+        return []
+
+    def _on_progress(self) -> list[MemberAction]:
+        """Say that this member lives, as those do that build a view, and give up who is silent."""
+        if self.state is not ElasticState.INSTALLING:
+            return []
+        message = ViewBuilding(self.view.epoch, self.me)
+        again = StartTimer(ViewTimer.PROGRESS, self._timeouts.stuck / _NUM_LOOKS)
+        actions: list[MemberAction]
+        if self.rank == 0:
+            actions = [*_send_to_others(self.view, self.me, message), again]
+            awaited = {*self.view.members} - self._installation.installed - {self.me}
+            silent = self._installation.find_silent(awaited, _NUM_LOOKS)
+        else:
+            actions = [SendTo(self.view.members[0], message), again]
+            silent = self._installation.find_silent(self.view.members[:1], 2 * _NUM_LOOKS)
+        for member in silent:
+            self.lost[member] = Evidence(member, Verdict.STUCK, "silent while a view is built")
+        return [*actions, *self._react()]
 
     def _on_go(self, message: ViewGo, sender: MemberId | VoterId) -> list[MemberAction]:
         if message.epoch == self.view.epoch and self.state is ElasticState.INSTALLING:
@@ -604,6 +634,7 @@ class ElasticMember:
         ),
         ViewDecided: lambda self, message, _: self._adopt(message.value),
         ViewInstalled: _on_installed,
+        ViewBuilding: _on_building,
         ViewGo: _on_go,
         ChangeAt: _on_change_at,
         StepReached: _on_reached,
@@ -618,6 +649,7 @@ class ElasticMember:
         ViewTimer.RETRY: _on_retry,
         ViewTimer.STUCK: _on_stuck,
         ViewTimer.BACK_OFF: _on_back_off,
+        ViewTimer.PROGRESS: _on_progress,
         ViewTimer.KILL: lambda self: (
             [*self._installation.give_up_killing()] if self.state is ElasticState.INSTALLING else []
         ),

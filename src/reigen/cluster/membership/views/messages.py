@@ -13,6 +13,8 @@ e. When a quorum has accepted, the view is decided. The leader sends Decided to 
    behind, and to the voters of both views. Whoever gets a message of a view that has passed answers with Decided, too.
 f. A member of e + 1 builds its layouts, and sends Installed to rank 0 of e + 1, which sends Go when all have. No step
    is run before that, so none has begun anywhere before all members are there. A failure starts the next change.
+   Building may take long. So whoever builds sends Building to rank 0 now and then, and rank 0 to all others: who is
+   silent is taken for stuck long before one that is slow.
 g. Who is asked about a view that it does not know answers with Behind, and is sent Decided.
 h. A process that wants to become a member, and has a copy of the state, sends Ready. Rank 0 names a step at which the
    members stop for it (ChangeAt). A member that wants to leave names one itself. Who has applied that step runs no
@@ -212,6 +214,12 @@ class AllLeave(_Message, frozen=True, tag=20):
     """Every member of the view before ``epoch`` that lives has said that it leaves: there is no view ``epoch``."""
 
 
+class ViewBuilding(_Message, frozen=True, tag=21):
+    """A member lives, and builds what view ``epoch`` needs; from rank 0: it waits for those that do."""
+
+    member: MemberId
+
+
 ViewMessage = (
     PrepareView
     | ViewPromise
@@ -229,6 +237,7 @@ ViewMessage = (
     | MemberReady
     | StepReached
     | AllLeave
+    | ViewBuilding
 )
 #: Every message of this protocol.
 VIEW_CODEC: MessageCodec[ViewMessage] = MessageCodec(ViewMessage, MAX_VIEW_MESSAGE_BYTES)
