@@ -73,7 +73,7 @@ def check_host_callbacks(cache: str) -> None:
     tracing.find_difference.cache_clear()
     jax.clear_caches()
     assert [reason.partition("with JAX")[2] or reason.partition("versions")[2] for reason in reasons] == [
-        f"'s XLA {jaxlib.__version__} ended with exit code 1",
+        f"'s XLA {jaxlib.__version__} ended with exit code 1: {sys.executable}: No module named reigen.jax.missing",
         ": no name 'tokens'",
     ]
 

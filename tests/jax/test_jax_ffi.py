@@ -18,7 +18,7 @@ def make_api(*, size: int = ctypes.sizeof(FfiApi), version: tuple[int, int] = (0
 
 @pytest.mark.parametrize("api", [make_api(version=(1, 0)), make_api(version=(0, 9)), make_api(size=64)])
 def test_another_interface_is_refused(api: FfiApi) -> None:
-    with pytest.raises(FfiMismatchError, match=r"known are the versions 0\.3"):
+    with pytest.raises(FfiMismatchError, match=r"known are the versions 0\.4"):
         register_handler(ctypes.addressof(api), "never")
 
 

@@ -81,7 +81,7 @@ def accumulate() -> list[list[float]]:
 
 
 def different_parameters() -> str:
-    params = {"w": jnp.ones(2 + rj.rank())}
+    params = {"w": jnp.ones(2 + rj.rank(), jnp.float32)}
     with pytest.raises(MismatchError) as caught:
         rj.broadcast_parameters(params)
     return str(caught.value)

@@ -37,7 +37,7 @@ from reigen.xla.ffi_structs import KNOWN_VERSIONS
 _log = logging.getLogger(__name__)
 TARGET = "reigen_collective"
 #: Versions of jaxlib with which the tests have run.
-TESTED_VERSIONS = ("0.6.2", "0.10.2")
+TESTED_VERSIONS = ("0.6.2", "0.10.2", "0.11.2")
 _callback_failures = RuntimeFailures()
 #: seconds that the end of a script waits for computations, beyond the deadline of each collective
 _GRACE_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""Structures of XLA's foreign function interface (xla/ffi/api/c_api.h), versions 0.1 to 0.3, for ctypes.
+"""Structures of XLA's foreign function interface (xla/ffi/api/c_api.h), versions 0.1 to 0.4, for ctypes.
 
 Each begins with its size, as the runtime was compiled; within a major version fields are only added at the end. What
 is used here has been the same in all of the versions.
@@ -11,7 +11,7 @@ from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void
 
 #: Versions of the interface that have been tried: a runtime takes a handler of one of them, or refuses it. The newest
 #: is offered first.
-KNOWN_VERSIONS = ((0, 3), (0, 2), (0, 1))
+KNOWN_VERSIONS = ((0, 4), (0, 3), (0, 2), (0, 1))
 
 #: `XLA_FFI_Extension_Metadata`, `XLA_FFI_AttrType_STRING`, `XLA_FFI_DataType_TOKEN`, `XLA_FFI_ExecutionStage_EXECUTE`
 METADATA_EXTENSION, STRING_ATTRIBUTE, TOKEN_TYPE, EXECUTE_STAGE = 1, 4, 17, 3
