@@ -150,6 +150,22 @@ def test_a_spare_is_there_before_it_is_needed(tmp_path):
     assert re.search("slot 1: killed by SIGKILL; (1 process goes|2 processes go) on, its place rests for 1", err), err
 
 
+@pytest.mark.parametrize(
+    ("directory", "reason"),
+    [
+        ("missing", "there is no such directory on this host; create one that all hosts share"),
+        ("/proc", "it cannot be written to"),
+    ],
+)
+def test_a_witness_that_cannot_be_is_said_once_and_nothing_is_started(tmp_path, directory, reason):
+    path = tmp_path / directory
+    with elastic(tmp_path, "-np", "2", "--min-np", "1", "--witness-dir", str(path)) as job:
+        status, _, err = job.launcher.finish()
+    assert status == 1
+    assert err.count("--witness-dir") == err.count(f"--witness-dir {path}: {reason}") == 1, err
+    assert job.started == set()
+
+
 def test_reset_limit(tmp_path):
     with elastic(tmp_path, "-np", "3", "--min-np", "1", "--reset-limit", "1") as job:
         job.read("1.0")

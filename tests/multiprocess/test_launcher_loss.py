@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from reigen.cluster.membership.rendezvous import split_address
+from reigen.launch.job_directory import read_record
 from tests.multiprocess.launcher import DEADLINE_SECONDS, Launcher, launched, marked, until
 
 pytestmark = pytest.mark.slow
@@ -140,8 +144,22 @@ def test_a_job_goes_on_without_its_launcher_and_another_one_takes_its_place(tmp_
         assert not (tmp_path / "reigen" / "jobs" / name / "job").exists()
 
 
-def test_agents_of_other_hosts_outlive_the_launcher(tmp_path: Path):
+def speaks_tls(address: str) -> bool:
+    """Whether the process that listens there begins TLS with a stranger; who it is, is proven within."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(split_address(address), DEADLINE_SECONDS) as connection:
+        try:
+            context.wrap_socket(connection).close()
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_agents_of_other_hosts_outlive_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tls: bool):
     """A place there is filled again by the launcher that comes later."""
+    monkeypatch.setenv("REIGEN_TLS", str(int(has_tls)))
     ssh = Path(__file__).with_name("detached_ssh.py")
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     command = [sys.executable, str(ssh), "serve", str(tmp_path / "sshd")]
@@ -155,6 +173,10 @@ def test_agents_of_other_hosts_outlive_the_launcher(tmp_path: Path):
         ) as job:
             until(lambda: len(job.steps()) > 5)
             name, last = job.name, job.process_of(2)
+            record = read_record(job.directory)
+            assert record is not None
+            agents = {agent.host: speaks_tls(agent.address) for agent in record.agents}
+            assert agents == dict.fromkeys(("", "a.invalid", "b.invalid"), has_tls)
             job.lose_launcher()
             kept = f"reigen/jobs/{name}/output/rank.0/stdout"
             until(lambda: len(job.steps(kept)) > 5)

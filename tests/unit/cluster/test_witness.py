@@ -16,6 +16,7 @@ from reigen.cluster.membership.elastic.witness import (
     WitnessRegister,
     WitnessThread,
     WitnessVoter,
+    check_witness_directory,
     make_witness,
     witness_directory,
 )
@@ -172,3 +173,14 @@ def test_what_the_launcher_may_name(tmp_path: Path):
     os.chmod(witness_directory(str(tmp_path), secret), 0o755)  # noqa: PTH101
     with pytest.raises(ConfigError, match="may be used by others"):
         make_witness(f"dir:{tmp_path}", secret, LocalRendezvous)
+
+
+def test_a_directory_that_cannot_be_a_witness_says_what_to_do(tmp_path: Path) -> None:
+    check_witness_directory(str(tmp_path))
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "file").touch()
+    for name in ("file", "missing"):
+        with pytest.raises(ConfigError, match=f"--witness-dir {tmp_path / name}: there is no such directory"):
+            check_witness_directory(str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"--witness-dir /proc: it cannot be written to \(.*\); all processes"):
+        check_witness_directory("/proc")

@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reigen.errors import ConfigError, LaunchError
+from reigen.launch.elastic.options import ElasticOptions
+from reigen.launch.hosts import HostInfo
 from reigen.launch.nodes import launcher
-from reigen.launch.nodes.launcher import SelfStart, explain_address, find_secret
+from reigen.launch.nodes.launcher import NodesLauncher, SelfStart, explain_address, find_secret
 from reigen.launch.nodes.sources import NodeJob
 from reigen.launch.options import LaunchOptions
 
@@ -108,6 +111,22 @@ def test_the_secret_that_node_0_has_made_goes_where_the_start_fails(
     with pytest.raises(ConfigError):
         start(replace(job, index=1, makes_secret=True), monkeypatch).run(OPTIONS, {})
     assert Path(job.secret_file).exists(), "it is node 0's"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hosts": (HostInfo("h1", 2),), "elastic": ElasticOptions(1)},
+        {"elastic": ElasticOptions(1, discovery="discover.sh")},
+    ],
+    ids=str,
+)
+def test_hosts_of_an_elastic_job_are_the_nodes_and_no_others(
+    job: NodeJob, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    nodes = NodesLauncher(start(job, monkeypatch), replace(OPTIONS, **changes), None)
+    with pytest.raises(ConfigError, match="leave -H, --hostfile and --host-discovery-script out"):
+        nodes.allocate(lambda seconds: None)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from reigen.cluster.environ import (
     ELASTIC_VIEW_KEY,
     SECRET_VARIABLE,
 )
+from reigen.cluster.membership.elastic.witness import check_witness_directory
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, View
 from reigen.errors import ConfigError, LaunchError, WireError
@@ -200,7 +201,7 @@ class ElasticSupervision:
 
         Raises:
             LaunchError: the program that lists them fails.
-            ConfigError: a host cannot be used by this launcher.
+            ConfigError: a host cannot be used by this launcher, or the witness's directory by this host.
         """
         if self._discovery is None:
             found: dict[str, int] = {}
@@ -212,6 +213,9 @@ class ElasticSupervision:
         if self._problem and self._found is None:
             raise first_discovery_error(self._elastic.discovery or "", self._problem)
         assert self._found is not None, "found, or a problem"
+        witness_kind, _, directory = self._elastic.witness.partition(":")
+        if witness_kind == "dir" and any(self._is_here(name) for name, _ in self._found):
+            check_witness_directory(directory)  # other hosts find that out by themselves
         if self._polls is not None:
             self._await_slots()
         others = [name for name, _ in self._found if not self._is_here(name)]

@@ -318,7 +318,17 @@ class NodesLauncher:
         return ()
 
     def _plan_elastic(self, own: str, wait: Callable[[float], None]) -> JobPlan:
-        """Return the plan of an elastic job: nodes come while it runs."""
+        """Return the plan of an elastic job: nodes come while it runs.
+
+        Raises:
+            ConfigError: the user has named hosts; those of the engine cannot be others.
+        """
+        elastic = self.options.elastic
+        if self.options.hosts or (elastic is not None and elastic.discovery is not None):
+            raise ConfigError(
+                "--nodes-from-env: an elastic job's hosts are the nodes that have come; leave -H, --hostfile and "
+                "--host-discovery-script out"
+            )
         if self._tickets is not None:
             self._address = self._find_own_address(time.monotonic() + self._start.start_seconds(self.options), wait)
         return JobPlan(

@@ -28,7 +28,7 @@ from reigen.cluster.membership.views.paxos import Acceptor
 from reigen.cluster.membership.views.record import VoterId
 from reigen.cluster.membership.views.slots import MAX_ACCEPTOR_BYTES
 from reigen.errors import ConfigError, ReigenError, WireError
-from reigen.files import privacy_problem
+from reigen.files import check_can_be_written, privacy_problem
 from reigen.net.codec import MessageCodec
 
 _log = logging.getLogger(__name__)
@@ -228,6 +228,24 @@ class WitnessThread:
 def witness_directory(directory: str, secret: bytes) -> Path:
     """Return a job's directory in the one that the user has named."""
     return Path(directory) / f"reigen-witness-{hashlib.sha256(b'witness ' + secret).hexdigest()[:16]}"
+
+
+def check_witness_directory(directory: str) -> None:
+    """Check, on a host of the job, that its witness can be in a directory.
+
+    Raises:
+        ConfigError: it is not there, or may not be written to; says what to do.
+    """
+    if not Path(directory).is_dir():
+        raise ConfigError(
+            f"--witness-dir {directory}: there is no such directory on this host; create one that all hosts share"
+        )
+    try:
+        check_can_be_written(Path(directory) / "reigen-witness")
+    except OSError as error:
+        raise ConfigError(
+            f"--witness-dir {directory}: it cannot be written to ({error.strerror}); all processes of the job need that"
+        ) from None
 
 
 def make_witness(spec: str, secret: bytes, rendezvous: Callable[[], Rendezvous]) -> WitnessVoter | None:
