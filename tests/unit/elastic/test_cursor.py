@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reigen.elastic.cursor import Cursor, interval_bounds
+from reigen.elastic.cursor import Cursor, SampleInterval, interval_bounds
 from reigen.elastic.permutation import KeyedPermutation
 from reigen.errors import ArgumentError
 
@@ -95,6 +95,18 @@ def test_parts_do_not_depend_on_the_number_of_ranks(length: int, batch: int, siz
         for n in (size, other)
     ]
     assert found[0] == found[1]
+
+
+@given(st.integers(1, 30_000), st.data())
+def test_samples_of_any_intervals_in_any_order_are_those_of_the_permutation(length: int, data: st.DataObject) -> None:
+    """Steps that are undone and dealt anew, other epochs, longer steps: whatever was computed ahead."""
+    cursor = Cursor(length, global_batch=1, seed=7)
+    for _ in range(6):
+        epoch = data.draw(st.integers(0, 2))
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, length), st.integers(0, length))))
+        found = cursor.indices(SampleInterval(epoch, start, stop), 0, stop - start)
+        assert np.array_equal(found, KeyedPermutation(length, (7, epoch))(np.arange(start, stop)))
+        found[:] = -1  # it is the caller's own
 
 
 def test_a_cursor_goes_on_where_another_one_was() -> None:
