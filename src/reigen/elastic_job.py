@@ -348,7 +348,7 @@ class ElasticJob(Generic[_Context]):
         self._step += 1
         self._has_state = True
         if times := self._step_clock.step_applied():
-            self._driver.tell_step_times(StepTimes(self.epoch, self._step - len(times) + 1, times))
+            self._driver.stragglers.tell(StepTimes(self.epoch, self._step - len(times) + 1, times))
         return self.is_changing()
 
     def is_changing(self) -> bool:

@@ -107,7 +107,7 @@ def test_a_straggler_is_ejected_and_nothing_is_done_again(tmp_path: Path):
     late = r"slot 1 is late: 0\.\d+ s of work in each of the last 10 steps, where the median of the others is 0\.\d+ s"
     rests = "it is asked to leave: 2 processes go on, its place rests for 1 s"
     assert re.fullmatch(f"reigen run: {late}; {rests}", said[0]), said
-    assert said[1] == "reigen run: slot 1 has left"
+    assert "reigen run: slot 1 has left" in said
     for slot in "02":
         numbers = [int(step[0]) for step in steps(slot)]
         assert numbers == list(range(1, len(numbers) + 1))

@@ -175,7 +175,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="every node of the job runs this command, and finds the others by its engine's variables: pods of "
         "Kubernetes, containers of SageMaker (the same as --launcher nodes)",
     )
-    add(
+    _add_elastic(parser, group, add)
+
+
+def _add_elastic(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, add_hosts: AddArgument) -> None:
+    """Add the options of elastic jobs; ``add_hosts``: one of those that say which hosts there are."""
+    add_hosts(
         "--host-discovery-script",
         metavar="FILE",
         help="program that prints the hosts of an elastic job, name:slots each, and is asked again every second",

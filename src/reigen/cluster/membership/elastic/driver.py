@@ -31,8 +31,9 @@ from reigen.cluster.membership.elastic.messages import (
 )
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.plane import ViewPlane
+from reigen.cluster.membership.elastic.straggler_reports import StragglerReports
 from reigen.cluster.membership.elastic.witness import WITNESS_NAME, WitnessThread
-from reigen.cluster.membership.stragglers import DEFAULT_STRAGGLER_RULE, StragglerDetector, StragglerRule
+from reigen.cluster.membership.stragglers import DEFAULT_STRAGGLER_RULE, StragglerRule
 from reigen.cluster.membership.views.candidate import CandidateAction, CandidateState, ElasticCandidate
 from reigen.cluster.membership.views.events import (
     BuildLayouts,
@@ -110,7 +111,7 @@ class ViewDriver:
         rendezvous: where rank 0 says which view runs; used by one other thread, so that nothing else waits for it.
             Stays the caller's, and is closed after the driver.
         timeouts: see there; `DRIVER_TIMEOUTS`, with the user's.
-        stragglers: who is one; rank 0 names them to the launcher.
+        straggler_rule: who is one.
 
     Attributes:
         me: who this process is.
@@ -119,6 +120,7 @@ class ViewDriver:
         reason: why the latest change began, for the user; empty before the first.
         is_leaving: this process leaves the job, or has left it.
         launcher_knows: is set when the launcher has been told so.
+        stragglers: is told how long steps take here.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class ViewDriver:
         plane: ViewPlane,
         rendezvous: Rendezvous,
         timeouts: ViewTimeouts = DRIVER_TIMEOUTS,
-        stragglers: StragglerRule = DEFAULT_STRAGGLER_RULE,
+        straggler_rule: StragglerRule = DEFAULT_STRAGGLER_RULE,
     ) -> None:
         self.me = node.me
         self.finished: frozenset[MemberId] = frozenset()
@@ -138,6 +140,9 @@ class ViewDriver:
         self._links = MemberLinks(self._loop, node, self)
         self._witness = None if node.witness is None else WitnessThread(node.witness, self._on_witness)
         self._directory = ViewDirectory(rendezvous, lambda: node.voter.page.launcher)
+        self.stragglers = StragglerReports(
+            self.me, straggler_rule, self._post, self._links.send, self._directory.tell_straggler
+        )
         self._thread = threading.Thread(target=self._serve, name="reigen-views", daemon=True)
         #: guards all that follows, but `_posted`
         self._lock = threading.RLock()
@@ -166,9 +171,6 @@ class ViewDriver:
         #: of a candidate: it may be a member
         self._is_ready = True
         self._required_size = 1
-        self._straggler_rule = stragglers
-        #: on rank 0 of the view that runs
-        self._stragglers: StragglerDetector | None = None
         #: why the voter has not answered at last
         self._voter_problem = ""
         self._has_ended = self._is_closed = False
@@ -242,10 +244,6 @@ class ViewDriver:
         if actions:
             self._loop.wake()
         return is_over
-
-    def tell_step_times(self, times: StepTimes) -> None:
-        """Tell rank 0 how long steps have taken here."""
-        self._post(partial(self._send_times, times))
 
     def request_change(self, reason: str, epoch: int | None = None) -> None:
         """Have the members change to another view, perhaps of the same ones: something failed here.
@@ -431,8 +429,7 @@ class ViewDriver:
                 self._plane.roll(view, partial(self._post, partial(self._dispatch, Rolled(view.epoch))))
             case RunView(view):
                 self._num_failed_views = 0
-                is_first = view.ranks[self.me] == 0
-                self._stragglers = StragglerDetector(self._straggler_rule, view.members) if is_first else None
+                self.stragglers.enter(view, max(view.min_size, self._required_size))
                 self._plane.run(view)
             case JoinView(view):
                 self._join(view)
@@ -523,24 +520,7 @@ class ViewDriver:
                 case FinishNoted():
                     self._note_aware(sender)
                 case StepTimes():
-                    self._take_times(sender, frame)
-
-    def _send_times(self, times: StepTimes) -> None:
-        view = self._view
-        if view is None or view.epoch != times.epoch:
-            return
-        if view.members[0] == self.me:
-            self._take_times(self.me, times)
-        else:
-            self._links.send(view.members[0], times)
-
-    def _take_times(self, member: MemberId, times: StepTimes) -> None:
-        """Take in times of a member's steps, as rank 0."""
-        view = self._view
-        if self._stragglers is None or view is None or view.epoch != times.epoch:
-            return
-        for straggler in self._stragglers.add(member, times.first_step, times.times):
-            self._directory.tell_straggler(straggler, max(view.min_size, self._required_size))
+                    self.stragglers.take(sender, frame)
 
     def on_linked(self, member: MemberId, *, is_finished: bool) -> None:
         """Take note of a link; see `LinkOwner`."""

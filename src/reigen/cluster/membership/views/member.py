@@ -318,6 +318,8 @@ class ElasticMember:
         evidence = self.lost.get(sender) if isinstance(sender, MemberId) else None
         if evidence is not None and evidence.verdict is not Verdict.DEAD:
             del self.lost[evidence.member]  # it lives, and is heard
+        if isinstance(sender, MemberId):
+            self._installation.hear(sender)
         if isinstance(sender, VoterId):
             self._voter_lives[sender.name] = max(sender.incarnation, self._voter_lives.get(sender.name, 0))
         handler: Callable[..., list[MemberAction]] | None = self._MESSAGE_HANDLERS.get(type(message))
@@ -417,14 +419,6 @@ class ElasticMember:
         if self.state is not ElasticState.INSTALLING:
             return [SendTo(message.member, ViewGo(self.view.epoch))]
         return self._say_installed()
-
-    def _on_building(self, message: ViewBuilding, sender: MemberId | VoterId) -> list[MemberAction]:
-        if message.epoch != self.view.epoch:
-            return self._answer_late(message.epoch, sender)
-        if self.state is ElasticState.CHANGING:
-            return [SendTo(message.member, RevokeView(self.view.epoch))]
-        self._installation.hear(message.member)
-        return []
 
     def _on_progress(self) -> list[MemberAction]:
         """Say that this member lives, as those do that build a view, and give up who is silent."""
@@ -634,7 +628,7 @@ class ElasticMember:
         ),
         ViewDecided: lambda self, message, _: self._adopt(message.value),
         ViewInstalled: _on_installed,
-        ViewBuilding: _on_building,
+        ViewBuilding: lambda self, message, sender: self._answer_late(message.epoch, sender),
         ViewGo: _on_go,
         ChangeAt: _on_change_at,
         StepReached: _on_reached,
