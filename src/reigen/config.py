@@ -21,7 +21,7 @@ TCP_ALGORITHMS = ("auto", "direct", "ring", "latency")
 #: Connections between two ranks: each is a descriptor, and a handshake before the first collective.
 MAX_TCP_SOCKETS = 64
 #: Policies of the parameter server for the loss of a worker; see docs/kv.md.
-WORKER_LOSS_POLICIES = ("abort", "continue", "wait")
+WORKER_LOSS_POLICIES = ("abort", "continue", "wait", "elastic")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: JSON: for variables that `reigen run` has set, the option or setting that made it do so.
 ORIGINS_VARIABLE = "REIGEN_ORIGINS"

@@ -26,7 +26,7 @@ class Member:
     tls = None
     host = "here"
     secret = SECRET
-    is_recovery = False
+    is_recovery = is_elastic = False
 
     def __init__(self, job: Job, role: Any, number: int, incarnation: int = 1) -> None:
         self._job, self.job = job, 1
@@ -45,6 +45,9 @@ class Member:
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
         return list(self._job.peers)
+
+    def place(self) -> tuple[int, int]:
+        return self.number, self.num_workers
 
     def barrier(self, name: str, deadline: float) -> None:
         try:

@@ -23,6 +23,7 @@ __all__ = [
     "ELASTIC_TIMEOUT_VARIABLE",
     "ELASTIC_VARIABLE",
     "ELASTIC_VIEW_KEY",
+    "FIRST_WORKERS_VARIABLE",
     "INCARNATION_VARIABLE",
     "MAX_SIZE_VARIABLE",
     "MIN_SIZE_VARIABLE",
@@ -86,7 +87,11 @@ PORT_IS_HELD_VARIABLE = "REIGEN_PORT_IS_HELD"
 WORKERS_LOST_EXIT_CODE = 79
 #: Number of a descriptor of the scheduler of parameter servers: a pipe, to which it writes the number of each worker
 #: that leaves in good order, a line each, before any other process gets to know. The launcher reads it.
+#: That of an elastic job also writes which slots' processes have joined, and that the job has begun
+#: (`launch.elastic.supervision.parse_worker_report`).
 DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
+#: For that scheduler, in an elastic job: with how many workers it begins.
+FIRST_WORKERS_VARIABLE = "REIGEN_FIRST_WORKERS"
 
 _SECRET_DIGITS = 64
 

@@ -22,6 +22,9 @@ c. DECLARE comes first for every key: all workers say what they mean by it to th
    that the key can be used. Workers that disagree all get an ERROR. A server that is started again amid this may have
    forgotten what it was told, but no value for which INIT was answered: rank 0, which is told by WELCOME that it is
    another process, begins again, until it has come through with all servers as they were. All of them then say RESUME.
+   In an elastic job any worker may be the one that does this. All say where the shards would be; the home server
+   chooses one of those that have come (`KeyDeclared.is_first`), and another one where that is lost before it has sent
+   all values. Those that have declared the key until then take part in the first round of all its shards.
 d. PUSH, PUSHPULL and ROW_PUSH say the worker's own count of its pushes of that shard, from 1, in ``round``; PULL and
    ROW_PULL say how many pushes of the shard the worker has sent before. When they are answered is decided by the
    store's consistency (`reigen.kv.consistency.state_machine`): in a synchronous store when the round is complete and
@@ -37,7 +40,8 @@ g. With PS_RESEND, the server says RECEIVED as soon as a request is there that i
    header without the body, with what it was in ``about``. The server answers, says RECEIVED, or says RECEIVED with
    `MessageFlag.UNKNOWN`: send it again.
 h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_counts`); DONE has the server's. A
-   worker that replaces another says `COUNT_UNKNOWN` and goes on from what the server has.
+   worker that replaces another says `COUNT_UNKNOWN` and goes on from what the server has. In an elastic job all do so
+   behind DECLARED, and once more with the largest count that they have heard, where those of a key's shards differ.
 i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.optim.States`.
 j. NOTICE is what a server says unasked: a `ServerNotice`. It has no id and no answer.
 k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
@@ -295,18 +299,27 @@ class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARE: meaning of a key; from rank 0 all its shards, too, and whether it has sent them."""
+    """DECLARE: meaning of a key; from rank 0 all its shards, too, and whether it has sent them.
+
+    ``workers``: those of an elastic job that take part in its first round.
+    """
 
     spec: KeySpec
     places: tuple[ShardRange, ...] | None = None
     is_initialised: bool = False
+    workers: tuple[int, ...] = ()
 
 
 class KeyDeclared(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARED: all shards of the key, and whether it had a value before, so that rank 0's is not wanted."""
+    """DECLARED: all shards of the key, and whether it had a value before, so that rank 0's is not wanted.
+
+    In an elastic job also whether this worker is to send the value, and who takes part in the first round.
+    """
 
     places: tuple[ShardRange, ...]
     was_initialised: bool = False
+    is_first: bool = False
+    workers: tuple[int, ...] = ()
 
 
 class StoreCommand(msgspec.Struct, array_like=True, frozen=True):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Self
 
 from reigen.errors import ConfigError
 from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS
-from reigen.launch.elastic.options import ElasticOptions
+from reigen.launch.elastic.options import MOST_RANKS, ElasticOptions
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import FinishJob, ProcessExited
 from reigen.launch.local_plan import JobServices, ProcessOptions
 from reigen.launch.payload import InheritedDescriptors
-from reigen.launch.ps_processes import ServerOptions
+from reigen.launch.ps_processes import FIRST_ELASTIC_NUMBER, ServerOptions
 from reigen.launch.ssh.command import SshOptions
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class LaunchOptions:
         if self.gpus_per_rank is not None and self.gpus_per_rank < 1:
             raise ConfigError(f"--gpus-per-rank must be at least 1, not {self.gpus_per_rank}")
         if self.elastic is not None and self.servers is not None:
-            raise ConfigError("-s: parameter servers cannot run beside the ranks of an elastic job yet")
+            self._check_elastic_servers(self.elastic, self.servers)
         if self.elastic is not None and self.sync_directory is not None:
             raise ConfigError("--sync-dst-dir: hosts come later to an elastic job; use a directory that all share")
         if self.continues and self.elastic is None:
@@ -167,6 +167,21 @@ class LaunchOptions:
         for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise ConfigError(f"the {what} must be a number of seconds, not {seconds:g}")
+
+    def _check_elastic_servers(self, elastic: ElasticOptions, servers: ServerOptions) -> None:
+        if elastic.max_ranks >= MOST_RANKS:
+            raise ConfigError("-s: servers have to know how many workers an elastic job may have: --max-np, or -np")
+        if servers.hosts:
+            raise ConfigError("--server-hosts: the servers of an elastic job run on the launcher's host")
+        if self.continues:
+            raise ConfigError("--on-launcher-loss continue: the servers of an elastic job end with its launcher")
+        if elastic.spares:
+            raise ConfigError("--spares: a worker of parameter servers has no state that a spare could wait for")
+
+    @property
+    def first_ps_number(self) -> int:
+        """Number of the first server: behind those of the ranks."""
+        return self.num_ranks if self.elastic is None else FIRST_ELASTIC_NUMBER
 
     @property
     def processes(self) -> ProcessOptions:

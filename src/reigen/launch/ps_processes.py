@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from reigen.cluster.environ import PORT_IS_HELD_VARIABLE
+from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE, FIRST_WORKERS_VARIABLE, PORT_IS_HELD_VARIABLE
 from reigen.errors import ConfigError
 
 #: Directory of servers' snapshots: without it, one that is started again would have lost its keys.
@@ -24,6 +24,8 @@ DEADLINE_VARIABLE = "REIGEN_DEADLINE"
 #: nothing wrong.
 _SCHEDULER_DEADLINE = "1209600"
 NODE_HOST_VARIABLE = "DMLC_NODE_HOST"
+#: Number of the first server of an elastic job, whose ranks' numbers grow.
+FIRST_ELASTIC_NUMBER = 1 << 20
 #: Number of times that a process has been started before.
 ATTEMPT_VARIABLE = "DMLC_NUM_ATTEMPT"
 
@@ -89,7 +91,13 @@ class PsProcess:
 class PsJobSpec:
     """Description of the job for each process of a job with parameter servers.
 
-    ``port_is_held``: the launcher holds the scheduler's port against other users; the scheduler has to know.
+    Attributes:
+        scheduler_host, scheduler_port: where the scheduler is.
+        num_workers, num_servers: how many there are; of an elastic job, how many workers at a time at most.
+        port_is_held: the launcher holds the scheduler's port against other users; the scheduler has to know.
+        is_elastic: workers come and go.
+        first_workers: with so many an elastic job begins.
+        elastic_timeout_seconds: how long its scheduler waits for others when all workers are lost.
     """
 
     scheduler_host: str
@@ -97,12 +105,20 @@ class PsJobSpec:
     num_workers: int
     num_servers: int
     port_is_held: bool = False
+    is_elastic: bool = False
+    first_workers: int = 1
+    elastic_timeout_seconds: float = 600.0
 
     def variables(self, role: PsRole, index: int, node_host: str) -> dict[str, str]:
         """Return the variables of process ``index`` of a role, whose host the others reach at ``node_host``."""
         own: dict[str, str] = {}
         if role is PsRole.SCHEDULER:
             own = {DEADLINE_VARIABLE: _SCHEDULER_DEADLINE} | ({PORT_IS_HELD_VARIABLE: "1"} if self.port_is_held else {})
+        if self.is_elastic:
+            own[WORKER_LOSS_VARIABLE] = "elastic"
+        if self.is_elastic and role is PsRole.SCHEDULER:
+            own[FIRST_WORKERS_VARIABLE] = str(self.first_workers)
+            own[ELASTIC_TIMEOUT_VARIABLE] = f"{self.elastic_timeout_seconds:g}"
         return own | {
             "DMLC_ROLE": role,
             "DMLC_PS_ROOT_URI": self.scheduler_host,

@@ -89,7 +89,7 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         _join_interfaces(arguments["network_interface"], arguments["network_interfaces"]),
         launcher,
         elastic=elastic,
-        num_servers=check_num_servers(arguments["num_servers"], elastic is not None),
+        num_servers=check_num_servers(arguments["num_servers"]),
     )
     unused = _WITHOUT_EFFECT + (_ELASTIC_ONLY if elastic is None else ())
     without_effect = [name for name in unused if arguments[name] not in (None, False)]
@@ -129,7 +129,10 @@ def _join_interfaces(*spellings: object) -> str | None:
 
 
 def check_num_servers(num_servers: SupportsIndex, is_elastic: bool = False) -> int:
-    """Return the number of parameter servers; raise ConfigError where it is none, or the job cannot have any."""
+    """Return the number of parameter servers; raise ConfigError where it is none.
+
+    ``is_elastic``: in an elastic job that an engine's driver runs, which cannot have any.
+    """
     try:
         number = operator.index(num_servers)
     except TypeError:
@@ -137,7 +140,7 @@ def check_num_servers(num_servers: SupportsIndex, is_elastic: bool = False) -> i
     if number < 0:
         raise ConfigError(f"num_servers must be at least 0, not {number}")
     if number and is_elastic:
-        raise ConfigError("num_servers: parameter servers cannot run beside the ranks of an elastic job yet")
+        raise ConfigError("num_servers: an elastic job that an engine's driver runs has no parameter servers")
     return number
 
 

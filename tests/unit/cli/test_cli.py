@@ -56,7 +56,16 @@ def test_what_is_no_command(arguments, capsys):
         (["-np", "3", "--blacklist", "seat", "true"], "--blacklist is about elastic jobs"),
         (["--min-np", "3", "--blacklist-cooldown-range", "2", "1", "true"], "--blacklist-cooldown-range 2 1: it must"),
         (["--min-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots, and 3 processes are needed at least"),
-        (["--min-np", "3", "-s", "1", "true"], "parameter servers cannot run beside the ranks of an elastic job"),
+        (
+            ["--min-np", "3", "-s", "1", "true"],
+            "how many workers an elastic job may have: --max-np",
+        ),
+        (["--min-np", "3", "-np", "3", "-s", "1", "--server-hosts", "x", "true"], "run on the launcher's host"),
+        (["--min-np", "3", "-np", "3", "-s", "1", "--spares", "1", "true"], "no state that a spare could wait for"),
+        (
+            ["--min-np", "3", "-np", "3", "-s", "1", "--on-launcher-loss", "continue", "true"],
+            "the servers of an elastic job end with its launcher",
+        ),
         (["--min-np", "3", "--as-horovod", "true"], "Cannot run in fault tolerance mode with fewer than 2 hosts."),
         (["--min-np", "3", "--torchrun-env", "true"], "torch.distributed cannot follow the members"),
         (["-np", "3", "--cache-capacity=-2", "true"], "cache_capacity=-2 must be >= 0"),

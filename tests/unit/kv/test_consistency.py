@@ -36,7 +36,7 @@ from reigen.kv.consistency.state_machine import (
 )
 
 ASYNC = math.inf
-ABORT, CONTINUE, WAIT = LossPolicy
+ABORT, CONTINUE, WAIT, ELASTIC = LossPolicy
 
 
 class Shard:

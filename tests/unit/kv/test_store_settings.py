@@ -20,6 +20,8 @@ class Connection:
 class Store:
     """Two workers are expected."""
 
+    is_elastic, has_begun = False, True
+
     def __init__(self):
         self.is_pushed = self.must_save = False
         self.optimizer = None

@@ -26,9 +26,13 @@ from reigen.launch.elastic.job import (
     MemberLeaving,
     MemberStraggles,
     SayToUser,
+    StartServers,
     StartSlots,
     TimePassed,
     ViewAnnounced,
+    WorkerDeparted,
+    WorkerEntered,
+    WorkersBegan,
 )
 from reigen.launch.elastic.options import NEVER, Cooldown, ElasticOptions
 from reigen.launch.elastic.slots import SlotState
@@ -42,6 +46,7 @@ from reigen.launch.job_state import (
     ProcessExited,
     SignalProcesses,
     SignalReceived,
+    TerminateProcesses,
 )
 
 DISCOVERED = "discover.sh"
@@ -699,3 +704,118 @@ def test_a_signal_stops_everything() -> None:
 def test_nothing_is_due_in_a_job_that_is_well() -> None:
     job = Job(options(), ("h1", 4))
     assert job.state.next_due() == inf
+
+
+# -- parameter servers ------------------------------------------------------------------------------------------------
+
+SERVERS = (100, 101)
+
+
+class ServedJob(Job):
+    """A job of two servers, numbered 100 and 101, the last of them for the scheduler."""
+
+    def __init__(self, options: ElasticOptions, *hosts: tuple[str, int], begins: bool = True) -> None:
+        super().__init__(options, begins=False)
+        self.state = ElasticJobState(options, lambda: 0.0, self.now, SERVERS)
+        self.find(*hosts)
+        if begins:
+            for slot in sorted(self.state.running - set(SERVERS)):
+                self.handle(WorkerEntered(slot, 0))
+            self.handle(WorkersBegan())
+
+
+def signalled(instructions: list[JobInstruction | ElasticInstruction]) -> list[tuple[int, ...]]:
+    return [each.ranks for each in instructions if isinstance(each, SignalProcesses) and each.signum == SIGTERM]
+
+
+def test_servers_are_started_with_the_first_processes() -> None:
+    job = ServedJob(options(), begins=False)
+    starts = [each for each in job.find(("h1", 3)) if isinstance(each, StartServers | StartSlots)]
+    assert starts[0] == StartServers(3)
+    assert job.running == {0, 1, 2, *SERVERS}
+
+
+def test_workers_are_started_again_though_no_view_has_been_announced() -> None:
+    job = ServedJob(options(), ("h1", 3))
+    job.exit(1, -SIGKILL)
+    job.at(10.0)
+    assert job.started[-1] == (1, 1, "h1", 1)
+    job.handle(WorkerEntered(1, 1))
+    assert job.texts[-1] == "slot 1 joins; 3 workers go on"
+    assert job.state.members == ((0, 0), (2, 0), (1, 1))
+
+
+def test_a_death_before_the_first_workers_have_joined_ends_the_job() -> None:
+    job = ServedJob(options(), ("h1", 3), begins=False)
+    job.exit(1, -SIGKILL)
+    job.at(FIRST_VIEW_SECONDS)
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.end().failure is not None
+
+
+def test_the_job_survives_the_death_of_all_workers() -> None:
+    job = ServedJob(options(2, 3), ("h1", 3))
+    for slot in range(3):
+        job.exit(slot, -SIGKILL)
+    job.at(10.0)
+    assert job.running == {0, 1, 2, *SERVERS}
+    assert [start[:2] for start in job.started[-3:]] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_workers_that_leave_in_good_order_end_the_job() -> None:
+    job = ServedJob(options(), ("h1", 3))
+    job.exit(2, -SIGKILL)
+    job.at(10.0)
+    assert signalled(job.handle(WorkerDeparted(0, 0))) == [(2,)]  # it has not joined, and would come in vain
+    job.exit(0, 0)
+    job.exit(2, -SIGTERM)
+    job.exit(1, 0)
+    assert job.state.phase is JobPhase.ENDING
+    for server in SERVERS:
+        job.exit(server, 0)
+    assert job.handle(ProcessesSwept()) == [FinishJob(0, None, None)]
+
+
+def test_exit_code_0_of_a_worker_that_has_not_left_is_a_death() -> None:
+    job = ServedJob(options(), ("h1", 3))
+    job.exit(0, 0)
+    assert "it has ended before the job (exit code 0)" in job.texts[-1]
+    job.at(10.0)
+    assert job.started[-1] == (0, 1, "h1", 0)
+
+
+@pytest.mark.parametrize("has_workers", [True, False])
+def test_a_server_that_dies_ends_the_job(has_workers: bool) -> None:
+    job = ServedJob(options(1, 2), ("h1", 2))
+    if not has_workers:
+        job.exit(0, -SIGKILL)
+        job.exit(1, -SIGKILL)
+    instructions = job.exit(100, -SIGKILL)
+    assert signalled(instructions) == ([(0, 1)] if has_workers else [])
+    for slot in sorted(job.running - {101}):
+        instructions = job.exit(slot, -SIGTERM)
+    assert TerminateProcesses((101,)) in instructions  # the scheduler, when no worker is left
+    job.exit(101, -SIGTERM)
+    (finish,) = job.handle(ProcessesSwept())
+    assert isinstance(finish, FinishJob)
+    assert (finish.exit_code, finish.failure.rank if finish.failure else None) == (128 + SIGKILL, 100)
+
+
+def test_servers_run_until_the_workers_have_ended_by_a_notice() -> None:
+    job = ServedJob(options(), ("h1", 3))
+    assert signalled(job.handle(SignalReceived(SIGTERM, 0.0))) == [(0, 1, 2)]
+    assert not any(isinstance(each, TerminateProcesses) for slot in (0, 1) for each in job.exit(slot, -SIGTERM))
+    assert TerminateProcesses(SERVERS) in job.exit(2, -SIGTERM)
+
+
+def test_members_are_those_of_views_where_the_program_announces_some() -> None:
+    job = ServedJob(options(), ("h1", 3))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0), (2, 0))))
+    job.handle(WorkerDeparted(0, 0))
+    job.exit(1, -SIGKILL)
+    job.at(10.0)
+    assert job.started[-1] == (1, 1, "h1", 1)
+    job.handle(WorkerEntered(1, 1))
+    assert job.state.members == ((0, 0), (1, 0), (2, 0))
+    job.handle(MemberFinished(0))
+    assert job.state.finished == {0}

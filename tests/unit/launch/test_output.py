@@ -243,7 +243,9 @@ def test_an_empty_message_of_the_launcher_writes_nothing(terminal):
 def test_the_multiplexer_ends_a_progress_line_before_a_message(monkeypatch):
     writer = NonblockingWriter(2, LogSink(prefix=True))
     monkeypatch.setattr("reigen.launch.output.output_mux.open_std_writers", lambda **_: [writer, writer])
-    options = SimpleNamespace(num_ranks=1, servers=None, prefix=True, timestamps=False, output_directory=None)
+    options = SimpleNamespace(
+        num_ranks=1, first_ps_number=1, servers=None, prefix=True, timestamps=False, output_directory=None
+    )
     mux = OutputMux(options, None, list, None)
     mux.printed(0, ERR, b"\r10%")
     mux.say(b"reigen run: message\n")

@@ -216,7 +216,6 @@ def test_elastic_jobs():
         ({"start_timeout": 0}, "greater than 0, not 0"),
         ({"num_servers": "one"}, "num_servers must be a number of servers, not 'one'"),
         ({"num_servers": -1}, "num_servers must be at least 0, not -1"),
-        ({"num_servers": 1, "min_num_proc": 1}, "servers cannot run beside the ranks of an elastic job yet"),
     ],
 )
 def test_what_makes_no_sense(changes, message):

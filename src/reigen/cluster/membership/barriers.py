@@ -118,6 +118,14 @@ class BarrierTable:
         """Return how often each barrier is over, by name."""
         return tuple(sorted((name, one.num_over) for name, one in self._barriers.items() if one.num_over))
 
+    def join(self, worker: int) -> tuple[tuple[str, int], ...]:
+        """Add a worker, from the next time of each barrier on that has not begun; returns how often each has."""
+        begun = {name: max([one.num_over, *one.entered.values()]) for name, one in self._barriers.items()}
+        self.forget(worker)
+        for name, sequence in begun.items():
+            self._barriers[name].entered[worker] = sequence
+        return tuple(sorted((name, sequence) for name, sequence in begun.items() if sequence))
+
     def forget(self, worker: int) -> None:
         """Forget a worker: it may come for the first time."""
         for one in self._barriers.values():

@@ -31,6 +31,8 @@ class LossPolicy(Enum):
     CONTINUE = "continue"
     #: they wait for it, or for another process in its place
     WAIT = "wait"
+    #: they go on without it, and other processes may join, in its place or in a free one; it does not come back itself
+    ELASTIC = "elastic"
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,17 @@ class JobSpec:
         roles: its members.
         return_seconds: how long others wait, once all workers have left or are lost, for a process in place of a lost
             one; and for all members after a restart of the service.
+        first_workers: with so many an elastic job begins.
     """
 
     roles: Mapping[MemberRole, RolePolicy]
     return_seconds: float = 30.0
+    first_workers: int = 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether workers come and go."""
+        return "worker" in self.roles and self.roles["worker"].on_loss is LossPolicy.ELASTIC
 
     @property
     def counts(self) -> dict[MemberRole, int]:
@@ -96,6 +105,7 @@ def parameter_server_job(
     return_seconds: float = 30.0,
     start_seconds: float = 30.0,
     deadline_seconds: float = 600.0,
+    first_workers: int = 1,
 ) -> JobSpec:
     """Specify a job of workers, under a policy for their losses, and servers, which return where they have snapshots.
 
@@ -104,7 +114,7 @@ def parameter_server_job(
     workers = RolePolicy(
         num_workers,
         policy,
-        start_seconds=deadline_seconds,
+        start_seconds=NEVER if policy is LossPolicy.ELASTIC else deadline_seconds,
         reconnect_seconds=RECONNECT_GRACE_SECONDS,
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
     )
@@ -116,7 +126,7 @@ def parameter_server_job(
         RECONNECT_GRACE_SECONDS,
         heartbeat_timeout_seconds,
     )
-    return JobSpec(MappingProxyType({"worker": workers, "server": servers}), return_seconds)
+    return JobSpec(MappingProxyType({"worker": workers, "server": servers}), return_seconds, first_workers)
 
 
 class MemberState(Enum):
@@ -144,6 +154,7 @@ class Member:
         lost_at: since when it is.
         replacement: another process that has come for the place.
         is_missed: it has not come to this service yet, and others believe that it is lost.
+        joined: in an elastic job, the how-manieth process it was that has joined.
     """
 
     role: MemberRole
@@ -162,6 +173,7 @@ class Member:
     lost_at: float = 0.0
     replacement: tuple[ConnectionId, RegisterMember] | None = None
     is_missed: bool = False
+    joined: int = 0
 
     @property
     def name(self) -> str:
@@ -176,7 +188,8 @@ class Member:
     @property
     def return_event(self) -> MemberReturned:
         """Make the event of its return."""
-        return MemberReturned(self.role, self.number, self.host, self.incarnation, self.address)
+        is_new = self.policy.on_loss is LossPolicy.ELASTIC
+        return MemberReturned(self.role, self.number, self.host, self.incarnation, self.address, is_new)
 
     @property
     def loss_reason(self) -> str:
@@ -186,12 +199,19 @@ class Member:
     @property
     def is_final(self) -> bool:
         """Return whether it is lost, and its place stays empty."""
-        if self.loss is None or self.policy.on_loss is LossPolicy.CONTINUE:
+        if self.loss is None or self.policy.on_loss in {LossPolicy.CONTINUE, LossPolicy.ELASTIC}:
             return False
         return not self.loss.will_return
 
     @property
+    def is_excluded(self) -> bool:
+        """Return whether the process that had the place may not go on, even if it lives."""
+        return self.is_final or (self.loss is not None and self.policy.on_loss is LossPolicy.ELASTIC)
+
+    @property
     def is_needed(self) -> bool:
         """Return whether others cannot go on without it now."""
+        if self.policy.on_loss is LossPolicy.ELASTIC:
+            return self.state is MemberState.PRESENT
         is_optional = self.state is MemberState.LOST and self.policy.on_loss is LossPolicy.CONTINUE
         return self.state is not MemberState.LEFT and not is_optional

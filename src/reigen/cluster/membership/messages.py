@@ -117,19 +117,39 @@ class MemberReturned(_MemberEvent, tag="returned", frozen=True):
     Attributes:
         incarnation: as before: the process that was silent; another one: a replacement.
         address: where a server is to be found from now on.
+        is_new: a process of an elastic job that has just come.
     """
 
     incarnation: int
     address: str = ""
+    is_new: bool = False
 
     def __str__(self) -> str:
         where = f" at {self.address}" if self.address else ""
+        if self.is_new:
+            return f"{self.role} {self.number} joins, on host {self.host}"
         return f"{self.role} {self.number} is there again, on host {self.host}{where}"
 
     @property
     def server(self) -> ServerInfo:
         """Describe a server that has returned."""
         return ServerInfo(self.number, self.address, self.incarnation, self.host)
+
+
+class WorkerRoster(_Message, tag="roster", frozen=True):
+    """Workers of an elastic job that are there now; what follows changes it.
+
+    Attributes:
+        workers: their numbers, in the order in which they have joined.
+        is_open: so many have come that the job has begun.
+    """
+
+    workers: tuple[int, ...]
+    is_open: bool
+
+    def __str__(self) -> str:
+        what = "the job has begun with" if self.is_open else "the job has not begun; there are"
+        return f"{what} {format_members(workers=self.workers) or 'no workers'}"
 
 
 class JobEnded(_Message, tag="stop", frozen=True):
@@ -156,7 +176,7 @@ class JobEnded(_Message, tag="stop", frozen=True):
         return f"the job is over: {self.reason}"
 
 
-MembershipEvent = MemberLost | MemberLeft | MemberAborted | MemberReturned | JobEnded
+MembershipEvent = MemberLost | MemberLeft | MemberAborted | MemberReturned | WorkerRoster | JobEnded
 
 
 # -- of members -------------------------------------------------------------------------------------------------------
@@ -209,6 +229,7 @@ class RegisterMember(_Message, tag=20, frozen=True):
         barriers: at which it waits, the last one of every name, and the latest that were broken.
         saved: the jobs with this secret of which a server that was not told its number yet has found snapshots.
         is_restart: its launcher says that it has started this process before: it takes a place that was lost.
+        slot: of a worker of an elastic job: its launcher's number for its place, and how often that was used before.
     """
 
     role: MemberRole
@@ -228,6 +249,7 @@ class RegisterMember(_Message, tag=20, frozen=True):
     barriers: tuple[EnterBarrier, ...] = ()
     saved: tuple[SavedJob, ...] = ()
     is_restart: bool = False
+    slot: tuple[int, int] | None = None
 
     @property
     def is_known(self) -> bool:

@@ -53,6 +53,11 @@ K. *Attribution.* What goes wrong at one time is held for a moment, and told in 
    (`reigen.cluster.membership.attribution`). A connection that ends because its host is *silent* (the kernel got no
    answer in time) stands for all members of that host. Only the first abort is sent: it ends the waiting of all, and
    those that come later follow from it.
+L. *Elastic jobs.* Workers' numbers are places, of which a process gets one that is free: that nobody has had, or whose
+   process is lost or has left. All are told of each that joins, and one that comes of all that are there, in the order
+   in which they have joined (`WorkerRoster`). A lost process does not come back: it is refused. The job begins when
+   ``first_workers`` have come, and ends when the last worker leaves in good order. One that comes later takes part in
+   barriers that nobody has entered by then.
 """
 
 from __future__ import annotations
@@ -92,6 +97,7 @@ from reigen.cluster.membership.messages import (
     ServerList,
     StatusQuery,
     StatusReply,
+    WorkerRoster,
     format_members,
 )
 
@@ -148,6 +154,9 @@ class MembershipTable:
         self._held = HeldEvents(self._members.values())
         #: the one that is told (K)
         self._abort: MemberAborted | None = None
+        #: (L) how many workers have joined; the job has begun; the worker that went last has left in good order
+        self._num_joined = 0
+        self._has_opened = self._has_left_last = False
         self._now = -NEVER
         self._due = NEVER
         self._replies: OutgoingReplies = []
@@ -253,9 +262,14 @@ class MembershipTable:
         if not self._is_open:  # else the snapshots are of this service's time
             for saved in (one for one in message.saved if one.job == self.job):
                 self._take_history(saved.left, goes_on=True)
+        is_free = self._is_elastic(member.role) and member.state is MemberState.LEFT
         if member.is_final and not member.incarnation:
             self._refuse(owner, f"{member.name} was given up: {member.loss_reason}")
-        elif member.state is MemberState.ABSENT or (message.is_known and not member.incarnation):
+        elif (
+            member.state is MemberState.ABSENT
+            or (message.is_known and not member.incarnation)
+            or (is_free and member.incarnation != message.incarnation)
+        ):
             recovers = message.is_recovery if message.is_known else self._is_restarted or message.is_restart
             self._assign_place(owner, member, message, is_recovery=recovers)
         elif member.incarnation == message.incarnation:
@@ -315,7 +329,8 @@ class MembershipTable:
             return self._members[message.role, message.number]
         of_role = self._of_role(message.role)
         free = [member for member in of_role if member.state is MemberState.ABSENT]
-        free += [member for member in of_role if member.state is MemberState.LOST]
+        gone = {MemberState.LOST, MemberState.LEFT} if self._is_elastic(message.role) else {MemberState.LOST}
+        free += [member for member in of_role if member.state in gone]
         free += [member for member in of_role if member.state is MemberState.PRESENT and member.owner is None]
         return free[0] if free else None
 
@@ -349,7 +364,11 @@ class MembershipTable:
 
     def _assign_place(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
         """Give a process its place."""
-        is_news = member.state is MemberState.LOST or member.is_missed or (is_recovery and not message.is_known)
+        is_elastic = self._is_elastic(member.role)
+        is_recovery = self._has_opened if is_elastic else is_recovery
+        is_news = (
+            is_elastic or member.state is MemberState.LOST or member.is_missed or (is_recovery and not message.is_known)
+        )
         member.is_missed = False
         if member.state is MemberState.LOST:
             self._announce(*self._held.release())  # comes before the return
@@ -363,6 +382,10 @@ class MembershipTable:
         if not message.is_known:
             self._assigned.add(message.incarnation)
         barriers = () if message.is_known or not is_recovery else self._barriers.over()
+        if is_elastic:
+            self._num_joined += 1
+            member.joined = self._num_joined
+            barriers = self._barriers.join(member.number)
         self._place(owner, member, message, barriers)
         if is_news:
             self._announce(member.return_event)
@@ -370,7 +393,7 @@ class MembershipTable:
 
     def _connect_again(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
         """Take a new connection of the process that has the place."""
-        if member.is_final:
+        if member.is_excluded:
             self._refuse(owner, f"it was given up: {member.loss_reason}")
             return
         if member.owner is not None:
@@ -425,6 +448,8 @@ class MembershipTable:
             numbers = tuple(sorted(other.number for other in others))
             past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
         past.append(self._abort)
+        if self.spec.is_elastic:
+            past.append(self._roster())
         past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
         self._send_news([new_connection], [event for event in past if event is not None and event not in self._held])
 
@@ -432,12 +457,13 @@ class MembershipTable:
 
     def _receive(self, owner: ConnectionId, message: MemberMessage) -> None:
         member = self._member_of[owner]
-        if member.is_final:
+        if member.is_excluded:
             self._refuse(owner, f"it was given up: {member.loss_reason}")
             return
         self._revive(member)
         if isinstance(message, LeaveJob) and member.state is MemberState.PRESENT:
             member.state, member.until = MemberState.LEFT, NEVER
+            self._has_left_last = member.role == "worker"
             self._announce(*self._held.add(member.left_event))
         elif isinstance(message, AbortMessage) and member.role == "rank" and member.state is MemberState.PRESENT:
             member.state = MemberState.ABORTED
@@ -478,7 +504,9 @@ class MembershipTable:
     def _lose(self, member: Member, reason: str, *, is_silent: bool = False) -> None:
         """Steps B, C, D: the process that has the place is gone, or as good as."""
         replacement, member.replacement = member.replacement, None
-        if member.state is MemberState.PRESENT and not self._is_open and not self._is_restarted:
+        self._has_left_last = self._has_left_last and member.role != "worker"
+        is_elastic = self._is_elastic(member.role)
+        if member.state is MemberState.PRESENT and not (self._is_open or self._is_restarted or is_elastic):
             self._forget(member)
         elif member.state is not MemberState.LOST:
             member.state, member.lost_at = MemberState.LOST, self._now
@@ -628,6 +656,9 @@ class MembershipTable:
 
     def _check_end(self) -> None:
         """Step G."""
+        if self.spec.is_elastic:
+            self._check_elastic_end()
+            return
         states = {member.state for member in self._of_role("worker")}
         policy, lost = self.spec.roles["worker"].on_loss, self._lost()
         final = any(member.is_final for member in lost)
@@ -643,6 +674,32 @@ class MembershipTable:
             self._end(JobEnded(0, "all workers have left, but for those that were lost"))
         else:
             self._awaited_until = min(self._awaited_until, self._now + self.spec.return_seconds)
+
+    def _check_elastic_end(self) -> None:
+        """Step L."""
+        states = {member.state for member in self._of_role("worker")}
+        lost = [member for member in self._lost() if member.is_final]
+        num_come = sum(one.state in {MemberState.PRESENT, MemberState.LEFT} for one in self._of_role("worker"))
+        if not self._has_opened and self._is_open and num_come >= self.spec.first_workers:
+            self._has_opened = True
+            self._announce(self._roster())
+        if lost:
+            self._end(JobEnded(1, "; ".join(str(member.loss) for member in lost)))
+        elif MemberState.PRESENT in states or not self._has_opened:
+            self._awaited_until = NEVER
+        elif self._has_left_last:
+            self._end(JobEnded(0, "all workers have left"))
+        else:
+            self._awaited_until = min(self._awaited_until, self._now + self.spec.return_seconds)
+
+    def _is_elastic(self, role: MemberRole) -> bool:
+        return role == "worker" and self.spec.is_elastic
+
+    def _roster(self) -> WorkerRoster:
+        """Step L: the workers that are there, in the order in which they have joined."""
+        present = [one for one in self._of_role("worker") if one.state is MemberState.PRESENT]
+        ordered = sorted(present, key=lambda one: one.joined)
+        return WorkerRoster(tuple(one.number for one in ordered), self._has_opened)
 
     def _end(self, stop: JobEnded) -> None:
         self._announce(stop)

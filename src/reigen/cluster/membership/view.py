@@ -36,6 +36,7 @@ from reigen.cluster.membership.messages import (
     ServerInfo,
     ServerList,
     StatusReply,
+    WorkerRoster,
 )
 from reigen.errors import CollectiveError, ConfigError, PeerLostError, ReigenError, format_ranks
 
@@ -65,6 +66,7 @@ class JobView:
         servers: where they are, by number; empty until all have come.
         lost: what is lost now, and how that was noticed.
         left: workers, or ranks, that have left in good order, with their hosts.
+        roster: in an elastic job, the workers that are there, in the order in which they have joined.
         events: those that were not taken yet.
         status: answers to queries, by seconds of silence.
     """
@@ -81,6 +83,7 @@ class JobView:
         self.servers: dict[int, ServerInfo] = {}
         self.lost: dict[tuple[MemberRole, int], MemberLost] = {}
         self.left: dict[int, str] = {}
+        self.roster: list[int] = []
         self._abort: CollectiveError | None = None
         self.events: list[MembershipEvent] = []
         self._entered: Counter[str] = Counter()
@@ -220,12 +223,20 @@ class JobView:
             if self.lost.get((event.role, event.number)) == event:
                 return
             self.lost.update({(event.role, number): event for number in event.numbers})
+            self._strike(event)
+        elif isinstance(event, WorkerRoster):
+            self.roster = list(event.workers)
         elif isinstance(event, MemberReturned | MemberLeft):
             self.lost.pop((event.role, event.number), None)
             if isinstance(event, MemberLeft) and event.role != "server":
                 if event.number in self.left:
                     return
                 self.left[event.number] = event.host
+                self._strike(event)
+            if isinstance(event, MemberReturned) and event.is_new:
+                self.left.pop(event.number, None)
+                self._strike(event)  # whose process was another one
+                self.roster.append(event.number)
             if isinstance(event, MemberReturned) and event.role == "server":
                 if not self.servers or self.servers.get(event.number) == event.server:
                     return  # before all have come, it is not known where it was
@@ -236,6 +247,11 @@ class JobView:
         elif self.failure is None:
             self.failure = event.error()
         self._notify(event)
+
+    def _strike(self, event: MemberLost | MemberLeft | MemberReturned) -> None:
+        """Take a worker that has gone from the roster."""
+        if event.role == "worker" and event.number in self.roster:
+            self.roster.remove(event.number)
 
     def _notify(self, event: MembershipEvent) -> None:
         if self._registration.role != "rank":  # which asks by `rank_error`

@@ -57,7 +57,7 @@ class DistStore(KVStore):
         start_until: float | None = None,
     ) -> None:
         super().__init__(kind)
-        self.rank, self.num_workers, self.is_recovery = member.number, member.num_workers, member.is_recovery
+        self.is_recovery = member.is_recovery
         self.staleness = math.inf if staleness is None else staleness
         self._member, self._config, self._number, self._on_close = member, config, number, on_close
         self._keys: dict[Key, KeyState] = {}
@@ -68,6 +68,14 @@ class DistStore(KVStore):
         self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
         self._factory = RequestFactory(self._worker)
         self._key_init = KeyInitializer(self._worker, self._factory, config)
+
+    @property
+    def rank(self) -> int:
+        return self._member.place()[0]
+
+    @property
+    def num_workers(self) -> int:
+        return self._member.place()[1]
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +101,7 @@ class DistStore(KVStore):
             from_params(params)
         self._check()
         self._worker.command("set_gradient_compression", {"params": wanted})
-        self._factory.compress(wanted, self.num_workers)
+        self._factory.compress(wanted, self._member.num_workers)
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
         """Write the states of all servers. Residuals of compression are this worker's own: one file each."""
@@ -201,7 +209,7 @@ class DistStore(KVStore):
         self._check()
         entries = [KeyState(key, key_id(key), tensor_spec(value)) for key, value in pairs]
         values: dict[int, Array] = {}
-        if self.rank == 0:
+        if self._may_be_first:
             for entry, (_, value) in zip(entries, pairs, strict=True):
                 values[entry.id] = flatten_tensor(copy_to_host(value) if isinstance(value, RowSparse) else value)[0]
         with self.one_deadline():
@@ -271,7 +279,12 @@ class DistStore(KVStore):
 
     @property
     def _owner(self) -> str:
-        return f"worker {self.rank}"
+        return f"worker {self._member.number}"
+
+    @property
+    def _may_be_first(self) -> bool:
+        """Return whether the first values of keys may be this worker's."""
+        return self._member.is_elastic or self._member.number == 0
 
     def _check(self, *, pushes: bool = False) -> None:
         if self._is_closed:
@@ -296,7 +309,7 @@ class DistStore(KVStore):
         """Have keys that were cut lie in one piece: declare them anew, with the values that they have."""
         values: dict[int, Array] = {}
         for entry in entries:
-            if self.rank == 0:
+            if self._may_be_first:
                 values[entry.id] = np.empty(entry.spec.num_elements, entry.spec.dtype.storage)
                 operation = KVOperation(self._worker.wait_for, f"moving key {entry.name!r}")
                 self._factory.pull(operation, entry, values[entry.id], 0)

@@ -45,7 +45,8 @@ class KeyInitializer:
     def __init__(self, worker: KVWorker, factory: RequestFactory, config: Config) -> None:
         self._worker = worker
         self._factory = factory
-        self._is_first = worker.member.number == 0
+        self._is_elastic = worker.member.is_elastic
+        self._is_first = worker.member.number == 0 and not self._is_elastic
         num_processes = worker.member.num_workers + worker.num_servers
         slice_bytes, reason = choose_slice_bytes(
             config.kv_slice_bytes, worker.server_hosts, num_processes, os.cpu_count() or 1
@@ -62,7 +63,7 @@ class KeyInitializer:
 
         Args:
             entries: where the shards are noted.
-            values: (rank 0) by key id, the first values, flat.
+            values: (rank 0, in an elastic job all) by key id, the first values, flat.
             keep: called when the keys are there; from then on servers hear of them after a reconnection.
 
         Raises:
@@ -70,13 +71,21 @@ class KeyInitializer:
             DeadlineError: not all workers came; names them.
         """
         incarnations = self._worker.server_incarnations
-        placed = {entry.id: self._place(entry) for entry in entries} if self._is_first else {}
+        places = self._is_first or self._is_elastic
+        placed = {entry.id: self._place(entry) for entry in entries} if places else {}
         answers = self._at_home(entries, placed)
         for entry, answer in zip(entries, answers, strict=True):
             entry.set_placement(answer.places)
-            if self._is_first:
+            entry.first_workers = answer.workers
+            if places:
                 self._placer.adopt(entry.id, answer.places, entry.spec.dtype.itemsize)
         new = [entry for entry, answer in zip(entries, answers, strict=True) if not answer.was_initialised]
+        if self._is_elastic:
+            first = [entry for entry, answer in zip(entries, answers, strict=True) if answer.is_first]
+            self._initialise(first, values, incarnations)
+            keep()
+            self._join(entries)
+            return
         if self._is_first and new:
             self._initialise(new, values, incarnations)
         keep()
@@ -150,10 +159,25 @@ class KeyInitializer:
 
     def _recover(self, entries: Sequence[KeyState]) -> None:
         """Go on where this worker, or the one whose place it takes, had come to."""
+        self._ask_rounds(entries)
+        for entry in entries:
+            entry.round = min(entry.done, default=0)
+
+    def _join(self, entries: Sequence[KeyState]) -> None:
+        """Take part in rounds that have not begun, in the same ones of all shards of a key."""
+        self._ask_rounds(entries)
+        for entry in entries:
+            entry.round = max(entry.done, default=0)
+        if others := [entry for entry in entries if min(entry.done, default=0) != entry.round]:
+            self._ask_rounds(others, {entry.id: entry.round for entry in others})
+
+    def _ask_rounds(self, entries: Sequence[KeyState], rounds: Mapping[int, int] | None = None) -> None:
+        """Ask how many rounds of each shard are over for this worker; in an elastic job, at least those ``rounds``."""
         by_server: dict[int, list[tuple[int, int, int]]] = {}
         for entry in entries:
+            count = COUNT_UNKNOWN if rounds is None else rounds[entry.id]
             for place in entry.places:
-                by_server.setdefault(place.server, []).append((entry.id, place.index, COUNT_UNKNOWN))
+                by_server.setdefault(place.server, []).append((entry.id, place.index, count))
         what = "asking how far this worker had come"
         requests = self._worker.ask_servers(
             MessageKind.RESUME, what, lambda server: pack_counts(by_server[server]), by_server
@@ -163,10 +187,8 @@ class KeyInitializer:
             for key, shard, count in unpack_counts(request.answer or b""):
                 if key in known and shard < len(known[key].done):
                     known[key].done[shard] = count
-        for entry in entries:
-            entry.round = min(entry.done, default=0)
 
 
 def _encode_declaration(entry: KeyState, places: tuple[ShardRange, ...] | None, is_initialised: bool = False) -> bytes:
     spec = KeySpec(entry.name, entry.spec.shape, entry.spec.dtype.name, entry.spec.stype, entry.generation)
-    return DECLARE_CODEC.encode(DeclareKey(spec, places, is_initialised))
+    return DECLARE_CODEC.encode(DeclareKey(spec, places, is_initialised, entry.first_workers))

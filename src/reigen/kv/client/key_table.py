@@ -44,6 +44,7 @@ class KeyState:
         done: by shard, the last push that was answered.
         order: of its operations.
         residuals: by shard, what compression has not sent yet.
+        first_workers: of an elastic job, those that take part in its first round.
     """
 
     name: Key
@@ -55,6 +56,7 @@ class KeyState:
     done: list[int] = field(default_factory=list)
     order: KeyOrder = field(default_factory=KeyOrder)
     residuals: dict[int, Residual] = field(default_factory=dict)
+    first_workers: tuple[int, ...] = ()
     _has_failed: bool = False
 
     def set_placement(self, places: tuple[ShardRange, ...]) -> None:

@@ -50,6 +50,12 @@ J. *Bounds.* A push that is more than `MAX_ROUNDS_AHEAD` rounds ahead of `done` 
    acknowledgements.
 K. *Deadlines.* The server keeps them; `waits` says who each request waits for. A push that has expired is withdrawn.
    Its worker came: it is not named beside those that did not, only where there are none, and until it pushes again.
+L. *Elastic jobs.* Workers' numbers are places, which processes take and leave. An absent one is not expected. What a
+   lost worker has pushed, and what was not applied, is dropped: it was not acknowledged, and nobody repeats it. Another
+   process joins (`WorkerJoined`). It is expected from the first round on that has not begun; or from a later one that
+   it names, since the shards of a key may be in different rounds, and each of its pushes is to count in all of them. It
+   asks all shards, and tells them the latest round that it hears: no shard can have passed that round without it. A
+   round in which nobody is expected, since those who are there have joined for later ones, is over without an update.
 
 Instructions may be carried out later than they are given, in order. A snapshot of the value after an instruction
 therefore needs the state of that moment: take `state` when `handle` returns, and keep it with the instructions.
@@ -58,7 +64,7 @@ therefore needs the state of that moment: take `state` when `handle` returns, an
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from enum import Enum
 
 import msgspec
@@ -124,6 +130,15 @@ class WorkerResumed(_OfWorker, frozen=True):
     round: int
 
 
+class WorkerJoined(_OfWorker, frozen=True):
+    """Message of a process of an elastic job that has connected (L).
+
+    ``round`` is the last one that is over for it at least; None: it has just come, and asks.
+    """
+
+    round: int | None = None
+
+
 class RequestExpired(msgspec.Struct, frozen=True):
     """End of a request's deadline."""
 
@@ -132,7 +147,7 @@ class RequestExpired(msgspec.Struct, frozen=True):
 
 ConsistencyEvent = (
     PushReceived | PullRequested | WorkerLeft | WorkerDisconnected | WorkerLost | WorkerReappeared | WorkerReturned
-    | WorkerResumed | RequestExpired
+    | WorkerResumed | WorkerJoined | RequestExpired
 )  # fmt: skip
 
 # -- instructions -----------------------------------------------------------------------------------------------------
@@ -193,7 +208,7 @@ class DropRequest(msgspec.Struct, frozen=True):
 
 
 class RoundRecovered(_OfWorker, frozen=True):
-    """Answer `WorkerReturned` and `WorkerResumed`: so many rounds of the worker are over.
+    """Answer `WorkerReturned`, `WorkerResumed` and `WorkerJoined`: so many rounds of the worker are over.
 
     The next push of a worker that does not know its number is ``round + 1``. One that waits for the acknowledgement of
     an earlier one sends it again.
@@ -233,6 +248,8 @@ class WorkerPresence(Enum):
     MISSED = "missed"
     #: lost, the others wait for it
     AWAITED = "awaited"
+    #: no process has this place of an elastic job
+    ABSENT = "absent"
 
 
 #: Workers whose contributions rounds wait for.
@@ -273,17 +290,23 @@ class ConsistencyEngine:
     Args:
         num_workers: they are numbered from 0.
         staleness: 0 is synchronous, `math.inf` asynchronous; see (B) to (D).
+        present: those that are there from the beginning, in an elastic job (L); None: all are.
 
     Attributes:
         is_synchronous: whether rounds are combined.
     """
 
-    def __init__(self, num_workers: int, staleness: float = 0) -> None:
+    def __init__(self, num_workers: int, staleness: float = 0, present: Collection[int] | None = None) -> None:
         self.num_workers = num_workers
         self.staleness = staleness
         self.is_synchronous = staleness == 0
         self._done = [0] * num_workers
-        self._presence = [WorkerPresence.HERE] * num_workers
+        self._presence = [
+            WorkerPresence.HERE if present is None or worker in present else WorkerPresence.ABSENT
+            for worker in range(num_workers)
+        ]
+        #: synchronous, by worker that has joined: the last round that is not expected of it (L)
+        self._joined_after: dict[int, int] = {}
         #: not heard of since the restart of this server (I)
         self._away: set[int] = set()
         #: those of whom a snapshot alone says whether they are there: it may be older than their return
@@ -329,7 +352,7 @@ class ConsistencyEngine:
         return (
             self._done[0] + 1 == round
             and self.is_synchronous
-            and not (self._pulls or self._away or self._failure or any(self._held))
+            and not (self._pulls or self._away or self._failure or self._joined_after or any(self._held))
             and all(presence is WorkerPresence.HERE for presence in self._presence)
         )
 
@@ -364,6 +387,8 @@ class ConsistencyEngine:
                 return self._return(worker)
             case WorkerResumed(worker, round):
                 return self._resume(worker, round)
+            case WorkerJoined(worker, over):
+                return self._join(worker, over)
             case RequestExpired(token):
                 return self._expire(token)
 
@@ -419,6 +444,8 @@ class ConsistencyEngine:
         if self._presence[worker] in (WorkerPresence.MISSED, WorkerPresence.AWAITED):
             reason = f"worker {worker} was given up as lost; it must return before it goes on"
             return FailRequest(token, reason, (worker,))
+        if self._presence[worker] is WorkerPresence.ABSENT:
+            return FailRequest(token, f"worker {worker} was given up as lost", (worker,))
         return None
 
     def _leave(self, worker: int) -> ConsistencyInstructions:
@@ -448,8 +475,44 @@ class ConsistencyEngine:
         if policy is LossPolicy.WAIT:
             self._presence[worker] = WorkerPresence.AWAITED
             return instructions
+        if policy is LossPolicy.ELASTIC:
+            self._presence[worker] = WorkerPresence.ABSENT
+            self._joined_after.pop(worker, None)
+            return instructions + self._drop_held(worker) + self._settle(worker)
         self._presence[worker] = WorkerPresence.MISSED
         return instructions + self._settle(worker)
+
+    def _drop_held(self, worker: int) -> ConsistencyInstructions:
+        """Step L: drop the pushes of a worker that are not applied."""
+        tokens = list(self._held[worker].values())
+        self._held[worker].clear()
+        self._dropped.difference_update(tokens)
+        return [DropRequest(token) for token in tokens]
+
+    def _join(self, worker: int, over: int | None) -> ConsistencyInstructions:
+        """Step L."""
+        instructions: ConsistencyInstructions = []
+        if self._presence[worker] is not WorkerPresence.HERE:
+            if over is not None:  # another connection of one that has left, and pulls
+                return [RoundRecovered(worker, self._done[worker])]
+            instructions = self._drop_held(worker)
+            over = self._last_begun(worker)
+            self._presence[worker] = WorkerPresence.HERE
+        if self.is_synchronous:
+            if over is not None and over > max(self._done[worker], self._joined_after.get(worker, 0)):
+                self._joined_after[worker] = over
+        else:
+            self._done[worker] = max(self._done[worker], over or 0)
+        over = max(self._done[worker], self._joined_after.get(worker, 0))
+        return [*instructions, RoundRecovered(worker, over), *self._settle(worker)]
+
+    def _last_begun(self, worker: int) -> int:
+        """Return the last round that has begun without a worker which is about to join."""
+        if not self.is_synchronous:
+            least = min((self._done[each] for each in self._expected()), default=0)
+            return max(self._done[worker], least)
+        following = self._done[worker] + 1
+        return following if any(following in held for held in self._held) else following - 1
 
     def _abort(self, worker: int) -> ConsistencyInstructions:
         if self._failure is not None:
@@ -531,8 +594,8 @@ class ConsistencyEngine:
         """Return what has become possible since something changed for ``worker``."""
         instructions: ConsistencyInstructions = []
         if self.is_synchronous:
-            while self._is_complete(self._done[0] + 1):
-                instructions += self._combine(self._done[0] + 1)
+            while self._is_complete(round := self._done[0] + 1) or self._is_empty(round):
+                instructions += self._combine(round)
                 instructions += self._answer()
         elif worker not in self._away:
             while self._done[worker] + 1 in self._held[worker]:
@@ -544,12 +607,18 @@ class ConsistencyEngine:
         if self._away and not self._away.isdisjoint(self._expected()):
             return False
         is_there = False
-        for held, presence in zip(self._held, self._presence, strict=True):
+        for worker, held in enumerate(self._held):
             if round in held:
                 is_there = True
-            elif presence in _EXPECTED:
+            elif self._presence[worker] in _EXPECTED and round > self._joined_after.get(worker, 0):
                 return False
         return is_there
+
+    def _is_empty(self, round: int) -> bool:
+        """Return whether a round has no worker, since all have joined for later ones (L)."""
+        if not self._joined_after or any(round in held for held in self._held):
+            return False
+        return all(round <= self._joined_after.get(worker, 0) for worker in self._expected())
 
     def _combine(self, round: int) -> ConsistencyInstructions:
         workers = tuple([worker for worker, held in enumerate(self._held) if round in held])
@@ -558,8 +627,12 @@ class ConsistencyEngine:
             missed = {worker for worker, one in enumerate(self._presence) if one is WorkerPresence.MISSED}
             lost = len(missed.difference(workers))
         tokens = tuple([self._held[worker][round] for worker in workers])
-        scale = (len(workers) + lost) / len(workers)
         self._done = [round] * self.num_workers
+        if self._joined_after:
+            self._joined_after = {worker: last for worker, last in self._joined_after.items() if last > round}
+        if not workers:
+            return []
+        scale = (len(workers) + lost) / len(workers)
         return [CombineRound(round, workers, tokens, scale), *[self._end(worker, round) for worker in workers]]
 
     def _apply(self, worker: int, round: int) -> ConsistencyInstructions:
@@ -615,7 +688,8 @@ class ConsistencyEngine:
         round = self._done[0] + 1
         if not self._away.isdisjoint(self._expected()):
             return self._named(self._away.intersection(self._expected()), _RESTARTED)
-        missing = [worker for worker in self._expected() if round not in self._held[worker]]
+        expected = [worker for worker in self._expected() if round > self._joined_after.get(worker, 0)]
+        missing = [worker for worker in expected if round not in self._held[worker]]
         if not_pushed := [worker for worker in missing if self._withdrawn.get(worker, 0) < round]:
             return self._named(not_pushed, f"round {round} waits for")
         workers, reason = self._named(missing, f"round {round} waits for")
@@ -656,10 +730,12 @@ class ConsistencyEngine:
         if self.is_synchronous:
             assert len(set(self._done)) == 1, "rounds are over for all at once"
             assert not self._is_complete(self._done[0] + 1)
+            assert not self._is_empty(self._done[0] + 1)
+            assert all(last > self._done[worker] for worker, last in self._joined_after.items())
         else:
             assert all(
                 d + 1 not in h or w in self._away for w, (d, h) in enumerate(zip(self._done, self._held, strict=True))
             )
-        lost = {WorkerPresence.MISSED, WorkerPresence.AWAITED}
+        lost = {WorkerPresence.MISSED, WorkerPresence.AWAITED, WorkerPresence.ABSENT}
         assert not any(self._presence[pull.worker] in lost or self._may_read(pull) for pull in self._pulls)
         assert all(wait.workers for wait in self.waits()), "whatever waits, waits for somebody"

@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from reigen.cluster.bootstrap.job_credentials import JobCredentials, derive_job_secret
-from reigen.cluster.environ import PORT_IS_HELD_VARIABLE, RENDEZVOUS_VARIABLE, detect_job
+from reigen.cluster.environ import (
+    ELASTIC_TIMEOUT_VARIABLE,
+    FIRST_WORKERS_VARIABLE,
+    INCARNATION_VARIABLE,
+    PORT_IS_HELD_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    SLOT_VARIABLE,
+    detect_job,
+)
+from reigen.cluster.membership.members import LossPolicy
 from reigen.config import Config
 from reigen.errors import ConfigError
 
@@ -46,6 +55,9 @@ class ProcessConfig:
             secret where Reigen's launchers made that; one that a user has set may be that of several jobs.
         is_restart: the launcher has started this process before (DMLC_NUM_ATTEMPT).
         port_is_held: a launcher of Reigen's holds the scheduler's port against other users.
+        first_workers: with how many workers an elastic job begins; ``num_workers`` is how many it may have.
+        slot: of a worker of an elastic job: the launcher's number for its place, and how often that was used before.
+        elastic_timeout_seconds: how long a scheduler waits for workers when all of an elastic job are lost.
     """
 
     role: KVRole
@@ -60,6 +72,14 @@ class ProcessConfig:
     job: int = 0
     is_restart: bool = False
     port_is_held: bool = False
+    first_workers: int = 1
+    slot: tuple[int, int] | None = None
+    elastic_timeout_seconds: float | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether workers come and go."""
+        return self.config.kv_on_worker_loss == LossPolicy.ELASTIC.value
 
     @property
     def name(self) -> str:
@@ -99,6 +119,8 @@ def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole
     num_workers = _parse_count(environ, "DMLC_NUM_WORKER", problems)
     num_servers = _parse_count(environ, "DMLC_NUM_SERVER", problems)
     number, origin = _task_number(environ, role, num_workers, num_servers)
+    if role == "worker" and config.kv_on_worker_loss == LossPolicy.ELASTIC.value:
+        number = None  # the scheduler knows which places are free
     which = _parse_number(number, origin, num_servers if role == "server" else num_workers, problems)
     interval, timeout = config.kv_heartbeat_seconds, config.kv_heartbeat_timeout_seconds
     if 0 < timeout <= interval:
@@ -124,7 +146,30 @@ def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole
         job,
         environ.get("DMLC_NUM_ATTEMPT", "0") not in {"", "0"},
         bool(environ.get(PORT_IS_HELD_VARIABLE)),
+        _read_first_workers(environ, num_workers),
+        _read_slot(environ),
+        _read_seconds(environ.get(ELASTIC_TIMEOUT_VARIABLE, "")),
     )
+
+
+def _read_first_workers(environ: Mapping[str, str], num_workers: int) -> int:
+    text = environ.get(FIRST_WORKERS_VARIABLE, "")
+    return min(int(text), num_workers) if text.isascii() and text.isdigit() and int(text) > 0 else 1
+
+
+def _read_slot(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    texts = environ.get(SLOT_VARIABLE, ""), environ.get(INCARNATION_VARIABLE, "")
+    if not all(text.isascii() and text.isdigit() for text in texts):
+        return None
+    return int(texts[0]), int(texts[1])
+
+
+def _read_seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < float("inf") else None
 
 
 def _task_number(

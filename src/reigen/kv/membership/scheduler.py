@@ -21,8 +21,10 @@ from reigen.cluster.membership.messages import (
     JobEnded,
     MemberLeft,
     MemberLost,
+    MemberReturned,
     MembershipEvent,
     RegisterMember,
+    WorkerRoster,
     format_members,
 )
 from reigen.cluster.membership.table import MembershipTable
@@ -68,11 +70,16 @@ class Scheduler(ControlService):
             policy=LossPolicy(config.kv_on_worker_loss),
             servers_return=config.kv_snapshot_dir is not None,
             heartbeat_timeout_seconds=heartbeat_timeout or math.inf,
-            return_seconds=config.start_timeout_seconds,
+            return_seconds=settings.elastic_timeout_seconds or config.start_timeout_seconds,
             start_seconds=config.start_timeout_seconds,
             deadline_seconds=config.deadline_seconds,
+            first_workers=settings.first_workers,
         )
         self._table = MembershipTable(spec, job, known_first_until)
+        #: in an elastic job, by incarnation, the slots of processes; and the workers that are there, by number
+        self._slots: dict[int, tuple[int, int]] = {}
+        self._present: dict[int, int] = {}
+        self._is_open = False
         #: whether a node has come; and when to look which have not
         self._has_begun = False
         self._alarm: float | None = time.monotonic() + config.deadline_seconds
@@ -139,6 +146,8 @@ class Scheduler(ControlService):
         if not self._has_begun:
             self._alarm = time.monotonic() + self._settings.config.start_timeout_seconds
         self._has_begun = True
+        if message.slot is not None:
+            self._slots[message.incarnation] = message.slot
         which = "" if message.number < 0 else f" {message.number}"
         where = f", which listens at {message.address}" if message.address else ""
         _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)
@@ -146,11 +155,29 @@ class Scheduler(ControlService):
     def on_events(self, events: Sequence[MembershipEvent]) -> None:
         """Log them, and tell the launcher which workers have left."""
         for event in events:
-            if self._left_fd >= 0 and isinstance(event, MemberLeft) and event.role == "worker":
-                with contextlib.suppress(OSError):  # the launcher has gone
-                    os.write(self._left_fd, b"%d\n" % event.number)
+            if self._settings.is_elastic:
+                self._report_worker(event)
+            elif isinstance(event, MemberLeft) and event.role == "worker":
+                self._report(b"%d\n" % event.number)
             if not isinstance(event, JobEnded):
                 _log.log(logging.WARNING if isinstance(event, MemberLost) else logging.INFO, "%s", event)
+
+    def _report_worker(self, event: MembershipEvent) -> None:
+        """Tell the launcher of an elastic job which slots' processes have joined and left."""
+        if isinstance(event, WorkerRoster) and event.is_open and not self._is_open:
+            self._is_open = True
+            self._report(b"open\n")
+        elif isinstance(event, MemberReturned) and event.is_new and event.incarnation in self._slots:
+            self._present[event.number] = event.incarnation
+            self._report(b"joined %d %d\n" % self._slots[event.incarnation])
+        elif isinstance(event, MemberLeft) and event.role == "worker" and event.number in self._present:
+            incarnation = self._present.pop(event.number)
+            self._report(b"left %d %d\n" % self._slots.pop(incarnation))
+
+    def _report(self, line: bytes) -> None:
+        if self._left_fd >= 0:
+            with contextlib.suppress(OSError):  # the launcher has gone
+                os.write(self._left_fd, line)
 
     def on_refusal(self, reason: str) -> None:
         _log.warning("a process was refused: %s", reason)

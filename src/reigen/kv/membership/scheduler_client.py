@@ -113,7 +113,8 @@ class SchedulerClient:
         number: which one: a worker's rank, a server's number.
         job: its number, not 0: the same for all schedulers that it has.
         is_recovery: this process takes the place of one that was lost.
-        num_workers, num_servers: how many the job was started with.
+        is_elastic: workers come and go.
+        num_workers, num_servers: how many the job was started with; of an elastic job, how many workers it may have.
         incarnation: of this process, never 0.
         secret: the job's 32 bytes.
         tls: encrypts all connections; None: nothing is encrypted.
@@ -138,8 +139,16 @@ class SchedulerClient:
         self.number, self.job, self.is_recovery = -1 if settings.number is None else settings.number, 0, False
         counts: dict[messages.MemberRole, int] = {"worker": settings.num_workers, "server": settings.num_servers}
         me = messages.RegisterMember(
-            self.role, self.number, self.host, self.incarnation, counts, address, is_restart=settings.is_restart
+            self.role,
+            self.number,
+            self.host,
+            self.incarnation,
+            counts,
+            address,
+            is_restart=settings.is_restart,
+            slot=settings.slot if settings.is_elastic and self.role == "worker" else None,
         )
+        self.is_elastic = settings.is_elastic
         self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
         self._config, self._deadline = config, deadline
         self._locator = SchedulerLocator(settings)
@@ -254,6 +263,16 @@ class SchedulerClient:
             grace_seconds = min(_ANSWER_SECONDS, self._config.deadline_seconds)
             answer = self._ask_status(timeout, grace_seconds)
             return len(view.lost) if answer is None else answer.num_silent
+
+    def place(self) -> tuple[int, int]:
+        """Return this worker's rank among those that are there, and their number, as far as was heard."""
+        if not self.is_elastic:
+            return self.number, self.num_workers
+        with self._changed:
+            roster = list(self._view.roster)
+        if self.number not in roster:  # it has gone, or was given up
+            return len(roster), len(roster) + 1
+        return roster.index(self.number), len(roster)
 
     def leave(self) -> None:
         """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""

@@ -23,11 +23,24 @@ class ConsensusStore(Protocol):
 
     must_save: bool
 
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether workers come and go."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether it is known who is expected: the first workers of an elastic job have come."""
+
     def expected(self) -> tuple[int, ...]:
         """Return the workers that the others wait for, ascending."""
 
-    def plan_shards(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
-        """Expect the values of a key's shards, and drop those of earlier generations."""
+    def plan_shards(
+        self, key: int, spec: KeySpec, places: tuple[ShardRange, ...], workers: tuple[int, ...] = ()
+    ) -> None:
+        """Expect the values of a key's shards, and drop those of earlier generations.
+
+        ``workers`` of an elastic job take part in the first round.
+        """
 
     def has_pushes(self, key: int | None = None) -> bool:
         """Return whether a shard that is here, of that key or of any, has been pushed."""

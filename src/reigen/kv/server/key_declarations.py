@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -35,9 +35,12 @@ class _KeyRecord:
 
     Attributes:
         consensus: of all workers, on what the key is.
-        places: the shards, as rank 0 said.
+        places: the shards, as the leader said.
         agreed: their proposal, once all have made the same.
-        is_initialised: rank 0 has sent all shards.
+        is_initialised: the leader has sent all shards.
+        leader: the worker that does so: rank 0, or one of those of an elastic job; None: it has gone.
+        proposed: by worker of an elastic job, the shards as it would have them.
+        workers: of an elastic job, those that had declared the key.
     """
 
     consensus: WorkerConsensus
@@ -45,6 +48,9 @@ class _KeyRecord:
     places: tuple[ShardRange, ...] = ()
     agreed: KeySpec | None = None
     is_initialised: bool = False
+    leader: int | None = 0
+    proposed: dict[int, tuple[ShardRange, ...]] = field(default_factory=dict)
+    workers: tuple[int, ...] = ()
 
 
 class KeyDeclarations:
@@ -69,28 +75,31 @@ class KeyDeclarations:
                 f"the keys {known.name!r} and {spec.name!r} have the same number of 64 bits; rename one of them"
             )
         if not request.header.flags & MessageFlag.HOME:
-            if request.connection.worker != 0:
+            if request.connection.worker != 0 and not self._store.is_elastic:
                 raise WireError(f"worker {request.connection.worker} says where the shards of {spec.name!r} are")
             if known is not None and known != spec and self._store.has_pushes(key):
                 raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared anew")
-            self._lay_out(key, spec, declare.places)
+            self._lay_out(key, spec, declare.places, declare.workers)
             self._answer(request, declare.places or (), was_initialised=False)
             return
         record = self._records.get(key)
-        if record is not None and record.is_initialised:
+        if record is not None and (record.is_initialised or (record.agreed and self._store.is_elastic)):
             # a worker that takes another's place does not know how often it was declared anew
             spec = msgspec.structs.replace(spec, generation=max(spec.generation, record.generation))
         if record is None or spec.generation > record.generation:
             if record is not None and self._store.has_pushes(key):
                 raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared anew")
             what = f"what the key {spec.name!r} is"
-            record = self._records[key] = _KeyRecord(WorkerConsensus(what), spec.generation)
+            leader = None if self._store.is_elastic else 0
+            record = self._records[key] = _KeyRecord(WorkerConsensus(what), spec.generation, leader=leader)
         self._at_home(request, record, spec, declare)
 
     def settle(self) -> None:
         """Answer who waited for a worker that is not expected any more."""
         for key, record in list(self._records.items()):
-            if record.agreed is None or (0 not in self._store.expected() and not record.is_initialised):
+            if self._store.is_elastic:
+                self._decide_elastic(key, record)
+            elif record.agreed is None or (0 not in self._store.expected() and not record.is_initialised):
                 self._decide(key, record)
 
     def fail(self, problem: RemoteError) -> None:
@@ -101,13 +110,13 @@ class KeyDeclarations:
     def expire(self, before: float) -> None:
         """Answer who has waited since ``before`` with an error that names the missing workers."""
         for record in self._records.values():
-            missing = self._store.expected() if record.agreed is None else (0,)
+            missing = self._store.expected() if record.agreed is None else _leaders(record)
             record.consensus.expire(before, missing)
 
     def waiting(self) -> Iterator[WaitingWorker]:
         """Yield the workers that wait for others to declare a key, or for worker 0 to send its value."""
         for record in self._records.values():
-            yield from record.consensus.waits(self._store.expected() if record.agreed is None else (0,))
+            yield from record.consensus.waits(self._store.expected() if record.agreed is None else _leaders(record))
 
     def initialised(self) -> list[tuple[int, KeySpec, tuple[ShardRange, ...]]]:
         """Return the keys that have their home here and can be used, for a snapshot."""
@@ -127,6 +136,11 @@ class KeyDeclarations:
     def _at_home(self, request: WorkerRequest, record: _KeyRecord, spec: KeySpec, declare: DeclareKey) -> None:
         worker, key = request.connection.worker, request.header.key
         if record.agreed is None:
+            if self._store.is_elastic:
+                record.proposed[worker] = declare.places or ()
+                record.consensus.take(request, spec)
+                self._decide_elastic(key, record)
+                return
             if worker == 0:
                 if not declare.places:
                     raise WireError(f"worker 0 does not say where the shards of the key {spec.name!r} are")
@@ -140,14 +154,38 @@ class KeyDeclarations:
                 ranks=[worker],
                 details={worker: f"{spec}; before it was {record.agreed}"},
             )
-        if worker == 0 and declare.is_initialised and not record.is_initialised:
+        if worker == record.leader and declare.is_initialised and not record.is_initialised:
             record.is_initialised = self._store.must_save = True
             for each in record.consensus.pop_waiting():
                 self._answer(each, record.places, was_initialised=False)
-        if record.is_initialised or worker == 0:
-            self._answer(request, record.places, was_initialised=record.is_initialised and not declare.is_initialised)
+        if record.is_initialised or worker == record.leader:
+            was_initialised = record.is_initialised and not declare.is_initialised
+            is_first = self._store.is_elastic and not record.is_initialised  # perhaps in the place of one that was
+            self._answer(
+                request, record.places, was_initialised=was_initialised, is_first=is_first, workers=record.workers
+            )
         else:
             record.consensus.waiting[worker] = request
+            if self._store.is_elastic:
+                self._decide_elastic(key, record)
+
+    def _decide_elastic(self, key: int, record: _KeyRecord) -> None:
+        """Settle the spec of a key of an elastic job, and the worker that sends its value, as far as they are open."""
+        consensus, expected = record.consensus, self._store.expected()
+        if record.agreed is None and self._store.has_begun:
+            workers = tuple(worker for worker in consensus.proposals if worker in expected)
+            if (spec := consensus.settle(expected)) is None or not workers:
+                return
+            record.agreed, record.workers = spec, tuple(sorted(workers))
+            record.places = record.proposed[min(record.workers)]
+            self._lay_out(key, spec, record.places, record.workers)
+        if record.agreed is None or record.is_initialised or record.leader in expected:
+            return
+        candidates = [worker for worker in consensus.waiting if worker in expected]
+        record.leader = min(candidates, default=None)
+        if record.leader is not None:
+            request = consensus.waiting.pop(record.leader)
+            self._answer(request, record.places, was_initialised=False, workers=record.workers, is_first=True)
 
     def _decide(self, key: int, record: _KeyRecord) -> None:
         consensus, expected = record.consensus, self._store.expected()
@@ -162,19 +200,32 @@ class KeyDeclarations:
             if first is not None:
                 self._answer(first, record.places, was_initialised=False)
 
-    def _lay_out(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...] | None) -> None:
+    def _lay_out(
+        self, key: int, spec: KeySpec, places: tuple[ShardRange, ...] | None, workers: tuple[int, ...] = ()
+    ) -> None:
         if not places:
             raise WireError(f"nothing is said of where the shards of the key {spec.name!r} are")
         before = self._known.get(key)
         if before is None or before.generation <= spec.generation:
             self._known[key] = spec
-            self._store.plan_shards(key, spec, places)
+            self._store.plan_shards(key, spec, places, workers)
 
     @staticmethod
-    def _answer(request: WorkerRequest, places: tuple[ShardRange, ...], *, was_initialised: bool) -> None:
-        request.connection.answer(
-            request, MessageKind.DECLARED, DECLARED_CODEC.encode(KeyDeclared(places, was_initialised))
-        )
+    def _answer(
+        request: WorkerRequest,
+        places: tuple[ShardRange, ...],
+        *,
+        was_initialised: bool,
+        is_first: bool = False,
+        workers: tuple[int, ...] = (),
+    ) -> None:
+        answer = KeyDeclared(places, was_initialised, is_first, workers)
+        request.connection.answer(request, MessageKind.DECLARED, DECLARED_CODEC.encode(answer))
+
+
+def _leaders(record: _KeyRecord) -> tuple[int, ...]:
+    """Return the worker whose value counts, if there is one."""
+    return () if record.leader is None else (record.leader,)
 
 
 def _check_declaration(declare: DeclareKey) -> None:

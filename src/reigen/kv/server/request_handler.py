@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ReigenError, WireError
-from reigen.kv.consistency.state_machine import RoundRecovered, WorkerResumed, WorkerReturned
+from reigen.kv.consistency.state_machine import (
+    ConsistencyEvent,
+    RoundRecovered,
+    WorkerJoined,
+    WorkerResumed,
+    WorkerReturned,
+)
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     CONTROL_KINDS,
@@ -153,7 +159,7 @@ class RequestHandler:
         shard_id = header.key, header.shard
         planned = store.planned.get(shard_id)
         if planned is not None:
-            if len(body) != (num_bytes := shard_bytes(*planned)):  # before there is memory for it
+            if len(body) != (num_bytes := shard_bytes(*planned[:2])):  # before there is memory for it
                 raise WireError(f"{len(body)} bytes for the first value of a shard of {num_bytes}")
             shard = store.make_shard(header.key, *planned)
             shard.write(body)
@@ -175,11 +181,16 @@ class RequestHandler:
             shard = self.store.shards.get((key, index))
             if shard is None:
                 continue
-            event = WorkerReturned(worker) if count == COUNT_UNKNOWN else WorkerResumed(worker, count)
+            event = self._resumption(worker, count)
             instructions = self.store.handle_events(shard, event)
             recovered = [one.round for one in instructions if isinstance(one, RoundRecovered)]
             counts.append((key, index, recovered[0] if recovered else shard.engine.done(worker)))
         request.connection.answer(request, MessageKind.DONE, pack_counts(counts))
+
+    def _resumption(self, worker: int, count: int) -> ConsistencyEvent:
+        if self.store.is_elastic:
+            return WorkerJoined(worker, None if count == COUNT_UNKNOWN else count)
+        return WorkerReturned(worker) if count == COUNT_UNKNOWN else WorkerResumed(worker, count)
 
     # ---- values
 
@@ -243,7 +254,7 @@ class RequestHandler:
             return MAX_BATCH_BODY_BYTES
         if shard is None:
             planned = self.store.planned.get((header.key, header.shard))
-            return max(0 if planned is None else shard_bytes(*planned), _MOST_LOST_BYTES)
+            return max(0 if planned is None else shard_bytes(*planned[:2]), _MOST_LOST_BYTES)
         if header.kind in {MessageKind.ROW_PUSH, MessageKind.ROW_PULL}:
             return shard.num_bytes + 8 * shard.num_rows
         if header.kind == MessageKind.PUT_STATES:

@@ -18,9 +18,16 @@ import numpy as np
 
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.members import LossPolicy
-from reigen.cluster.membership.messages import JobEnded, MemberLeft, MemberLost, MemberReturned
+from reigen.cluster.membership.messages import (
+    JobEnded,
+    MemberLeft,
+    MemberLost,
+    MemberReturned,
+    MembershipEvent,
+    WorkerRoster,
+)
 from reigen.config import Config
-from reigen.errors import MismatchError, ReigenError, WireError
+from reigen.errors import ConfigError, MismatchError, PeerLostError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
 from reigen.kv.connection import KVConnection, MessageDropper
 from reigen.kv.membership.scheduler_client import SchedulerClient
@@ -40,7 +47,7 @@ from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
 from reigen.kv.server.snapshots import SnapshotDirectory
 from reigen.kv.server.stalls import StallReporter
-from reigen.kv.server.store import ServerContext, ServerStore
+from reigen.kv.server.store import ServerContext, ServerRoster, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena, explain_mapping_failure
 from reigen.net.auth import Identity, ProcessRole
@@ -123,7 +130,10 @@ class KVServer:
 
     def __init__(self, member: SchedulerClient, config: Config, listening: socket.socket) -> None:
         self._member, self._config = member, config
+        self._is_elastic = LossPolicy(config.kv_on_worker_loss) is LossPolicy.ELASTIC
         snapshots = None
+        if config.kv_snapshot_dir is not None and self._is_elastic:
+            raise ConfigError("REIGEN_KV_SNAPSHOT_DIR: servers of an elastic job keep no snapshots yet")
         if config.kv_snapshot_dir is not None:
             snapshots = SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number)
         self.host_id = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
@@ -135,7 +145,7 @@ class KVServer:
         self._context = ServerContext(
             member.number, member.num_workers, ValueAllocator(self._arena), BufferPool(), self._workers, snapshots,
             snapshots is not None and config.kv_snapshot_seconds == 0, LossPolicy(config.kv_on_worker_loss),
-            config.deadline_seconds, config.kv_resend,
+            ServerRoster(), config.deadline_seconds, config.kv_resend,
         )  # fmt: skip
         self._stores: dict[int, ServerStore] = {}
         self._handlers: dict[int, RequestHandler] = {}
@@ -210,6 +220,10 @@ class KVServer:
         staleness = math.inf if hello.staleness is None else hello.staleness
         store = self._store(header.store, staleness)
         try:
+            if hello.incarnation in self._context.roster.excluded:
+                raise PeerLostError(
+                    f"worker {hello.number} on host {hello.host} was given up by the others", ranks=[hello.number]
+                )
             if staleness != store.staleness:
                 raise MismatchError(
                     "the workers do not agree on the type of the store",
@@ -410,6 +424,8 @@ class KVServer:
             _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
             if isinstance(event, JobEnded):
                 self._exit_code = event.exit_code
+            elif self._is_elastic:
+                self._follow(event)
             elif isinstance(event, MemberLost) and event.role == "worker":
                 self._lost[event.number] = event
                 for store in self._stores.values():
@@ -422,6 +438,28 @@ class KVServer:
             elif isinstance(event, MemberLeft) and event.role == "worker":
                 for store in self._stores.values():
                     store.has_left(event.number, event.host)
+
+    def _follow(self, event: MembershipEvent) -> None:
+        """Take in what has happened to workers of an elastic job."""
+        roster, stores = self._context.roster, self._stores.values()
+        if isinstance(event, WorkerRoster):
+            roster.begin(event.workers, is_open=event.is_open)
+            for store in stores:
+                store.begin()
+        elif isinstance(event, MemberReturned) and event.role == "worker":
+            roster.present.add(event.number)
+        elif isinstance(event, MemberLeft) and event.role == "worker":
+            roster.remove(event.number)
+            for store in stores:
+                store.has_left(event.number, event.host)
+        elif isinstance(event, MemberLost) and event.role == "worker":
+            roster.remove(event.number)
+            roster.excluded.add(event.incarnation)
+            for client in list(self._connections):
+                if client.connection is not None and client.connection.hello.incarnation == event.incarnation:
+                    self._drop(client)
+            for store in stores:
+                store.lost(event.number, event.host, event.reason, event.incarnation)
 
     # ---- stores
 

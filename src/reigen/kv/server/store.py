@@ -80,6 +80,34 @@ _ENCODED, _ENCODE_ANSWER = int(MessageFlag.ENCODED), int(MessageFlag.ENCODE_ANSW
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class ServerRoster:
+    """Workers of an elastic job, as a server has heard of them from the scheduler.
+
+    Attributes:
+        has_begun: the first workers have come.
+        first: of those, they that are still there: all stores expect them.
+        present: all that are there.
+        excluded: incarnations of lost processes, which may not go on if they live.
+    """
+
+    has_begun: bool = False
+    first: set[int] = field(default_factory=set)
+    present: set[int] = field(default_factory=set)
+    excluded: set[int] = field(default_factory=set)
+
+    def begin(self, workers: Iterable[int], *, is_open: bool) -> None:
+        """Take in who is there."""
+        self.present = set(workers)
+        if is_open and not self.has_begun:
+            self.has_begun, self.first = True, set(self.present)
+
+    def remove(self, worker: int) -> None:
+        """Note that a worker has gone."""
+        self.present.discard(worker)
+        self.first.discard(worker)
+
+
 @dataclass(frozen=True)
 class ServerContext:
     """Parts that all stores of a server share.
@@ -90,6 +118,7 @@ class ServerContext:
         snapshots: where they are kept; None: nowhere.
         saves_always: a snapshot is taken before every acknowledgement.
         policy: what a lost worker leads to.
+        roster: who is there, in an elastic job.
         deadline_seconds: how long a request may wait for others.
         acknowledges: receipts are told (PS_RESEND).
     """
@@ -102,6 +131,7 @@ class ServerContext:
     snapshots: SnapshotDirectory | None = None
     saves_always: bool = False
     policy: LossPolicy = LossPolicy.ABORT
+    roster: ServerRoster = field(default_factory=ServerRoster)
     deadline_seconds: float = 600.0
     acknowledges: bool = False
 
@@ -114,7 +144,8 @@ class ServerStore:
         number: of the store in its job.
         connections: of its workers, by number.
         incarnations: of the workers' processes, the latest ones.
-        planned: shards that are to be here, and have no value yet.
+        planned: shards that are to be here, and have no value yet; of an elastic job, with the workers of their first
+            round.
         broken: the answer to every request from now on.
         aborted: the answer to all that concerns more than a shard; shards know it themselves.
         left: workers that have nothing more to push.
@@ -130,7 +161,7 @@ class ServerStore:
     connections: dict[int, WorkerConnection] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
     shards: dict[ShardId, Shard] = field(default_factory=dict)
-    planned: dict[ShardId, tuple[KeySpec, ShardRange]] = field(default_factory=dict)
+    planned: dict[ShardId, tuple[KeySpec, ShardRange, tuple[int, ...]]] = field(default_factory=dict)
     broken: RemoteError | None = None
     aborted: RemoteError | None = None
     left: set[int] = field(default_factory=set)
@@ -145,9 +176,19 @@ class ServerStore:
 
     # ---- workers
 
+    @property
+    def is_elastic(self) -> bool:
+        return self.context.policy is LossPolicy.ELASTIC
+
+    @property
+    def has_begun(self) -> bool:
+        return not self.is_elastic or self.context.roster.has_begun
+
     def expected(self) -> tuple[int, ...]:
         """The workers that the others wait for, ascending."""
         gone = set(self.left)
+        if self.is_elastic:
+            return tuple(sorted((self.context.roster.first | self.connections.keys()) - gone))
         if self.context.policy is LossPolicy.CONTINUE:
             gone |= set(self.losses)
         return tuple(worker for worker in range(self.context.num_workers) if worker not in gone)
@@ -160,7 +201,12 @@ class ServerStore:
             self._all(WorkerDisconnected(worker))
         self.connections[worker] = connection
         known, self.incarnations[worker] = self.incarnations.get(worker), connection.hello.incarnation
-        if known is not None and known != connection.hello.incarnation:
+        if self.is_elastic:
+            if known != connection.hello.incarnation:  # it asks to join each shard
+                self.left.discard(worker)
+                self._all(WorkerLost(worker, LossPolicy.ELASTIC))
+            self._settle()
+        elif known is not None and known != connection.hello.incarnation:
             self.returned(worker, connection.hello.host)
         self.must_save = True
 
@@ -170,6 +216,8 @@ class ServerStore:
         if self.connections.get(connection.worker) is connection:
             del self.connections[connection.worker]
             self._all(WorkerDisconnected(connection.worker))
+            if self.is_elastic:
+                self._settle()
 
     def has_left(self, worker: int, host: str) -> None:
         """Wait for a worker no more; it may have said goodbye to the process that this server was before."""
@@ -183,7 +231,9 @@ class ServerStore:
         """Note that the scheduler has given a worker's process up; it may have been replaced in between."""
         if worker in self.left or (incarnation and self.incarnations.get(worker, incarnation) != incarnation):
             return
-        what = self.losses[worker] = _describe_loss(worker, host, reason)
+        what = _describe_loss(worker, host, reason)
+        if not self.is_elastic:  # where another process may have the place in the next moment
+            self.losses[worker] = what
         failures = self._all(WorkerLost(worker, self.context.policy))
         problem = None
         if self.context.policy is LossPolicy.ABORT:
@@ -209,6 +259,10 @@ class ServerStore:
         if was_gone:
             self._notify_return(worker, host)
 
+    def begin(self) -> None:
+        """Answer the first workers of an elastic job, once they are all there."""
+        self._settle()
+
     def _settle(self) -> None:
         self.declarations.settle()
         self.settings.settle()
@@ -225,7 +279,9 @@ class ServerStore:
 
     # ---- keys
 
-    def plan_shards(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
+    def plan_shards(
+        self, key: int, spec: KeySpec, places: tuple[ShardRange, ...], workers: tuple[int, ...] = ()
+    ) -> None:
         for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.spec != spec]:
             self.layout_version += 1
             self.context.memory.retire(self.shards.pop(shard_id).value)
@@ -235,7 +291,7 @@ class ServerStore:
             del self.planned[shard_id]
         for place in places:
             if place.server == self.context.server and (key, place.index) not in self.shards:
-                self.planned[key, place.index] = (spec, place)
+                self.planned[key, place.index] = (spec, place, workers)
 
     def has_pushes(self, key: int | None = None) -> bool:
         self.split_waiting(*self.shards.values())
@@ -246,10 +302,18 @@ class ServerStore:
         for shard in self.shards.values():
             shard.use(optimizer)
 
-    def make_shard(self, key: int, spec: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
+    def make_shard(
+        self,
+        key: int,
+        spec: KeySpec,
+        place: ShardRange,
+        workers: tuple[int, ...] = (),
+        state: ConsistencyState | None = None,
+    ) -> Shard:
         """Return a shard without a value yet, whose engine knows who has gone."""
         if state is None:
-            engine = ConsistencyEngine(self.context.num_workers, self.staleness)
+            present = self.context.roster.present.intersection(workers) if self.is_elastic else None
+            engine = ConsistencyEngine(self.context.num_workers, self.staleness, present)
         else:
             engine = ConsistencyEngine.from_state(state)
         for worker in self.left:
@@ -520,7 +584,7 @@ class ServerStore:
         for key, spec, places in facts.keys:
             self.declarations.restore(key, spec, places)
         for snapshot, arrays in shards:
-            shard = self.make_shard(snapshot.key, snapshot.spec, snapshot.place, snapshot.applied)
+            shard = self.make_shard(snapshot.key, snapshot.spec, snapshot.place, state=snapshot.applied)
             shard.restore(snapshot, arrays, self.settings.optimizer)
             self.shards[shard.id] = shard
             self.declarations.remember(shard.key, shard.spec)

@@ -129,7 +129,7 @@ class StoreSettings:
 
     def _decide(self, name: str) -> None:
         consensus = self._consensus[name]
-        proposal = consensus.settle(self._store.expected())
+        proposal = consensus.settle(self._store.expected()) if self._store.has_begun else None
         if proposal is None:
             return
         try:

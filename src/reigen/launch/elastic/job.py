@@ -17,6 +17,12 @@ e. The job fails: when a process has died and there is still no view; when no pr
    that holds the state of the training; when there were fewer than `min_ranks` for too long, or there can never be as
    many again; when members changed too often.
 
+f. With parameter servers, which are started with the first processes, what is to be trained is theirs, and members are
+   the servers' workers: the scheduler reports who joins (WorkerEntered), that the first ones have (WorkersBegan), and
+   who has left in good order (WorkerDeparted), which is the end of a program. From then on others are started whoever
+   dies, be it all of them. A server that ends before the workers ends the job. The servers end by themselves, and are
+   asked to only when no process is left. Where the program announces views, too, members are those of its views.
+
 Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
 a view it is the end of a program that does not know of elastic jobs. A process that its fellows excluded (exit code 75)
 rests as after a failure, which is not the job's.
@@ -152,6 +158,24 @@ class HostNoticed(JobMessage, frozen=True):
     seconds: float
 
 
+class WorkerEntered(JobMessage, frozen=True):
+    """Process has become a worker of the parameter servers."""
+
+    slot: int
+    incarnation: int
+
+
+class WorkersBegan(JobMessage, frozen=True):
+    """All first processes have become workers of the parameter servers."""
+
+
+class WorkerDeparted(JobMessage, frozen=True):
+    """Worker has left the parameter servers in good order: its program is done."""
+
+    slot: int
+    incarnation: int
+
+
 class TimePassed(JobMessage, frozen=True):
     """Something may be due."""
 
@@ -178,6 +202,12 @@ class StartSlots(JobMessage, frozen=True):
     starts: tuple[SlotStart, ...]
 
 
+class StartServers(JobMessage, frozen=True):
+    """Start parameter servers and their scheduler, for so many first workers."""
+
+    num_workers: int
+
+
 class SayToUser(JobMessage, frozen=True):
     """Tell the user."""
 
@@ -193,9 +223,12 @@ ElasticEvent = (
     | MemberFinished
     | MemberLeaving
     | MemberStraggles
+    | WorkerEntered
+    | WorkersBegan
+    | WorkerDeparted
     | TimePassed
 )
-ElasticInstruction = CallHost | StartSlots | SayToUser
+ElasticInstruction = CallHost | StartSlots | StartServers | SayToUser
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +266,19 @@ class ElasticJobState(JobState):
         options: of the job.
         chance: returns random numbers from 0 to 1.
         now: when the job begins.
+        servers: numbers of parameter servers and their scheduler, above all slots.
     """
 
-    def __init__(self, options: ElasticOptions, chance: Callable[[], float], now: float) -> None:
+    def __init__(
+        self, options: ElasticOptions, chance: Callable[[], float], now: float, servers: Sequence[int] = ()
+    ) -> None:
         super().__init__(0)
-        self._num_ranks = sys.maxsize  # all numbers are those of ranks
+        self._num_ranks = min(servers, default=sys.maxsize)
+        self._servers = frozenset(servers)
+        #: The first workers of the servers have joined.
+        self._has_workers = False
+        #: Processes that have become workers of theirs.
+        self._workers: frozenset[tuple[int, int]] = frozenset()
         self._options, self._chance, self._now = options, chance, now
         self.slots = SlotTable()
         self.has_begun = False
@@ -276,14 +317,14 @@ class ElasticJobState(JobState):
             self.finished.add(event.slot)
         if self.phase is not JobPhase.RUNNING:
             return [] if isinstance(event, ElasticEvent) else list(self.handle(event))
+        if (of_servers := self._servers_changed(event)) is not None:
+            return of_servers
         instructions: list[JobInstruction | ElasticInstruction] = []
         match event:
             case HostsFound(hosts):
                 instructions += self._found(hosts)
-            case HostPrepared(name):
-                self.slots.hosts[name].phase, self.slots.hosts[name].num_refusals = HostPhase.READY, 0
-            case HostUnusable(name, reason):
-                instructions += self._refused(self.slots.hosts[name], reason)
+            case HostPrepared() | HostUnusable():
+                instructions += self._host_answered(event)
             case ViewAnnounced():
                 instructions += self._announced(event)
             case ProcessExited(number, exit_code, cause):
@@ -291,10 +332,10 @@ class ElasticJobState(JobState):
             case HostLost(_, reason, host):
                 instructions += self._host_lost(self.slots.hosts[host], reason)
             case HostNoticed():
-                return self._noticed(event) + self._decide()
+                instructions += self._noticed(event)
             case MemberLeaving() | MemberStraggles():
                 instructions += self._heard_of_member(event)
-            case MemberFinished() | TimePassed():
+            case MemberFinished() | TimePassed() | WorkerEntered() | WorkersBegan() | WorkerDeparted():
                 pass
             case _:
                 return list(self.handle(event))
@@ -331,7 +372,7 @@ class ElasticJobState(JobState):
     def validate(self) -> None:
         """Assert the invariants between two events."""
         assert self.phase is not JobPhase.SWEEPING or not self.running
-        assert self.phase is JobPhase.DONE or self.running == {
+        assert self.phase is JobPhase.DONE or self.running - self._servers == {
             slot.number for slot in self.slots if slot.state is not SlotState.FREE
         }
         assert len(self.slots.in_state(SlotState.RUNNING)) <= self._options.max_processes
@@ -415,6 +456,13 @@ class ElasticJobState(JobState):
             return []
         return [SayToUser(f"{_format_slots(leaving)} asked to leave"), *self._ask_to_leave(leaving)]
 
+    def _host_answered(self, event: HostPrepared | HostUnusable) -> list[JobInstruction | ElasticInstruction]:
+        host = self.slots.hosts[event.host]
+        if isinstance(event, HostUnusable):
+            return self._refused(host, event.reason)
+        host.phase, host.num_refusals = HostPhase.READY, 0
+        return []
+
     def _refused(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         host.phase = HostPhase.GONE
         host.num_refusals += 1
@@ -471,6 +519,48 @@ class ElasticJobState(JobState):
         instructions.append(SayToUser(f"host {host.name} was lost{slots}: {reason}; {self._describe_rest(rest)}"))
         return instructions
 
+    def _servers_changed(self, event: JobEvent | ElasticEvent) -> list[JobInstruction | ElasticInstruction] | None:
+        """Handle events of servers and their workers; None: it is another event."""
+        if isinstance(event, WorkerEntered | WorkersBegan | WorkerDeparted):
+            return self._workers_changed(event) + self._decide()
+        if isinstance(event, ProcessExited) and event.rank in self._servers:
+            return self._server_ended(event)
+        return None
+
+    def _workers_changed(
+        self, event: WorkerEntered | WorkersBegan | WorkerDeparted
+    ) -> list[JobInstruction | ElasticInstruction]:
+        """Handle a report of the scheduler about the workers of the servers."""
+        if isinstance(event, WorkersBegan):
+            self._has_workers, self._doomed_since = True, None
+            self._deaths.clear()
+            return []
+        slot = self.slots[event.slot] if self.slots.has(event.slot) else None
+        if slot is None or slot.id != (event.slot, event.incarnation) or self.epoch is not None:
+            return []
+        if isinstance(event, WorkerDeparted):
+            if slot.state is SlotState.RUNNING:
+                self.finished.add(slot.number)
+            return []
+        return [] if slot.state is SlotState.FREE else self._worker_entered(slot)
+
+    def _worker_entered(self, slot: JobSlot) -> list[JobInstruction | ElasticInstruction]:
+        self._workers |= {slot.id}
+        if slot.id in self.members:
+            return []
+        self.members = (*self.members, slot.id)
+        num_workers = len(self.members)
+        words = "workers go" if num_workers != 1 else "worker goes"
+        return [SayToUser(f"slot {slot.number} joins; {num_workers} {words} on")]
+
+    def _server_ended(self, event: ProcessExited) -> list[JobInstruction | ElasticInstruction]:
+        """Handle the end of a server or of the scheduler, while the job runs."""
+        self.running.discard(event.rank)
+        if event.exit_code == 0:  # all workers have left
+            return self._decide()
+        self.failure = self.failure or JobFailure(event.rank, event.exit_code, self._num_running, cause=event.cause)
+        return list(self._stop())
+
     def _vacate(self, slot: JobSlot) -> None:
         self.running.discard(slot.number)
         slot.state, slot.leaves_by = SlotState.FREE, inf
@@ -479,7 +569,8 @@ class ElasticJobState(JobState):
         was_leaving = slot.state is SlotState.LEAVING
         self._vacate(slot)
         failure = JobFailure(slot.number, exit_code, 0, cause=cause)
-        if exit_code == 0 and self.epoch is None and slot.id in self.members and not was_leaving:
+        has_views = self.epoch is not None or slot.id in self._workers
+        if exit_code == 0 and not has_views and slot.id in self.members and not was_leaving:
             self.finished.add(slot.number)
         if self.finished:
             is_failure = exit_code not in {0, FENCED_EXIT_CODE} and not was_leaving and slot.id in self.members
@@ -518,7 +609,7 @@ class ElasticJobState(JobState):
         return instructions
 
     def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
-        if self.epoch is None and self._doomed_since is None:
+        if self.epoch is None and self._doomed_since is None and not self._has_workers:
             self._doomed_since = self._now
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
@@ -527,6 +618,13 @@ class ElasticJobState(JobState):
         if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
             self._counted_epoch = self.epoch
             self._num_resets += 1
+        if self._state_is_elsewhere:
+            self.members = tuple(each for each in self.members if each != slot.id)
+
+    @property
+    def _state_is_elsewhere(self) -> bool:
+        """Return whether servers hold the state of the training, and no view's members do."""
+        return self._has_workers and self.epoch is None
 
     # ---------------------------------------------------------------- decisions
 
@@ -539,7 +637,7 @@ class ElasticJobState(JobState):
         self._short_since = None if not is_short else self._now if self._short_since is None else self._short_since
         leaving = self.slots.in_state(SlotState.LEAVING)
         has_members = any(slot.id in self.members for slot in [*running, *leaving])
-        is_orphaned = self.has_begun and not has_members
+        is_orphaned = self.has_begun and not has_members and not self._state_is_elsewhere
         self._orphaned_since = (
             None if not is_orphaned else self._now if self._orphaned_since is None else self._orphaned_since
         )
@@ -548,7 +646,8 @@ class ElasticJobState(JobState):
         instructions = [*self._leave_hosts(), *self._call_hosts()]
         running = self.slots.in_state(SlotState.RUNNING)
         # with no member that stays there is nobody whom a candidate could join
-        if any(slot.id in self.members for slot in running) if self.has_begun else self._can_begin():
+        has_state = self._state_is_elsewhere or any(slot.id in self.members for slot in running)
+        if has_state if self.has_begun else self._can_begin():
             instructions += self._start()
         return instructions + self._kill_late()
 
@@ -562,7 +661,7 @@ class ElasticJobState(JobState):
     def _decide_ending(self, running: Sequence[JobSlot]) -> list[JobInstruction | ElasticInstruction]:
         """Decide when a member has finished."""
         self._short_since = self._orphaned_since = None
-        if not self.running:
+        if not self._num_running:
             return list(self._ended(set(), None))
         others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
         instructions = self._ask_to_leave(others) if others else []
@@ -576,7 +675,7 @@ class ElasticJobState(JobState):
             return RESET_LIMIT_TEXT.format(limit)
         if options.resize_limit is not None and self._num_resizes > options.resize_limit:
             return RESIZE_LIMIT_TEXT.format(options.resize_limit)
-        if self.has_begun and not running and not leaving:
+        if self.has_begun and not running and not leaving and not self._state_is_elsewhere:
             return "-" if self._deaths else ALL_LEFT_TEXT
         hold_seconds = 0.0 if self.epoch is None else ORPHANED_SECONDS  # without a first view there is no second one
         if self._orphaned_since is not None and self._now >= self._orphaned_since + hold_seconds:
@@ -630,6 +729,9 @@ class ElasticJobState(JobState):
             first = self._occupy(self._options.max_ranks)
             self.members = tuple(slot.id for slot in first)
             self.has_begun, self._short_since, self._orphaned_since = True, None, None
+            if self._servers:
+                self.running |= self._servers
+                instructions.append(StartServers(len(first)))
             instructions.append(StartSlots(tuple(_start_of(slot, len(first)) for slot in first)))
         if candidates := self._occupy(self._options.max_processes):
             instructions.append(SayToUser("; ".join(map(_describe_start, candidates))))
@@ -650,19 +752,24 @@ class ElasticJobState(JobState):
     # ---------------------------------------------------------------- the end
 
     def _stop(self) -> list[JobInstruction]:
-        """Stop what runs; where nothing does, sweep."""
-        if self.running:
+        """Stop what runs; where nothing does, sweep. Servers run as long as ranks do."""
+        if self._num_running:
             for slot in self.slots:
                 slot.leaves_by = inf
             self.phase = JobPhase.STOPPING
-            return [*_ask_to_end(self.running), StartGraceTimer()]
+            return [*_ask_to_end(self.running - self._servers), StartGraceTimer()]
+        if self.running:
+            return super()._stop()
         self.phase, self._killed = JobPhase.SWEEPING, False
         return [SweepProcesses(), StartGraceTimer()]
 
     def _ended(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
-        for number in numbers:
+        for number in numbers - self._servers:
             self._vacate(self.slots[number])
-        return super()._ended(numbers, failure)
+        instructions = super()._ended(numbers, failure)
+        if self.phase is JobPhase.STOPPING and not self._num_running and numbers - self._servers:
+            instructions += super()._stop()  # what is left are servers
+        return instructions
 
     def _finish(self) -> list[JobInstruction]:
         if self.problem and self.failure is None and self.signum is None:

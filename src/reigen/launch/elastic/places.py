@@ -158,6 +158,7 @@ def _fill(spec: ProcessSpec, start: PlacedStart, voter: int) -> ProcessSpec:
         texts = map(str, astuple(start.topology))
         variables = dict(zip(RANK_VARIABLES, texts, strict=True))
         environ |= variables | {name.replace("REIGEN_", "HOROVOD_"): text for name, text in variables.items()}
+    environ.pop("DMLC_TASK_ID", None)  # the servers' scheduler knows which numbers are free
     environ = replace_variables(environ, start.variables) | {VOTER_FD_VARIABLE: str(voter)}
     return replace(spec, topology=topology, environ=environ, descriptors=(*spec.descriptors, voter))
 

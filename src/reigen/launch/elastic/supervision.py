@@ -55,19 +55,24 @@ from reigen.launch.elastic.job import (
     MemberStraggles,
     SayToUser,
     SlotStart,
+    StartServers,
     StartSlots,
     TakenOverJob,
     TimePassed,
     ViewAnnounced,
+    WorkerDeparted,
+    WorkerEntered,
+    WorkersBegan,
 )
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.places import PlacedStart, make_voter_memory, place_starts, plan_starts
 from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
 from reigen.launch.hosts import HostAssignment, HostInfo, choose_own_address
 from reigen.launch.job_state import JobPhase, ProcessExited
-from reigen.launch.local_plan import JobServices, ProcessSpec
+from reigen.launch.local_plan import JobServices, ProcessSpec, plan_host
 from reigen.launch.options import LaunchOptions
 from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
+from reigen.launch.ps_processes import list_ps_processes
 from reigen.net.codec import MessageCodec
 from reigen.net.connection import Connection
 from reigen.net.interfaces import choose_address
@@ -104,6 +109,9 @@ class ElasticOwner(DialingOwner, Protocol):
 
     def start_all(self, specs: Sequence[ProcessSpec]) -> None:
         """Start processes of this host."""
+
+    def start_servers(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start servers and scheduler on this host."""
 
     def lose_host(self, host: str, reason: str) -> None:
         """Count a host, and what runs there, as lost."""
@@ -143,7 +151,9 @@ class ElasticSupervision:
     ) -> None:
         self._options, self._elastic, self._plan, self._continued = options, elastic, plan, continued
         self._environ, self._owner = environ, owner
-        self.job = ElasticJobState(elastic, random.SystemRandom().random, time.monotonic())
+        self._ps_processes = list_ps_processes(options.first_ps_number, options.servers)
+        numbers = [process.number for process in self._ps_processes]
+        self.job = ElasticJobState(elastic, random.SystemRandom().random, time.monotonic(), numbers)
         self._announced: deque[tuple[str, bytes]] = deque(maxlen=_MAX_ANNOUNCEMENTS)
         self._services: JobServices | None = None
         self._heard_at: Callable[[int], float] = lambda agent: -inf
@@ -409,6 +419,8 @@ class ElasticSupervision:
                     self._owner.handle(HostUnusable(host, str(error)))
                 else:
                     self._advance(host)
+            case StartServers(num_workers):
+                self._start_servers(num_workers)
             case StartSlots(starts):
                 self._start(starts)
 
@@ -573,6 +585,15 @@ class ElasticSupervision:
             else:
                 self._start_here(chosen)
 
+    def _start_servers(self, num_workers: int) -> None:
+        """Start servers and scheduler, with the number of the first workers."""
+        assert self._services is not None, "the job has begun"
+        assert self._services.ps_job is not None, "it has servers"
+        services = replace(self._services, ps_job=replace(self._services.ps_job, first_workers=num_workers))
+        places = HostAssignment("", True, (), ps_processes=tuple(self._ps_processes))
+        specs, _ = plan_host(places, self._options.processes, services, self._environ)
+        self._owner.start_servers(specs)
+
     def _variables_of(self, host: str) -> Mapping[str, str | None]:
         """Return variables of a host's ranks, above all others; None removes one."""
         if self._polls is not None and host in self._polls.hosts:
@@ -632,6 +653,20 @@ class ElasticSupervision:
             offsets[host.name] = num_here if self._is_here(host.name) else 0
             num_here += len(host.slots) if self._is_here(host.name) else 0
         return offsets
+
+
+def parse_worker_report(text: bytes) -> list[ElasticEvent]:
+    """Parse lines of the scheduler of parameter servers (`cluster.environ.DEPARTURE_FD_VARIABLE`)."""
+    events: list[ElasticEvent] = []
+    for line in text.splitlines():
+        match line.split():
+            case [b"open"]:
+                events.append(WorkersBegan())
+            case [b"joined", slot, incarnation]:
+                events.append(WorkerEntered(int(slot), int(incarnation)))
+            case [b"left", slot, incarnation]:
+                events.append(WorkerDeparted(int(slot), int(incarnation)))
+    return events
 
 
 def parse_announcement(key: str, value: bytes) -> ElasticEvent:

@@ -45,7 +45,7 @@ class OutputMux:
     ) -> None:
         self._loop, self._groups, self._appends = loop, groups, appends
         num_ranks = options.num_ranks
-        names = name_ps_processes(num_ranks, options.servers)
+        names = name_ps_processes(options.first_ps_number, options.servers)
         self._writers = open_std_writers(prefix=options.prefix, timestamps=options.timestamps, names=names)
         self._streams: dict[tuple[int, int], _OutputStream] = {}
         #: Writers that wait for their reader: the loop has them.

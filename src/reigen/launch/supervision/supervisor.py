@@ -34,12 +34,13 @@ from reigen.launch.elastic.job import (
     ElasticJobState,
     HostNoticed,
     SayToUser,
+    StartServers,
     StartSlots,
     members_in_order,
 )
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.places import without_elastic_variables
-from reigen.launch.elastic.supervision import ElasticSupervision
+from reigen.launch.elastic.supervision import ElasticSupervision, parse_worker_report
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.hosts import HostInfo
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
@@ -191,6 +192,7 @@ def _start_elastic(
         stack.callback(part.remove_witness, witness_directory(elastic.witness.removeprefix("dir:"), secret))
     port = stack.enter_context(reserve_port()).getsockname()[1]
     services = JobServices(server.address, secret, port, split_address(server.address)[0])
+    services = _add_scheduler(services, options, environ, stack)
     server.start()
     if takes_over:
         with supervisor.held_events():
@@ -217,6 +219,9 @@ def _add_scheduler(
     # the user knows best which address is this host's; that is true of one host
     own = environ.get(NODE_HOST_VARIABLE, address) if address == _LOOPBACK else address
     ps_job = PsJobSpec(address, port, options.num_ranks, options.servers.num, is_held)
+    if (elastic := options.elastic) is not None:
+        timeout = elastic.timeout_seconds
+        ps_job = replace(ps_job, num_workers=elastic.max_ranks, is_elastic=True, elastic_timeout_seconds=timeout)
     return replace(services, ps_job=ps_job, node_host=own)
 
 
@@ -250,7 +255,7 @@ class Supervisor:
         #: The host of each process, and the processes of each host.
         self._hosts: dict[int, str] = {}
         self._numbers: dict[str, tuple[int, ...]] = {}
-        self._names = name_ps_processes(options.num_ranks, options.servers)
+        self._names = name_ps_processes(options.first_ps_number, options.servers)
         self._job = job_state.JobState(options.num_ranks, {})
         self._elastic: ElasticSupervision | None = None
         #: Events of an elastic job that were not handled to the end, the first of them in work.
@@ -345,6 +350,8 @@ class Supervisor:
     def make_elastic(self, part: ElasticSupervision) -> None:
         """Let this part decide about processes and hosts, which come and go."""
         self._elastic, self._job = part, part.job
+        if self._options.servers is not None:
+            self.loop.watch(self._departures, self._read_departures)
         self._hosts.clear()
         self._numbers.clear()
 
@@ -416,6 +423,11 @@ class Supervisor:
             return spec
         number = self._departures_writer
         return replace(spec, environ={**spec.environ, DEPARTURE_FD_VARIABLE: str(number)}, descriptors=(number,))
+
+    def start_servers(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start servers and scheduler of an elastic job on this host; raises LaunchError."""
+        self.start_slots("localhost", [spec.number for spec in specs])
+        self.start_all(map(self._with_departures, specs))
 
     def start_all(self, specs: Iterable[ProcessSpec]) -> None:
         """Start processes of this host; raises LaunchError where one cannot be (the watchdog ends the others)."""
@@ -547,7 +559,7 @@ class Supervisor:
 
     def _execute(self, instruction: job_state.JobInstruction | ElasticInstruction) -> None:
         match instruction:
-            case SayToUser() | CallHost() | StartSlots():
+            case SayToUser() | CallHost() | StartSlots() | StartServers():
                 assert self._elastic is not None, "the job is elastic"
                 self._elastic.execute(instruction)
             case job_state.RestartProcess(number, _, exit_code, cause):
@@ -614,7 +626,12 @@ class Supervisor:
         """Handle departures: a rank that left has waited until the scheduler had written here."""
         with suppress(BlockingIOError):
             while True:
-                for number in os.read(self._departures, _READ_BYTES).split():
+                text = os.read(self._departures, _READ_BYTES)
+                if self._elastic is not None:
+                    for event in parse_worker_report(text):
+                        self._handle(event)
+                    continue
+                for number in text.split():
                     self._handle(job_state.PsWorkerLeft(int(number)))
 
     def swept(self, group: HostProcesses) -> None:

@@ -1,0 +1,58 @@
+"""Worker of an elastic job with servers, which writes down, outside of the job, what is pushed and acknowledged.
+
+Arguments: a directory, and the type of the store. It pushes whole numbers that follow from its place, its process and
+the push's number, until there is a file ``stop``; then it waits for the others, and writes what the keys have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import reigen.kv
+from reigen import optim
+
+#: A key on one server, and one that is cut: by name, the number of elements.
+KEYS = {"small": 100, "cut": 5000}
+
+
+def push_of(slot: int, incarnation: int, number: int) -> dict[str, np.ndarray]:
+    """What a process pushes: sums of several of them say which ones they are of."""
+    chance = np.random.default_rng([slot, incarnation, number])
+    return {key: chance.integers(-(1 << 30), 1 << 30, size).astype(np.float64) for key, size in KEYS.items()}
+
+
+def main() -> None:
+    directory, kind = Path(sys.argv[1]), sys.argv[2]
+    slot, incarnation = int(os.environ["REIGEN_SLOT"]), int(os.environ["REIGEN_INCARNATION"])
+    ledger = os.open(directory / f"{slot}.{incarnation}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def write(*words: object) -> None:
+        os.write(ledger, (" ".join(map(str, words)) + "\n").encode())
+
+    write("pid", os.getpid())
+    store = reigen.kv.create(kind)
+    store.set_optimizer(optim.create("test"))
+    out = {key: np.empty(size) for key, size in KEYS.items()}
+    store.init(list(KEYS), [np.full(size, 7.0) for size in KEYS.values()])  # those of the first workers count
+    store.pull(list(KEYS), out=list(out.values()))
+    number = 0
+    while not (directory / "stop").exists():
+        number += 1
+        write("pushes", number)
+        values = push_of(slot, incarnation, number)
+        store.pushpull(list(KEYS), list(values.values()), out=list(out.values()))
+        write("acknowledged", number, store.rounds("cut"), store.rank, store.num_workers)
+    store.leave()
+    store.barrier()
+    store.pull(list(KEYS), out=list(out.values()))
+    np.savez(directory / f"{slot}.{incarnation}.npz", **out)
+    write("done", store.num_workers)
+    store.barrier()
+
+
+if __name__ == "__main__":
+    main()

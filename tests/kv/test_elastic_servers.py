@@ -1,0 +1,137 @@
+"""Elastic jobs with parameter servers, as users start them: what was acknowledged is in the values exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kv.elastic_program import KEYS, push_of
+from tests.multiprocess.launcher import Launcher, launched, until
+
+pytestmark = pytest.mark.slow
+PROGRAM = (sys.executable, str(Path(__file__).with_name("elastic_program.py")))
+#: The places of the dead rest for one or two seconds.
+JOB = ("-np", "3", "--min-np", "1", "-s", "2", "--blacklist-cooldown-range", "1", "1", "--grace-seconds", "15")
+CUT = {"REIGEN_KV_BIGARRAY_BOUND": "1000"}
+#: Where the keys are cut then, for two servers.
+SHARDS = {"small": (0, 100), "cut": (0, 2500, 5000)}
+#: How many workers are killed; more of them take four seconds each.
+KILLS = int(os.environ.get("REIGEN_TEST_KILLS", "2"))
+
+
+class Ledger:
+    """What the processes of a job have written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._found: dict[tuple[int, int], list[list[str]]] = {}
+        self._num_read: dict[tuple[int, int], int] = {}
+
+    def processes(self) -> dict[tuple[int, int], list[list[str]]]:
+        """By slot and incarnation, the words of each line; a line that is not complete does not count."""
+        for file in self.directory.iterdir():
+            if file.suffix != ".npz" and file.name != "stop":
+                slot, incarnation = map(int, file.name.split("."))
+                with file.open("rb") as lines:
+                    lines.seek(self._num_read.get((slot, incarnation), 0))
+                    whole, end, _ = lines.read().rpartition(b"\n")
+                self._num_read[slot, incarnation] = self._num_read.get((slot, incarnation), 0) + len(whole + end)
+                found = self._found.setdefault((slot, incarnation), [])
+                found += [line.split() for line in whole.decode().splitlines()]
+        return self._found
+
+    def pid(self, process: tuple[int, int]) -> int:
+        return int(self.processes()[process][0][1])
+
+    def numbers(self, process: tuple[int, int], word: str) -> list[int]:
+        return [int(words[1]) for words in self.processes()[process] if words[0] == word]
+
+    def num_lines(self) -> int:
+        return sum(map(len, self.processes().values()))
+
+    def training(self) -> list[tuple[int, int]]:
+        """The processes that live and have pushed."""
+        pushing = [process for process, lines in sorted(self.processes().items()) if len(lines) > 2]
+        return [process for process in pushing if self.lives(process)]
+
+    def lives(self, process: tuple[int, int]) -> bool:
+        with suppress(OSError):
+            return bool(Path(f"/proc/{self.pid(process)}/cmdline").read_bytes())  # a zombie has none
+        return False
+
+    def check(self) -> None:
+        """All final values are equal, and their sums are of what was acknowledged and, perhaps, of last words."""
+        finals = [np.load(file) for file in self.directory.glob("*.npz")]
+        assert finals
+        certain, uncertain = [], []
+        for process in self.processes():
+            acknowledged = self.numbers(process, "acknowledged")
+            assert acknowledged == list(range(1, len(acknowledged) + 1))
+            certain += [push_of(*process, number) for number in acknowledged]
+            uncertain += [
+                push_of(*process, number) for number in self.numbers(process, "pushes") if number > len(acknowledged)
+            ]
+        for key, bounds in SHARDS.items():
+            for other in finals[1:]:
+                np.testing.assert_array_equal(finals[0][key], other[key])
+            rest = finals[0][key] - 7.0 - sum((each[key] for each in certain), np.zeros(KEYS[key]))
+            # a process may have died when some shards had its push, and others had not
+            for begin, end in itertools.pairwise(bounds):
+                check_rest(rest[begin:end], [each[key][begin:end] for each in uncertain])
+
+
+def check_rest(rest: np.ndarray, uncertain: list[np.ndarray]) -> None:
+    """Each push without an answer is in the rest once or not at all."""
+    if not uncertain:
+        np.testing.assert_array_equal(rest, 0.0)
+        return
+    pushes = np.stack(uncertain, axis=1)
+    times = np.round(np.linalg.lstsq(pushes, rest, rcond=None)[0])
+    np.testing.assert_array_equal(pushes @ times, rest)
+    assert set(times.tolist()) <= {0.0, 1.0}
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    directory = tmp_path / "ledger"
+    directory.mkdir()
+    return Ledger(directory)
+
+
+def start(ledger: Ledger, kind: str, **environ: str) -> AbstractContextManager[Launcher]:
+    return launched(*JOB, *PROGRAM, str(ledger.directory), kind, env={**CUT, **environ})
+
+
+def pushes_more(ledger: Ledger, num_workers: int, num: int) -> None:
+    """Waits until so many workers train, and have pushed so often meanwhile."""
+    until(lambda: len(ledger.training()) == num_workers)
+    wanted = ledger.num_lines() + 2 * num  # a push is two lines
+    until(lambda: ledger.num_lines() >= wanted)
+
+
+@pytest.mark.timeout(120 + 20 * KILLS)
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_workers_are_killed_at_random_moments(ledger: Ledger, kind: str) -> None:
+    """And then all of them at once: the servers keep the values."""
+    chance = random.Random(f"{kind} {KILLS}")
+    with start(ledger, kind) as job:
+        for _ in range(KILLS):
+            pushes_more(ledger, 3, chance.randrange(200))
+            os.kill(ledger.pid(chance.choice(ledger.training())), signal.SIGKILL)
+        pushes_more(ledger, 3, chance.randrange(200))
+        for process in ledger.training():
+            os.kill(ledger.pid(process), signal.SIGKILL)
+        pushes_more(ledger, 3, 50)
+        (ledger.directory / "stop").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    ledger.check()

@@ -1,0 +1,214 @@
+"""Workers of an elastic job with parameter servers: places that processes take and leave, and who is told of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
+from reigen.cluster.membership.members import RECONNECT_GRACE_SECONDS, LossPolicy, parameter_server_job
+from reigen.cluster.membership.messages import (
+    BarrierOver,
+    EnterBarrier,
+    JobEnded,
+    LeaveJob,
+    MemberAssigned,
+    MemberHeartbeat,
+    MemberLeft,
+    MemberLost,
+    MemberRefused,
+    MemberReturned,
+    MemberRole,
+    MembershipEvent,
+    MembershipNews,
+    MembershipReply,
+    RegisterMember,
+    WorkerRoster,
+)
+from reigen.cluster.membership.table import MembershipTable
+from reigen.cluster.membership.view import JobView
+
+SPEC = parameter_server_job(3, 1, policy=LossPolicy.ELASTIC, return_seconds=60, first_workers=2)
+JOB = 12
+
+
+class Job:
+    """A table with a clock, and what each connection was told since the last look."""
+
+    def __init__(self, *owners: str) -> None:
+        self.table, self.now = MembershipTable(SPEC, JOB), 0.0
+        self.heard: dict[str, list[MembershipReply | MembershipEvent]] = {}
+        for owner in owners:
+            self.come(owner)
+
+    def come(self, owner: str, incarnation: int | None = None) -> None:
+        """A process registers; workers are told no number."""
+        role: MemberRole = "server" if owner[0] == "s" else "worker"
+        number = 0 if role == "server" else -1
+        process = incarnation or int(owner[1:]) + 1
+        self.take(self.table.handle(owner, RegisterMember(role, number, "h", process, SPEC.counts), self.now))
+
+    def say(self, owner: str, message: EnterBarrier | LeaveJob | MemberHeartbeat) -> None:
+        self.take(self.table.handle(owner, message, self.now))
+
+    def die(self, owner: str) -> None:
+        """Its connection ends, and it does not come back in time."""
+        self.take(self.table.ended(owner, self.now))
+        self.wait(RECONNECT_GRACE_SECONDS)
+
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (due := self.table.due()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self.take(self.table.tick(self.now))
+        self.now = end
+
+    def take(self, replies: list[tuple[object, MembershipReply]]) -> None:
+        self.table.validate()
+        for owner, reply in replies:
+            told = self.heard.setdefault(str(owner), [])
+            told += reply.events if isinstance(reply, MembershipNews) else [reply]
+
+    def told(self, owner: str) -> list[MembershipReply | MembershipEvent]:
+        return self.heard.pop(owner, [])
+
+
+def beat(job: Job, seconds: int, *owners: str) -> None:
+    """Time passes, with heartbeats of these."""
+    for _ in range(seconds):
+        job.wait(1.0)
+        for owner in owners:
+            job.say(owner, MemberHeartbeat())
+
+
+def test_it_begins_when_the_first_workers_have_come() -> None:
+    job = Job("s0", "w5")
+    assert WorkerRoster((0,), is_open=False) in job.told("w5")
+    job.come("w6")
+    assert job.told("w5")[-2:] == [MemberReturned("worker", 1, "h", 7, is_new=True), WorkerRoster((0, 1), is_open=True)]
+    assert job.told("s0")[-1] == WorkerRoster((0, 1), is_open=True)
+
+
+def test_it_begins_with_the_servers() -> None:
+    job = Job("w5", "w6")
+    assert job.told("w5")[-1] == MemberReturned("worker", 1, "h", 7, is_new=True)
+    job.come("s0")
+    assert job.told("w5")[-1] == WorkerRoster((0, 1), is_open=True)
+
+
+def test_one_that_dies_before_the_beginning_does_not_count() -> None:
+    job = Job("w5")
+    job.die("w5")
+    job.come("s0")
+    job.come("w6")
+    assert not any(isinstance(each, WorkerRoster) and each.is_open for each in job.told("w6"))
+    job.come("w7")
+    assert job.told("w6")[-1].is_open
+
+
+def test_a_newcomer_gets_a_free_place_and_is_the_last_in_order() -> None:
+    job = Job("s0", "w5", "w6")
+    job.die("w5")
+    assert job.told("w6")[-1] == MemberLost("worker", 0, "h", "its process ended", incarnation=6)
+    job.come("w7")
+    assert isinstance(first := job.told("w7")[0], MemberAssigned)
+    assert (first.number, first.is_recovery) == (2, True)  # a place that nobody has had
+    job.come("w8")
+    told = job.told("w8")
+    assert isinstance(told[0], MemberAssigned)
+    assert told[0].number == 0
+    assert told[-1] == WorkerRoster((1, 2, 0), is_open=True)
+    job.come("w9")
+    assert job.told("w9") == [MemberRefused("all 3 worker(s) of this job are there already")]
+
+
+def test_a_place_whose_worker_has_left_is_free() -> None:
+    job = Job("s0", "w5", "w6", "w7")
+    job.say("w6", LeaveJob())
+    job.told("w5")
+    job.come("w8")
+    assert job.told("w5") == [MemberReturned("worker", 1, "h", 9, is_new=True)]
+    assert job.told("w8")[-1] == WorkerRoster((0, 2, 1), is_open=True)
+
+
+def test_a_lost_process_that_lives_is_refused() -> None:
+    job = Job("s0", "w5", "w6")
+    beat(job, 19, "w6", "s0")
+    job.wait(2.0)
+    assert MemberLost("worker", 0, "h", "nothing was heard of it for 20 s", incarnation=6) in job.told("w6")
+    job.say("w5", MemberHeartbeat())
+    assert job.told("w5")[-1] == MemberRefused("it was given up: nothing was heard of it for 20 s")
+    job.come("again", incarnation=6)  # in place of its connection, which was closed
+    assert not any(isinstance(each, MemberReturned) and each.incarnation == 6 for each in job.told("w6")[1:])
+
+
+def test_a_lost_process_does_not_come_back_by_another_connection() -> None:
+    job = Job("s0", "w5", "w6")
+    job.die("w5")
+    known = RegisterMember("worker", 0, "h", 6, SPEC.counts, job=JOB)
+    job.take(job.table.handle("again", known, job.now))
+    assert job.told("again") == [MemberRefused("it was given up: its process ended")]
+
+
+def test_a_barrier_counts_those_of_its_beginning() -> None:
+    job = Job("s0", "w5", "w6")
+    job.say("w5", EnterBarrier("b", 1))
+    job.come("w7")
+    assert isinstance(first := job.told("w7")[0], MemberAssigned)
+    assert first.barriers == (("b", 1),)
+    job.say("w6", EnterBarrier("b", 1))
+    assert job.told("w6")[-1] == BarrierOver("b", 1)
+    job.say("w5", EnterBarrier("b", 2))
+    job.say("w6", EnterBarrier("b", 2))
+    assert job.told("w5")[-1] == BarrierOver("b", 1)
+    job.say("w7", EnterBarrier("b", 2))
+    assert job.told("w7")[-1] == BarrierOver("b", 2)
+
+
+def test_a_barrier_waits_for_no_dead_worker() -> None:
+    job = Job("s0", "w5", "w6")
+    job.say("w5", EnterBarrier("b", 1))
+    job.die("w6")
+    assert job.told("w5")[-1] == BarrierOver("b", 1)
+
+
+def test_it_ends_when_the_last_one_has_left() -> None:
+    job = Job("s0", "w5", "w6")
+    job.die("w5")
+    job.say("w6", LeaveJob())
+    assert job.told("s0")[-2:] == [MemberLeft("worker", 1, "h"), JobEnded(0, "all workers have left")]
+
+
+def test_when_all_are_lost_others_may_come() -> None:
+    job = Job("s0", "w5", "w6")
+    job.say("w5", LeaveJob())
+    job.die("w6")
+    beat(job, 30, "s0")
+    assert job.table.stop is None
+    job.come("w7")
+    job.die("w7")
+    beat(job, 59, "s0")
+    assert job.table.stop is None
+    job.wait(2.0)
+    assert job.table.stop == JobEnded(
+        WORKERS_LOST_EXIT_CODE, "all workers have left or are lost, and nobody came in their place"
+    )
+
+
+def test_a_lost_server_ends_it() -> None:
+    job = Job("s0", "w5", "w6")
+    job.die("s0")
+    assert job.told("w5")[-1] == JobEnded(1, "server 0 on host h is lost: its process ended")
+
+
+@pytest.mark.parametrize(
+    "gone", [MemberLost("worker", 2, "h", "its process ended", incarnation=3), MemberLeft("worker", 2, "h")]
+)
+def test_a_member_knows_who_is_there_in_order(gone: MembershipEvent) -> None:
+    view = JobView(RegisterMember("worker", -1, "h", 9, SPEC.counts), is_loss_fatal=False)
+    view.take(MemberAssigned(1, is_recovery=True, job=JOB))
+    view.take(MembershipNews((WorkerRoster((2, 0, 1), is_open=True), gone)))
+    assert view.roster == [0, 1]
+    assert view.fatal_loss() is None
+    view.take(MembershipNews((MemberReturned("worker", 2, "h", 10, is_new=True),) * 2))
+    assert view.roster == [0, 1, 2]
+    assert (view.left, view.lost) == ({}, {})
