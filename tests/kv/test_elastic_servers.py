@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
@@ -25,7 +27,7 @@ CUT = {"REIGEN_KV_BIGARRAY_BOUND": "1000"}
 #: Where the keys are cut then, for two servers.
 SHARDS = {"small": (0, 100), "cut": (0, 2500, 5000)}
 #: How many workers are killed; more of them take four seconds each.
-KILLS = int(os.environ.get("REIGEN_TEST_KILLS", "2"))
+KILLS = int(os.environ.get("REIGEN_TEST_KILLS", "1"))
 
 
 class Ledger:
@@ -54,6 +56,11 @@ class Ledger:
 
     def numbers(self, process: tuple[int, int], word: str) -> list[int]:
         return [int(words[1]) for words in self.processes()[process] if words[0] == word]
+
+    def num_workers(self, process: tuple[int, int]) -> int:
+        """How many workers there were when it was answered last."""
+        lines = reversed(self.processes()[process])
+        return int(next(words[4] for words in lines if words[0] == "acknowledged"))
 
     def num_lines(self) -> int:
         return sum(map(len, self.processes().values()))
@@ -135,3 +142,58 @@ def test_workers_are_killed_at_random_moments(ledger: Ledger, kind: str) -> None
         status, _, err = job.finish()
     assert status == 0, err
     ledger.check()
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"] if KILLS > 1 else ["server"])
+def test_a_server_that_dies_ends_the_job_and_is_named(ledger: Ledger, role: str) -> None:
+    with start(ledger, "dist_sync") as job:
+        pushes_more(ledger, 3, 10)
+        [victim, *_] = [pid for pid, command in job.processes().items() if f"-m reigen {role}" in command]
+        os.kill(victim, signal.SIGKILL)
+        status, _, err = job.finish()
+    assert status == 128 + signal.SIGKILL
+    assert re.search(rf"^reigen run: {role}( [01])? failed first: killed by SIGKILL", err, re.MULTILINE)
+    assert "REIGEN_KV_SNAPSHOT_DIR" not in err, "that is not for elastic jobs"
+
+
+def test_a_worker_that_is_silent_is_lost_and_takes_no_part_when_it_wakes(ledger: Ledger) -> None:
+    """Its place is filled by another process, which sees the values of the others."""
+    beats = {"PS_HEARTBEAT_INTERVAL": "0.2", "PS_HEARTBEAT_TIMEOUT": "1.5"}
+    with start(ledger, "dist_sync", **beats) as job:
+        pushes_more(ledger, 3, 10)
+        sleeper = ledger.training()[0]
+        os.kill(ledger.pid(sleeper), signal.SIGSTOP)
+        others = [process for process in ledger.training() if process != sleeper]
+        until(lambda: all(ledger.num_workers(process) == 2 for process in others))
+        os.kill(ledger.pid(sleeper), signal.SIGCONT)
+        until(lambda: not ledger.lives(sleeper))
+        pushes_more(ledger, 3, 10)
+        (ledger.directory / "stop").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    assert "nothing was heard of it for 1.5 s" in err
+    ledger.check()
+
+
+@pytest.mark.skipif(KILLS == 1, reason="takes ten seconds: REIGEN_TEST_KILLS=10")
+def test_workers_that_come_later_have_the_values_of_the_others(tmp_path: Path, ledger: Ledger) -> None:
+    """Hosts come by a discovery script: a second worker, and a third one."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n")
+    more = ("--host-discovery-script", f"cat {hosts}", "--min-np", "1", "--max-np", "3", "-s", "2")
+    command = (*PROGRAM, str(ledger.directory), "dist_sync")
+    with launched(*more, "--grace-seconds", "15", *command, env=CUT) as job:
+        for num_workers in (1, 2, 3):
+            hosts.write_text(f"localhost:{num_workers}\n")
+            pushes_more(ledger, num_workers, 20)
+        (ledger.directory / "stop").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    assert "slot 2 joins; 3 workers go on" in err
+    ledger.check()
+
+
+def test_a_function_returns_the_results_of_all_workers() -> None:
+    code = "import tests.kv.elastic_function as program; program.main()"
+    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (status.returncode, status.stdout) == (0, "[(0, 3, 15.0), (1, 3, 15.0), (2, 3, 15.0)]\n"), status.stderr

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from reigen.launch.job_state import KILLED_EXIT_CODES, FinishJob, JobFailure, was_killed
 from reigen.launch.output.line_prefix import ProcessNames, visible_text
-from reigen.launch.ps_processes import SNAPSHOT_VARIABLE
+from reigen.launch.ps_processes import FIRST_ELASTIC_NUMBER, SNAPSHOT_VARIABLE
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.launch.supervision.watchdog import STOP_SIGNALS
 
@@ -113,6 +113,9 @@ def _describe_restarts(name: str, failure: JobFailure) -> str:
         return f"it had been started again {_format_restarts(failure)} before"
     if not was_killed(failure.exit_code):
         return "it was not started again: it has ended by itself"
+    if failure.rank >= FIRST_ELASTIC_NUMBER:
+        what = "what it held is lost" if name.startswith("server") else "no worker could join any more"
+        return f"it was not started again: in an elastic job there is nobody to take its place, and {what}"
     if name.startswith("server"):
         return f"it was not started again: a server is only where it keeps snapshots ({SNAPSHOT_VARIABLE})"
     return "it was not started again"
