@@ -76,7 +76,11 @@ class JobSpec:
     @property
     def is_elastic(self) -> bool:
         """Return whether workers come and go."""
-        return "worker" in self.roles and self.roles["worker"].on_loss is LossPolicy.ELASTIC
+        return self.has_places("worker")
+
+    def has_places(self, role: MemberRole) -> bool:
+        """Return whether the numbers of a role are places that processes take and leave."""
+        return role in self.roles and self.roles[role].on_loss is LossPolicy.ELASTIC
 
     @property
     def counts(self) -> dict[MemberRole, int]:

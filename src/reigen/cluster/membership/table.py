@@ -62,7 +62,7 @@ L. *Elastic jobs.* Workers' numbers are places, of which a process gets one that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
@@ -262,7 +262,7 @@ class MembershipTable:
         if not self._is_open:  # else the snapshots are of this service's time
             for saved in (one for one in message.saved if one.job == self.job):
                 self._take_history(saved.left, goes_on=True)
-        is_free = self._is_elastic(member.role) and member.state is MemberState.LEFT
+        is_free = self.spec.has_places(member.role) and member.state is MemberState.LEFT
         if member.is_final and not member.incarnation:
             self._refuse(owner, f"{member.name} was given up: {member.loss_reason}")
         elif (
@@ -329,7 +329,7 @@ class MembershipTable:
             return self._members[message.role, message.number]
         of_role = self._of_role(message.role)
         free = [member for member in of_role if member.state is MemberState.ABSENT]
-        gone = {MemberState.LOST, MemberState.LEFT} if self._is_elastic(message.role) else {MemberState.LOST}
+        gone = {MemberState.LOST, MemberState.LEFT} if self.spec.has_places(message.role) else {MemberState.LOST}
         free += [member for member in of_role if member.state in gone]
         free += [member for member in of_role if member.state is MemberState.PRESENT and member.owner is None]
         return free[0] if free else None
@@ -364,7 +364,7 @@ class MembershipTable:
 
     def _assign_place(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
         """Give a process its place."""
-        is_elastic = self._is_elastic(member.role)
+        is_elastic = self.spec.has_places(member.role)
         is_recovery = self._has_opened if is_elastic else is_recovery
         is_news = (
             is_elastic or member.state is MemberState.LOST or member.is_missed or (is_recovery and not message.is_known)
@@ -440,7 +440,7 @@ class MembershipTable:
         for owner in receivers if servers else ():
             self._reply(owner, ServerList(tuple(server.return_event.server for server in servers)))
         together: dict[MemberLost | None, list[Member]] = {}
-        for member in self._lost():
+        for member in _lost_members(self._members):
             together.setdefault(member.loss, []).append(member)
         past: list[MembershipEvent | None] = []
         for loss, (first, *others) in together.items():  # but those that have returned
@@ -449,7 +449,7 @@ class MembershipTable:
             past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
         past.append(self._abort)
         if self.spec.is_elastic:
-            past.append(self._roster())
+            past.append(_make_roster(self._of_role("worker"), is_open=self._has_opened))
         past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
         self._send_news([new_connection], [event for event in past if event is not None and event not in self._held])
 
@@ -505,7 +505,7 @@ class MembershipTable:
         """Steps B, C, D: the process that has the place is gone, or as good as."""
         replacement, member.replacement = member.replacement, None
         self._has_left_last = self._has_left_last and member.role != "worker"
-        is_elastic = self._is_elastic(member.role)
+        is_elastic = self.spec.has_places(member.role)
         if member.state is MemberState.PRESENT and not (self._is_open or self._is_restarted or is_elastic):
             self._forget(member)
         elif member.state is not MemberState.LOST:
@@ -604,10 +604,6 @@ class MembershipTable:
 
     # -- news of all ---------------------------------------------------------------------------------------------------
 
-    def _lost(self) -> list[Member]:
-        """Members that are lost; the first of them is the reason for others."""
-        return sorted((one for one in self._members.values() if one.loss is not None), key=lambda one: one.lost_at)
-
     def _announce(self, *events: MembershipEvent) -> None:
         """Step J."""
         self.epoch += len(events)
@@ -660,7 +656,7 @@ class MembershipTable:
             self._check_elastic_end()
             return
         states = {member.state for member in self._of_role("worker")}
-        policy, lost = self.spec.roles["worker"].on_loss, self._lost()
+        policy, lost = self.spec.roles["worker"].on_loss, _lost_members(self._members)
         final = any(member.is_final for member in lost)
         has_absent = self._is_restarted and any(member.state is MemberState.ABSENT for member in self._members.values())
         if states - {MemberState.LEFT, MemberState.LOST} or has_absent:  # servers that come back are to hear of it, too
@@ -678,11 +674,11 @@ class MembershipTable:
     def _check_elastic_end(self) -> None:
         """Step L."""
         states = {member.state for member in self._of_role("worker")}
-        lost = [member for member in self._lost() if member.is_final]
+        lost = [member for member in _lost_members(self._members) if member.is_final]
         num_come = sum(one.state in {MemberState.PRESENT, MemberState.LEFT} for one in self._of_role("worker"))
         if not self._has_opened and self._is_open and num_come >= self.spec.first_workers:
             self._has_opened = True
-            self._announce(self._roster())
+            self._announce(_make_roster(self._of_role("worker"), is_open=self._has_opened))
         if lost:
             self._end(JobEnded(1, "; ".join(str(member.loss) for member in lost)))
         elif MemberState.PRESENT in states or not self._has_opened:
@@ -691,15 +687,6 @@ class MembershipTable:
             self._end(JobEnded(0, "all workers have left"))
         else:
             self._awaited_until = min(self._awaited_until, self._now + self.spec.return_seconds)
-
-    def _is_elastic(self, role: MemberRole) -> bool:
-        return role == "worker" and self.spec.is_elastic
-
-    def _roster(self) -> WorkerRoster:
-        """Step L: the workers that are there, in the order in which they have joined."""
-        present = [one for one in self._of_role("worker") if one.state is MemberState.PRESENT]
-        ordered = sorted(present, key=lambda one: one.joined)
-        return WorkerRoster(tuple(one.number for one in ordered), self._has_opened)
 
     def _end(self, stop: JobEnded) -> None:
         self._announce(stop)
@@ -781,6 +768,17 @@ class GroupTable:
             return "ranks do not come back"
         is_full = len(self._tables) >= MAX_GROUPS and not any(table.is_empty for table in self._tables.values())
         return f"there are {MAX_GROUPS} jobs already" if is_full and message.group not in self._tables else ""
+
+
+def _lost_members(members: Mapping[tuple[MemberRole, int], Member]) -> list[Member]:
+    """Return the members that are lost; the first of them is the reason for others."""
+    return sorted((one for one in members.values() if one.loss is not None), key=lambda one: one.lost_at)
+
+
+def _make_roster(workers: Sequence[Member], *, is_open: bool) -> WorkerRoster:
+    """Step L: list the workers that are there, in the order in which they have joined."""
+    present = [one for one in workers if one.state is MemberState.PRESENT]
+    return WorkerRoster(tuple(one.number for one in sorted(present, key=lambda one: one.joined)), is_open)
 
 
 def _drop_connections(connections: dict[ConnectionId, Member], member: Member) -> None:

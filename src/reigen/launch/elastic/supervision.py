@@ -110,9 +110,6 @@ class ElasticOwner(DialingOwner, Protocol):
     def start_all(self, specs: Sequence[ProcessSpec]) -> None:
         """Start processes of this host."""
 
-    def start_servers(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start servers and scheduler on this host."""
-
     def lose_host(self, host: str, reason: str) -> None:
         """Count a host, and what runs there, as lost."""
 
@@ -592,7 +589,8 @@ class ElasticSupervision:
         services = replace(self._services, ps_job=replace(self._services.ps_job, first_workers=num_workers))
         places = HostAssignment("", True, (), ps_processes=tuple(self._ps_processes))
         specs, _ = plan_host(places, self._options.processes, services, self._environ)
-        self._owner.start_servers(specs)
+        self._owner.start_slots("localhost", [spec.number for spec in specs])
+        self._owner.start_all(specs)
 
     def _variables_of(self, host: str) -> Mapping[str, str | None]:
         """Return variables of a host's ranks, above all others; None removes one."""

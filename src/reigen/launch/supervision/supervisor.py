@@ -424,14 +424,9 @@ class Supervisor:
         number = self._departures_writer
         return replace(spec, environ={**spec.environ, DEPARTURE_FD_VARIABLE: str(number)}, descriptors=(number,))
 
-    def start_servers(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start servers and scheduler of an elastic job on this host; raises LaunchError."""
-        self.start_slots("localhost", [spec.number for spec in specs])
-        self.start_all(map(self._with_departures, specs))
-
     def start_all(self, specs: Iterable[ProcessSpec]) -> None:
         """Start processes of this host; raises LaunchError where one cannot be (the watchdog ends the others)."""
-        for spec in specs:
+        for spec in specs if self._elastic is None else map(self._with_departures, specs):
             self._local.start(spec, self._options.inherited)
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
