@@ -20,7 +20,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen import log
-from reigen.backends.base import BlockJournal, MemoryRegion
+from reigen.backends.base import BlockJournal, MemoryRegion, SharedUpdate
 from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
 from reigen.backends.selection import choose_backends
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
@@ -116,6 +116,8 @@ class Context:
         self.keeps_journals = False
         #: sums of gradients of which that is true
         self.step_sums: list[StepSums] = []
+        #: weights that exist once a host, whose updates others can finish
+        self.shared_updates: list[SharedUpdate] = []
         self._release: Callable[[], None] = lambda: None
         #: called when this rank leaves the job: methods of objects that may be gone by then
         self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -333,12 +335,11 @@ class Context:
         name: str,
         process_set: int = 0,
         blocking: bool = False,
-        journal: BlockJournal | None = None,
     ) -> Handle:
         """Reduce registered memory in place; of the result each owner (`MemoryRegion.owned`) gets its part alone."""
         size = len(self._members(process_set))
         operation = operation_builders.build_reduce_to_owners(array, dtype, parts, size, process_set)
-        task = TensorTableEntry(array.reshape(-1), output=array, journal=journal)
+        task = TensorTableEntry(array.reshape(-1), output=array)
         return self._submit(self._name(operation, name), task, blocking)
 
     def barrier(self, *, name: str | None = None, process_set: int = 0, blocking: bool = False) -> Handle:

@@ -1,16 +1,20 @@
 """A training in an `hvd.elastic.Job` of which ranks kill themselves at points of steps that they are told.
 
 This process forks the ranks, so that what they need is imported once. All write lines to its output: ``TRY number view
-rank size indices`` when a step begins; ``STEP number view digest`` when the weights have changed; ``DONE undone`` at
-the end. Arguments: the number of steps, and for each rank nothing, or its point, ``PLACE NUMBER STEP``:
+rank size indices`` when a step begins; ``STEP number view digest`` when the weights have changed; ``DONE undone
+passes`` at the end. Arguments: the number of steps, and for each rank nothing, or its point, ``PLACE NUMBER STEP``:
 
 * ``gradient n``: when the n-th gradient of the step comes;
 * ``filled n``: before or behind the word that says that a bucket is filled, 2 n or 2 n + 1;
 * ``sums n``: at the n-th instruction of the reductions that others can see: words of the journal, and both halves of
   what is written into a copy of a bucket;
-* ``update 0``: when all sums are there, and the weights are to be changed.
+* ``update 0``: when all sums are there, and the weights are to be changed;
+* ``owner n``: at the n-th point of the update of this rank's slice of shared weights: around words that others see, in
+  the middle of the copy to the slot, and behind a change that has spoilt half of a chunk;
+* ``moment n``: n microseconds after the update has begun, whatever instruction that is.
 
-``ONE_CPU``: buckets are reduced when backward is over. ``CLIPS``: the norm of the sums is limited.
+``SHARE``: weights exist once a host. ``ONE_CPU``: buckets are reduced when backward is over. ``CLIPS``: the norm of the
+sums is limited.
 """
 
 import hashlib
@@ -19,12 +23,15 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 
 import torch
 
 import reigen.torch as hvd
 from reigen import context
 from reigen.backends.shm import reduction_journal
+from reigen.torch.shared_parameters import parameters, update_chunks
 
 BATCH, CLIPS = 16, os.environ.get("CLIPS") == "1"
 
@@ -66,6 +73,55 @@ def patch_journal(count: Countdown, *, fills: bool) -> None:
         copy(target, total)
 
     reduction_journal._store, reduction_journal._copy_block = counted_store, counted_copy
+
+
+def patch_owner(count: Countdown) -> None:
+    """Count points of the update of shared weights, and divide them into more chunks than there would be."""
+    update_chunks.CHUNK_BYTES = parameters.CHUNK_BYTES = 1 << 16
+    store, step, save = update_chunks._store, update_chunks.inner_step, update_chunks._Chunk.save
+
+    def counted_store(*args: object) -> None:
+        count()
+        store(*args)
+        count()
+
+    def counted_save(chunk: update_chunks._Chunk) -> None:
+        chunk.saved[0].view(-1)[::2] = 3.0
+        count()
+        save(chunk)
+
+    def counted_step(optimizer: torch.optim.Optimizer) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if count.is_on and count.left == 0:
+            with torch.no_grad():
+                for tensor in (weights[0], *optimizer.state[weights[0]].values()):
+                    tensor.view(-1)[::2] = 7.0
+        count()
+        step(optimizer)
+        count()
+
+    update_chunks._store, update_chunks.inner_step = counted_store, counted_step
+    update_chunks._Chunk.save = counted_save
+
+
+class Moment:
+    """Kills this process so many microseconds after an update has begun."""
+
+    def __init__(self, job: object, microseconds: int) -> None:
+        self.is_on, self._microseconds = False, microseconds
+        begin = job.begin_update
+
+        def begin_update() -> None:
+            begin()
+            if self.is_on:
+                threading.Thread(target=self._kill, args=(time.perf_counter(),), daemon=True).start()
+
+        job.begin_update = begin_update
+
+    def _kill(self, begun: float) -> None:
+        while time.perf_counter() - begun < self._microseconds / 1e6:
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make_model() -> torch.nn.Module:
@@ -116,7 +172,9 @@ def train(num_steps: int, point: str) -> None:
     hvd.init()
     inputs, targets = make_samples(num_steps * BATCH)
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
+    share = os.environ.get("SHARE") == "1"
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters(), share_parameters=share)
+    patch_owner(count if place == "owner" else Countdown(0))  # all divide alike
     if place in {"filled", "sums"}:
         patch_journal(count, fills=place == "filled")
     elif place == "gradient":
@@ -126,6 +184,8 @@ def train(num_steps: int, point: str) -> None:
         optimizer.register_step_pre_hook(count)
     data = hvd.elastic.Cursor(num_steps * BATCH, global_batch=BATCH, seed=3)
     with hvd.elastic.Job(model, optimizer, data=data) as job:
+        if place == "moment":
+            count = Moment(job, int(number))
         for step in job.steps(1):
             elastic = context.elastic_job()
             assert elastic is not None
@@ -142,7 +202,7 @@ def train(num_steps: int, point: str) -> None:
                 optimizer.step()
                 count.is_on = False
                 say("STEP", where, digest(model, optimizer))
-    say("DONE", job.num_undone)
+    say("DONE", job.num_undone, optimizer._reducer.num_passes)
 
 
 if __name__ == "__main__":

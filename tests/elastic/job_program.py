@@ -23,6 +23,7 @@ import reigen.engine_factory  # noqa: F401
 import reigen.torch as hvd
 from reigen import context
 from reigen.elastic import job as jobs
+from reigen.torch.shared_parameters import update_chunks
 
 
 class Model(torch.nn.Module):
@@ -58,6 +59,16 @@ class Death:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.at(name, job.number))
         optimizer.register_step_pre_hook(lambda *_: self.at("before", job.number))
         optimizer.register_step_post_hook(lambda *_: self.at("after", job.number))
+        store = update_chunks._store
+
+        def store_or_die(*args: object) -> None:
+            """Die in the middle of an update of shared weights; with `joined`, when a newcomer is waited for."""
+            if context.elastic_job()._driver._machine._stop.step is not None:
+                self.at("joined", self._number)
+            self.at("update", job.number)
+            store(*args)
+
+        update_chunks._store = store_or_die
         exchange = jobs.allgather_object
 
         def exchange_or_die(obj: object, name: str | None = None) -> list[object]:

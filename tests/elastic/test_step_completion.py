@@ -79,7 +79,9 @@ def run(points: Sequence[str], **environ: str) -> int:
         [member] = job.start_first(1)
         job.wait_for("ENDED", seconds=300.0)
         assert member.says(str([0, *[-9] * len(points), 0])), member.lines
-        undone = {int(line.split()[1]) for line in member.lines if line.startswith("DONE")}
+        ends = [tuple(map(int, line.split()[1:])) for line in member.lines if line.startswith("DONE")]
+        undone = {end[0] for end in ends}
+        assert environ.get("SHARE") == "1" or {end[1] for end in ends} == {num_steps}, "each step is one pass"
         assert len(undone) == 1, member.lines
         Truth(num_steps, member.lines, clips=environ.get("CLIPS") == "1").check()
         return undone.pop()
@@ -94,11 +96,23 @@ def test_what_the_program_does_with_sums_is_done_to_those_that_were_completed() 
     assert run(["update 0", "filled 1", "sums 4"], CLIPS="1", ONE_CPU="1") in {1, 2}
 
 
+def test_an_update_of_shared_weights_is_finished_for_the_dead() -> None:
+    """Each dies in its update, which others may have begun or not: in the latter case the step is undone."""
+    assert run(["owner 1", "owner 5", "owner 10"], SHARE="1") <= 3
+
+
 @pytest.mark.skipif("REIGEN_TEST_COMPLETIONS" not in os.environ, reason="a long loop: REIGEN_TEST_COMPLETIONS=rounds")
-def test_bits_are_right_wherever_ranks_die() -> None:
+@pytest.mark.parametrize("share", ["", "1"])
+def test_bits_are_right_wherever_ranks_die(share: str) -> None:
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "7")))
+    places = [("sums", 40), ("filled", 10), ("gradient", 6), ("update", 1)]
+    weights = [6, 2, 1, 2]
+    if share:
+        places, weights = [("owner", 24), ("moment", 3000), ("gradient", 6)], [8, 6, 1]
     for _ in range(int(os.environ["REIGEN_TEST_COMPLETIONS"])):
-        places = [("sums", 40), ("filled", 10), ("gradient", 6), ("update", 1)]
-        points = [f"{place} {chances.randrange(most)}" for place, most in chances.choices(places, [6, 2, 1, 2], k=4)]
-        environ = {name: "1" for name in ("CLIPS", "ONE_CPU") if chances.random() < 0.5}
-        print(points, environ, run(points, **environ), flush=True)
+        chosen = chances.choices(places, weights, k=4)
+        points = [f"{place} {chances.randrange(most)}" for place, most in chosen]
+        environ = {
+            name: "1" for name in ("CLIPS", "ONE_CPU") if chances.random() < 0.5 and not (name == "CLIPS" and share)
+        }
+        print(points, environ, run(points, SHARE=share, **environ), flush=True)

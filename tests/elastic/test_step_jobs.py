@@ -232,14 +232,26 @@ def test_a_program_that_fails_on_one_rank_ends_there(server: ForkServer):
 
 
 def test_weights_that_exist_once_a_host(server: ForkServer):
-    """Those who die before and behind an update leave it whole: in it, the job ends where there is no other host."""
     with ElasticProcesses("2", "203", "0", server=server, SHARE="1") as job:
-        deaths = {0: {"DIES_AT": "forward:3"}, 1: {"DIES_AT": "middle:6"}, 2: {"DIES_AT": "last:9"}}
-        members = job.start_first(5, deaths)
-        finish(job, members[3:])
+        deaths = {0: "forward:3", 1: "middle:6", 2: "last:9", 3: "update:12", 4: "after:15"}
+        members = job.start_first(7, {slot: {"DIES_AT": at} for slot, at in deaths.items()})
+        finish(job, members[5:])
         ledger = Ledger()
         ledger.read(members)
         ledger.check(2, 203)
+
+
+def test_a_newcomer_gets_shared_weights_behind_the_step_in_whose_update_an_owner_died(server: ForkServer) -> None:
+    with ElasticProcesses("1", "1603", "0.01", server=server, SHARE="1") as job:
+        members = [*job.start_first(3, {1: {"DIES_AT": "joined:0"}})]
+        job.wait_for("STEP 3 ", members)
+        newcomer = job.start_candidate(3)
+        assert members[1].wait() == -9
+        finish(job, [members[0], members[2], newcomer])
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(1, 1603)
+        assert all(line.endswith(" 0") for line in members[0].lines if line.startswith("DONE")), "no step is undone"
 
 
 def test_parts_have_the_same_bits_whoever_the_members_are(server: ForkServer):

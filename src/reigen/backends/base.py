@@ -94,6 +94,31 @@ class BlockJournal(Protocol):
         """Reduce this rank's slice of all ranks' copies."""
 
 
+class SharedUpdate(Protocol):
+    """Update of weights that exist once a host, which those who are left finish when an owner has died in it.
+
+    Attributes:
+        owner: number of this rank among the owners of the host; None: it owns nothing.
+        is_begun: some owner has begun the update of the step that was begun last.
+    """
+
+    @property
+    def owner(self) -> int | None: ...
+    @property
+    def is_begun(self) -> bool: ...
+
+    def begin_step(self) -> None:
+        """A step begins: no update is under way."""
+
+    def finish(self, owners: Sequence[int | None], place: int) -> None:
+        """Finish this rank's slice, and its share of those of the dead; the update is made when all have.
+
+        Args:
+            owners: numbers of those who do this, one for each; all others are dead.
+            place: of this rank among them.
+        """
+
+
 class ReduceBuffer(msgspec.Struct, frozen=True):
     """Tensor of an allreduce.
 

@@ -24,6 +24,21 @@ class SumsAtHand:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateAtHand:
+    """Update of weights that exist once a host, which some owner has begun: the members there finish it.
+
+    Attributes:
+        epoch: of the view in which the step began.
+        host: of the weights, in that view.
+        owner: number of the member among the owners of the weights; None: it owns nothing.
+    """
+
+    epoch: int
+    host: int
+    owner: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class HeldState:
     """State of a member that enters a view.
 
@@ -33,12 +48,19 @@ class HeldState:
         is_whole: the program went on behind the update to the end of the step, so that learning rate and loss scale are
             of this step, too.
         sums: of the following step, if the program waits for them, and can go on with them.
+        update: of the following step, if the program can go on behind it.
     """
 
     number: int
     is_member: bool
     is_whole: bool = True
     sums: SumsAtHand | None = None
+    update: UpdateAtHand | None = None
+
+    @property
+    def reached(self) -> int:
+        """Steps that the weights have had when all updates at hand are finished."""
+        return self.number + (self.update is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +74,8 @@ class CatchUpPlan:
         completing: ranks that go on with the step in which they were cut off, and apply it.
         finishing: if sums of this step have to be finished first, the ranks of those who do it, in the view in which
             the step began.
+        waiting: ranks that get the state in the next view, which begins behind the step that is completed: until then
+            nobody has all of it.
     """
 
     source: int
@@ -59,6 +83,7 @@ class CatchUpPlan:
     partial_receivers: frozenset[int] = frozenset()
     completing: frozenset[int] = frozenset()
     finishing: tuple[int, ...] = ()
+    waiting: frozenset[int] = frozenset()
 
 
 def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
@@ -67,6 +92,9 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     A step that all were in, and of whose sums nothing is lost, is completed by all. Who has not applied a step that
     others have, but has its sums, applies it by itself. If one is left who cannot, all of them get the state.
 
+    An update that some owner of shared weights has begun is finished, whoever is there: until then weights are of no
+    step. So where nobody has applied that step, newcomers wait for those who complete it.
+
     Before anybody is a member, that is who has loaded the latest checkpoint.
 
     Args:
@@ -74,8 +102,11 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     """
     are_members = any(each.is_member for each in held)
     chosen = [rank for rank, each in enumerate(held) if each.is_member or not are_members]
-    source = max(chosen, key=lambda rank: (held[rank].number, held[rank].is_whole, -rank))
+    source = max(chosen, key=lambda rank: (held[rank].reached, not held[rank].update, held[rank].is_whole, -rank))
     best = held[source]
+    if best.update is not None:
+        completes = frozenset(r for r in chosen if held[r].update is not None and held[r].reached == best.reached)
+        return CatchUpPlan(source, completing=completes, waiting=frozenset(range(len(held))) - completes)
     receivers = {
         rank for rank, each in enumerate(held) if rank != source and not (each.is_member and each.number == best.number)
     }
@@ -98,4 +129,19 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
 
 def _is_one_behind(each: HeldState, best: HeldState) -> bool:
     """Return whether a member has not applied the latest step, but has its sums."""
-    return each.number == best.number - 1 and each.sums is not None and each.sums.are_whole
+    has_sums = each.update is not None or (each.sums is not None and each.sums.are_whole)
+    return each.number == best.number - 1 and has_sums
+
+
+def plan_updates(held: Sequence[HeldState], rank: int) -> tuple[list[int | None], int] | None:
+    """Return who finishes a rank's update: numbers of owners, and its own place among them; None: there is none.
+
+    Args:
+        held: by all ranks of the view, in order.
+        rank: the rank.
+    """
+    own = held[rank].update
+    if own is None:
+        return None
+    members = [r for r, e in enumerate(held) if e.update and (e.update.epoch, e.update.host) == (own.epoch, own.host)]
+    return [update.owner for member in members if (update := held[member].update)], members.index(rank)

@@ -19,6 +19,8 @@ f. In the next view all say what they have (`SumsAtHand`), and decide alike. If 
    finish the sums (`reigen.backends.shm.step_sums`), meet in a barrier, and return to the program, which applies them:
    the step has had the samples of the dead. Views are numbered as if they had known (`StepBase.completes`); where they
    have not, or had hoped in vain, the numbers of steps of program and membership differ by another `_Mark.offset`.
+   So it is with an update of weights that exist once a host, if some owner has begun it (`UpdateAtHand`): others finish
+   what the dead have left (`reigen.backends.base.SharedUpdate`). Newcomers wait until those have ended the step.
 g. If a member dies in (f), or before all have applied the step, the next view begins with (f), too: who has all sums
    applies them by itself, if others have.
 h. A member that waits holds the gradients of this step until it is applied, then its optimizer begins anew in the view.
@@ -42,7 +44,7 @@ from reigen.api.process_sets import RegisteredSets, follow_members
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
 from reigen.elastic import membership
-from reigen.elastic.catch_up import HeldState, SumsAtHand, plan_catch_up
+from reigen.elastic.catch_up import HeldState, SumsAtHand, UpdateAtHand, plan_catch_up, plan_updates
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.state import Departure
 from reigen.elastic.training import TrainingState
@@ -221,6 +223,8 @@ class BaseJob(ABC):
         self._is_counted = False
         #: the optimizer has begun anew in this view
         self._has_renewed = True
+        #: others wait for the end of the step that is completed, to get the state then
+        self._is_awaited = False
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -344,6 +348,8 @@ class BaseJob(ABC):
         self._step_epoch = 0 if self._elastic is None else self._elastic.epoch
         for sums in self._step_context.step_sums:
             sums.begin_step()
+        for update in self._step_context.shared_updates:
+            update.begin_step()
 
     def begin_part(self, part: Part) -> None:
         """Begin with a part: its gradients come next."""
@@ -370,7 +376,7 @@ class BaseJob(ABC):
         self._step = None
         if error is not None:
             self._change(f"step {step.number} is applied; what came behind the update is lost here: {error}")
-        elif self._elastic is not None and self._count_step(self._elastic):
+        elif self._elastic is not None and (self._count_step(self._elastic) or self._is_awaited):
             self._change(f"step {step.number} is the last with these members")
         return True
 
@@ -393,6 +399,8 @@ class BaseJob(ABC):
         """
         step = self._step
         if step is None or step.is_applied or not self._is_change(error):
+            if self._has_begun_update():
+                self.lose_state()
             return False
         self._waits = True
         try:
@@ -402,6 +410,20 @@ class BaseJob(ABC):
         if self._step is step:
             _log.info("step %d is completed with the gradients of all ranks that began it", step.number)
         return self._step is step
+
+    def _has_begun_update(self) -> bool:
+        """Return whether shared weights are no longer those of the step before, which this rank has not applied yet."""
+        context, step = self._step_context, self._step
+        if context is None or step is None or step.is_applied:
+            return False
+        return any(update.is_begun for update in list(context.shared_updates))
+
+    def _update_at_hand(self) -> UpdateAtHand | None:
+        """Return a description of an update that the members of this host finish; None: there is none."""
+        if not self._waits or self._step_context is None or not self._has_begun_update():
+            return None
+        updates = self._step_context.shared_updates
+        return UpdateAtHand(self._step_epoch, self._step_context.cross_rank, updates[0].owner)
 
     def _sums_at_hand(self) -> SumsAtHand | None:
         """Return a description of the sums for which the program waits; None: it waits for none."""
@@ -481,6 +503,8 @@ class BaseJob(ABC):
         context, elastic = self._step_context, self._elastic
         if context is None or elastic is None:
             return HeldSums(epoch)
+        if self._has_begun_update():
+            return HeldSums(self._step_epoch, (0,))
         lost = elastic.lost_ranks if self._step_epoch == epoch else ()
         buckets: list[int] = []
         first = 0
@@ -534,21 +558,24 @@ class BaseJob(ABC):
                 barrier()  # nobody fills a bucket, or changes a weight, of the view before any more
         mark = self._mark
         is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
-        own = HeldState(mark.number, mark.is_member, is_whole, self._sums_at_hand())
+        update = self._update_at_hand()
+        is_member = mark.is_member and (update is not None or not self._has_begun_update())
+        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update)
         held: list[HeldState] = allgather_object(own, "elastic.held")
         plan = plan_catch_up(held)
         if plan.finishing and self._step_context is not None:
             for sums in self._step_context.step_sums:
                 sums.finish(plan.finishing)
             barrier()
+        self._finish_updates(held)
         self._base_number = held[plan.source].number
-        if self._elastic is not None and self._elastic.view.base.completes and plan.finishing:
+        if self._elastic is not None and self._elastic.view.base.completes and plan.source in plan.completing:
             self._base_number += 1
         is_completing = self.rank in plan.completing
         self._is_counted = is_completing and self._base_number > mark.number
         self._has_renewed = not is_completing
         if not is_completing:
-            self._resolve_step(is_redone=self.rank not in plan.receivers)
+            self._resolve_step(is_redone=self.rank not in plan.receivers | plan.waiting)
         self.training.enter_view(keeps_gradients=is_completing)
         if plan.receivers:
             self._receive(plan.source, receives=self.rank in plan.receivers)
@@ -556,6 +583,19 @@ class BaseJob(ABC):
             self._receive_small(plan.source, receives=self.rank in plan.receivers | plan.partial_receivers)
         self._is_whole = True  # or nobody has more
         self._is_stable = not plan.completing
+        self._is_awaited = bool(plan.waiting)
+        if self.rank in plan.waiting:
+            _log.info("the state comes behind the step that the others complete now")
+            contexts.current().barrier(name="elastic.next_view", blocking=True).wait()  # which the others begin
+
+    def _finish_updates(self, held: Sequence[HeldState]) -> None:
+        """Collective: updates of shared weights are finished that some owner has begun."""
+        if all(each.update is None for each in held):
+            return
+        if (share := plan_updates(held, self.rank)) is not None and self._step_context is not None:
+            for update in self._step_context.shared_updates:
+                update.finish(*share)
+        barrier()
 
     def _resolve_step(self, *, is_redone: bool) -> None:
         """Decide what comes of a step that was cut off: it is undone here, or others have applied it."""

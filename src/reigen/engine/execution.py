@@ -125,7 +125,7 @@ def _execute_in_place(
         backend.broadcast(array if backend.rank == root else None, target, root, deadline)
     else:
         reduction = get_reduction(operation.dtype, operation.op, backend.size, operation.prescale, operation.postscale)
-        buffer = ReduceBuffer(array, array, operation.offset, task.journal)
+        buffer = ReduceBuffer(array, array, operation.offset)
         backend.reduce_to_owners(buffer, operation.splits, reduction, deadline)
     return CollectiveResult(task.output)
 

@@ -94,13 +94,12 @@ class Boundaries:
 class Host:
     """Ranks with one bucket each of `COUNTS`, in memory that all have mapped."""
 
-    def __init__(self, size: int, *, dtype: str = "float32", has_owners: bool = False) -> None:
+    def __init__(self, size: int, *, dtype: str = "float32") -> None:
         self.size, self.storage = size, DTYPES[dtype].storage
         self.reduction = Reduction(DTYPES[dtype], ReduceOp.AVERAGE, size)
         extents, offset = [], 0
         for count in COUNTS:
-            counts = tuple(np.bincount(np.arange(count) * size // count, minlength=size).tolist()) if has_owners else ()
-            extents.append(BucketExtent(offset, count * self.storage.itemsize, self.reduction, counts))
+            extents.append(BucketExtent(offset, count * self.storage.itemsize, self.reduction))
             offset += -(-count * self.storage.itemsize // 64) * 64
         self.extents = extents
         self.copies = [np.zeros(offset + journal_bytes(len(COUNTS)), np.uint8) for _ in range(size)]
@@ -136,22 +135,17 @@ class Host:
 
     def check(self, seed: int, survivors: Iterator[int] | range | list[int]) -> None:
         for number, total in enumerate(self.truth(seed)):
-            bounds = self.extents[number].slices(self.size)
             for rank in survivors:
-                if self.extents[number].counts:
-                    for owner, (low, high) in enumerate(bounds):
-                        np.testing.assert_array_equal(self.bucket(owner, number)[low:high], total[low:high])
-                else:
-                    np.testing.assert_array_equal(self.bucket(rank, number), total)
+                np.testing.assert_array_equal(self.bucket(rank, number), total)
 
 
 def _stop_everywhere(
-    monkeypatch: pytest.MonkeyPatch, size: int, *, has_owners: bool, survivors_stop: bool, spoil: Callable[[Host], None]
+    monkeypatch: pytest.MonkeyPatch, size: int, *, survivors_stop: bool, spoil: Callable[[Host], None]
 ) -> int:
     """Stop rank 1 at every boundary of its reductions; returns how many there are."""
     boundaries = Boundaries(monkeypatch)
     for boundary in itertools.count():
-        host = Host(size, has_owners=has_owners)
+        host = Host(size)
         spoil(host)
         for seed in range(2):  # a pass that is over comes before
             for rank in range(size):
@@ -176,14 +170,11 @@ def _stop_everywhere(
 
 
 @pytest.mark.parametrize("survivors_stop", [False, True])
-@pytest.mark.parametrize("has_owners", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_others_finish_what_a_rank_began_wherever_it_stopped(
-    monkeypatch: pytest.MonkeyPatch, size: int, has_owners: bool, survivors_stop: bool
+    monkeypatch: pytest.MonkeyPatch, size: int, survivors_stop: bool
 ) -> None:
-    num_boundaries = _stop_everywhere(
-        monkeypatch, size, has_owners=has_owners, survivors_stop=survivors_stop, spoil=lambda _: None
-    )
+    num_boundaries = _stop_everywhere(monkeypatch, size, survivors_stop=survivors_stop, spoil=lambda _: None)
     assert num_boundaries > 30
 
 
@@ -194,7 +185,7 @@ def test_a_journal_without_words_is_found_out(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(reduction_journal, "_store", forget)
     with pytest.raises(AssertionError):
-        _stop_everywhere(monkeypatch, 3, has_owners=False, survivors_stop=False, spoil=lambda _: None)
+        _stop_everywhere(monkeypatch, 3, survivors_stop=False, spoil=lambda _: None)
 
 
 def test_a_journal_without_scratch_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +195,7 @@ def test_a_journal_without_scratch_is_found_out(monkeypatch: pytest.MonkeyPatch)
                 bucket._scratch = [host.bucket(rank, number) for rank in range(host.size)]
 
     with pytest.raises(AssertionError):
-        _stop_everywhere(monkeypatch, 3, has_owners=False, survivors_stop=False, spoil=sum_in_place)
+        _stop_everywhere(monkeypatch, 3, survivors_stop=False, spoil=sum_in_place)
 
 
 def test_a_mark_before_the_sum_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +215,7 @@ def test_a_mark_before_the_sum_is_found_out(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(reduction_journal.BucketJournal, "reduce", lambda self, r: reversed_order(self, self._rank, r))
     with pytest.raises(AssertionError):
-        _stop_everywhere(monkeypatch, 3, has_owners=False, survivors_stop=False, spoil=lambda _: None)
+        _stop_everywhere(monkeypatch, 3, survivors_stop=False, spoil=lambda _: None)
 
 
 def test_a_bucket_that_one_has_not_filled_cannot_be_finished() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reigen.elastic.catch_up import CatchUpPlan, HeldState, SumsAtHand, plan_catch_up
+from reigen.elastic.catch_up import CatchUpPlan, HeldState, SumsAtHand, UpdateAtHand, plan_catch_up, plan_updates
 
 
 def waiting(number: int, rank: int, *, can_finish: bool = True, are_whole: bool = False, epoch: int = 1) -> HeldState:
@@ -40,3 +40,40 @@ def test_all_get_the_state_if_one_of_them_cannot() -> None:
     assert plan_catch_up(held) == CatchUpPlan(1, receivers=frozenset({0, 2}))
     held[2] = waiting(2, 2, are_whole=True)  # cannot be: it would be two steps behind
     assert plan_catch_up(held) == CatchUpPlan(1, receivers=frozenset({0, 2}))
+
+
+def updating(number: int, owner: int | None, *, host: int = 0, epoch: int = 1) -> HeldState:
+    return HeldState(number, is_member=True, update=UpdateAtHand(epoch, host, owner))
+
+
+def test_an_update_that_was_begun_is_finished_by_all_who_can() -> None:
+    held = [updating(3, 0), updating(3, 2), updating(3, 3)]
+    assert plan_catch_up(held) == CatchUpPlan(0, completing=frozenset({0, 1, 2}))
+    assert plan_updates(held, 1) == ([0, 2, 3], 1)
+
+
+def test_newcomers_wait_for_the_end_of_a_step_whose_update_was_begun() -> None:
+    held = [updating(3, 0), HeldState(0, is_member=False), updating(3, 2)]
+    assert plan_catch_up(held) == CatchUpPlan(0, completing=frozenset({0, 2}), waiting=frozenset({1}))
+    assert plan_updates(held, 2) == ([0, 2], 1)
+    assert plan_updates(held, 1) is None
+
+
+def test_who_is_on_a_host_where_no_update_was_begun_waits_too() -> None:
+    held = [HeldState(3, is_member=True), updating(3, 2, host=1)]
+    assert plan_catch_up(held) == CatchUpPlan(1, completing=frozenset({1}), waiting=frozenset({0}))
+
+
+def test_each_host_finishes_its_own_weights() -> None:
+    held = [updating(3, 0), updating(3, None), updating(3, 1, host=1), updating(3, 3, host=1)]
+    assert plan_catch_up(held) == CatchUpPlan(0, completing=frozenset(range(4)))
+    assert plan_updates(held, 1) == ([0, None], 1)
+    assert plan_updates(held, 2) == ([1, 3], 0)
+
+
+def test_who_has_an_update_at_hand_that_others_have_applied_goes_on_behind_it() -> None:
+    held = [updating(3, 0), HeldState(4, is_member=True)]
+    assert plan_catch_up(held) == CatchUpPlan(1, completing=frozenset({0}))
+    held.append(HeldState(0, is_member=False))
+    assert plan_catch_up(held) == CatchUpPlan(1, receivers=frozenset({0, 2}))
+    assert plan_updates(held, 0) == ([0], 0), "it is finished all the same"

@@ -112,14 +112,16 @@ class ReduceGroup:
         counts: tuple[int, ...],
         *,
         blocking: bool,
-        journal: BlockJournal | None = None,
     ) -> Handle:
         """Reduce gradients in registered memory in place, each owner's part (of ``counts`` elements) for it alone."""
         parts = OwnerReduction(region, counts, self.reduction.op, self.reduction.prescale, self.reduction.postscale)
         name = f"{self.name}.{part}"
-        return self.context.reduce_to_owners(
-            array, dtype, parts, name=name, process_set=self.number, blocking=blocking, journal=journal
-        )
+        return self.context.reduce_to_owners(array, dtype, parts, name=name, process_set=self.number, blocking=blocking)
+
+    @property
+    def survives_deaths(self) -> bool:
+        """Return whether this is a group of all ranks, in a job that completes steps in which a rank dies."""
+        return self.context.keeps_journals and not self.number
 
     @property
     def keeps_journals(self) -> bool:

@@ -266,15 +266,12 @@ class ShmBackend:
     ) -> None:
         """Implement `Backend.reduce_to_owners`. Each rank reads a part of every copy, and writes it in its own."""
         reducer, storage = BlockReducer(reduction), reduction.dtype.storage
-        if buffer.journal is not None:
-            buffer.journal.reduce(reducer)
-        else:
-            copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
-            low, high = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
-            block = BLOCK_BYTES // storage.itemsize
-            for begin in range(low, high, block):
-                end = min(high, begin + block)
-                reducer.reduce([copy[begin:end] for copy in copies], copies[self.rank][begin:end])
+        copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
+        low, high = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
+        block = BLOCK_BYTES // storage.itemsize
+        for begin in range(low, high, block):
+            end = min(high, begin + block)
+            reducer.reduce([copy[begin:end] for copy in copies], copies[self.rank][begin:end])
         self._ended("SHM_REDUCE")
         self._wait_reduced(deadline)
 

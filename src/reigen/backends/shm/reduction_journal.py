@@ -10,7 +10,7 @@ a. Rank r fills its copy of the bucket. Then it writes ``(pass, 0)``: only now a
 b. All ranks have submitted the bucket. For each block i of its slice, rank r adds up the copies, in rank order, to its
    scratch: all copies are as they were.
 c. It writes ``(pass, 2 i + 1)``: from now on the sum in the scratch counts, whatever is in the copies.
-d. It copies the sum from the scratch to all copies (for an owner of `Backend.reduce_to_owners`, to its own).
+d. It copies the sum from the scratch to all copies.
 e. It writes ``(pass, 2 i + 2)``: this block is done in all copies.
 
 Whoever finishes r's slice, when r is dead or has stopped and will not go on, looks at the word and does what is left:
@@ -55,22 +55,17 @@ class BucketExtent:
         offset: where it begins in every copy, in bytes.
         nbytes: its length.
         reduction: what is made of the copies.
-        counts: of how many elements each rank gets the sums, where only owners do; empty: every rank gets all.
     """
 
     offset: int
     nbytes: int
     reduction: Reduction
-    counts: tuple[int, ...] = ()
 
     def slices(self, size: int) -> list[tuple[int, int]]:
         """Return the elements that each rank adds up."""
         itemsize = self.reduction.dtype.itemsize
         count = self.nbytes // itemsize
-        if not self.counts:
-            return [rank_slice(count, rank, size, itemsize) for rank in range(size)]
-        ends = np.cumsum(self.counts).tolist()
-        return [(end - length, end) for end, length in zip(ends, self.counts, strict=True)]
+        return [rank_slice(count, rank, size, itemsize) for rank in range(size)]
 
 
 def journal_bytes(num_buckets: int) -> int:
@@ -166,7 +161,6 @@ class BucketJournal:
         word, (low, high), block = self._words[rank], self._slices[rank], self._block
         value, publish = word[0], self._publish
         copies, scratch = self._copies, self._scratch[rank]
-        targets = [copies[rank]] if self.extent.counts else copies
         begin = low + (value & _STATE_MASK) // 2 * block
         is_summed = bool(value & 1)
         while begin < high:
@@ -177,7 +171,7 @@ class BucketJournal:
                 publish()
                 value += 1
                 _store(word, value)
-            for target in targets:
+            for target in copies:
                 _copy_block(target[begin:end], total)
             publish()
             value += 1

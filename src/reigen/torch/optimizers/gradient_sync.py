@@ -138,18 +138,16 @@ class GradientSynchronizer(OptimizerReducer):
                     act(reducer)
                 except Exception as error:  # noqa: BLE001 - raised below, when the others are through
                     failure = failure or error
+        is_completed = failure is not None and self._completes(failure)
         try:
-            if failure is not None:
-                if not self._completes(failure):
-                    raise failure
-                self._finished, self._has_failed = by, False
-                return
+            if failure is not None and not is_completed:
+                raise failure
         finally:
             del failure  # it holds this frame
         self._finished, self._has_failed = by, False
         self.num_passes += 1
-        # shared parameters are compared where they come to exist once
-        if self.reducers and not self._options.owned and self._is_first_step():
+        # shared parameters are compared where they come to exist once; the first step of a view is never completed
+        if not is_completed and self.reducers and not self._options.owned and self._is_first_step():
             watched = [parameter for reducer in self.reducers for parameter in reducer.parameters]
             whole = self._context.config.check_replicas > 0
             data = [bytes_to_compare(parameter, whole=whole) for parameter in watched]

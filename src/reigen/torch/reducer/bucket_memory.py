@@ -19,7 +19,7 @@ from reigen.api.gradients.compressed_buckets import CompressedBuckets
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ShardAssignment, ShardGranularity, assign_shards
 from reigen.backends.device import DeviceArray, DeviceStream
-from reigen.backends.shm.reduction_journal import BucketExtent, BucketJournal, ReductionJournal, journal_bytes
+from reigen.backends.shm.reduction_journal import BucketExtent, ReductionJournal, journal_bytes
 from reigen.backends.shm.step_sums import StepSums
 from reigen.compression import Codec
 from reigen.context import CollectiveResult, Handle, MemoryRegion
@@ -136,11 +136,8 @@ class BucketMemory:
         self._places.lay_out(plan, memory)
 
     def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
-        array, journal = self._places.arrays[bucket], self._bucket_journal(bucket)
+        array, journal = self._places.arrays[bucket], None if self._journal is None else self._journal.buckets[bucket]
         return reduce_group.reduce(array, dtype, part, self._region, blocking=blocking, journal=journal)
-
-    def _bucket_journal(self, bucket: int) -> BucketJournal | None:
-        return None if self._journal is None else self._journal.buckets[bucket]
 
 
 class ShardedBucketMemory(BucketMemory):
@@ -185,10 +182,7 @@ class ShardedBucketMemory(BucketMemory):
 
     def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
         array, counts = self._places.arrays[bucket], self.shares.counts[bucket]
-        journal = self._bucket_journal(bucket)
-        return reduce_group.reduce_to_owners(
-            array, dtype, part, self.region, counts, blocking=blocking, journal=journal
-        )
+        return reduce_group.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
 
 
 class DeviceBucketMemory(BucketMemory):

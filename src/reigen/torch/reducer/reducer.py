@@ -89,7 +89,7 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class GradientShard:
-    """Reduced elements of a gradient that this rank owns.
+    """Reduced elements of a gradient, of one owner.
 
     Attributes:
         piece: which elements; its parameter is a number in `Reducer.parameters`.
@@ -210,21 +210,26 @@ class Reducer:
         assert isinstance(self._memory, ShardedBucketMemory)
         return self._memory
 
-    def owned(self) -> list[GradientShard]:
-        """Slices of the gradients that this rank owns; empty before the first reduction."""
+    def owned(self, owner: int | None) -> list[GradientShard]:
+        """Slices of the gradients that an owner of this host has, in its memory; empty before the first reduction."""
         plan, memory = self.tracker.plan, self.owned_memory
-        if plan is None or memory.region.owner is None:
+        if plan is None or owner is None:
             return []
         places = {place.parameter: (bucket, place) for bucket in plan.buckets for place in bucket.places}
         found: list[GradientShard] = []
-        for piece in memory.shares.pieces[memory.region.owner]:
+        for piece in memory.shares.pieces[owner]:
             bucket, place = places[piece.parameter]
             wire = DTYPES[bucket.dtype]
             begin = place.offset + piece.start * wire.itemsize
-            array = memory.region.array[begin : begin + piece.numel * wire.itemsize]
+            array = memory.region.owned[owner][begin : begin + piece.numel * wire.itemsize]
             gradient = tensor_over(array.view(wire.storage), wire)
             found.append(GradientShard(piece, gradient, self._direct[piece.parameter]))
         return found
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether gradients travel in the element types of their parameters, so that sums are used in place."""
+        return all(self._direct)
 
     def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
         """By parameter, what error feedback has not sent yet of its gradient; copies. Nothing without any."""

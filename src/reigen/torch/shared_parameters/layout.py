@@ -23,6 +23,7 @@ StateLayouts = Sequence[Mapping[str, StateEntry]]
 StateTensors = dict[str, torch.Tensor | None]
 
 _WORD_BYTES = 8
+_RUN_NUMBER = np.dtype(np.int32)
 
 
 class SharedLayout:
@@ -35,13 +36,18 @@ class SharedLayout:
         parameters: dense tensors on the host.
         layouts: what the optimizer keeps for each.
         pieces: by owner; every piece has a number, in this order.
+        slot_bytes: length of each owner's slot of `reigen.torch.shared_parameters.update_chunks`; 0: there are none.
 
     Attributes:
         nbytes: how much memory is needed.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], layouts: StateLayouts, pieces: Sequence[Sequence[ParameterRange]]
+        self,
+        parameters: Sequence[torch.Tensor],
+        layouts: StateLayouts,
+        pieces: Sequence[Sequence[ParameterRange]],
+        slot_bytes: int = 0,
     ) -> None:
         self._parameters, self._layouts = parameters, layouts
         self._num_owners = len(pieces)
@@ -56,6 +62,9 @@ class SharedLayout:
         self._progress = self._reserve(self._num_owners * SHARD_ALIGNMENT_BYTES)
         self._given_up = self._reserve(1)
         self._marks = self._reserve(len(self._pieces))
+        self._run_numbers = self._reserve(len(self._pieces) * _RUN_NUMBER.itemsize)
+        self._slots = [self._reserve(slot_bytes) for _ in pieces]
+        self._slot_bytes = slot_bytes
         # In the order of the gradients: pieces that lie behind each other there do so here, too (`runs`).
         order = [*dict.fromkeys(itertools.chain((piece.parameter for piece in self._pieces), range(len(parameters))))]
         self._weights = {index: self._reserve(parameters[index].nbytes) for index in order}
@@ -69,10 +78,22 @@ class SharedLayout:
                     self._states[index][name] = [self._reserve(nbytes) for _ in range(count)]
 
     def progress(self, memory: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """For each owner: the last update that it began, and the last one that it ended."""
+        """For each owner: the last update that it began, the last one that it ended, and how far it is in its chunks.
+
+        The last one is the word of `reigen.torch.shared_parameters.update_chunks`.
+        """
         size = self._num_owners * SHARD_ALIGNMENT_BYTES
         words = memory[self._progress : self._progress + size].view(np.int64)
-        return words.reshape(self._num_owners, SHARD_ALIGNMENT_BYTES // _WORD_BYTES)[:, :2]
+        return words.reshape(self._num_owners, SHARD_ALIGNMENT_BYTES // _WORD_BYTES)[:, :3]
+
+    def slot(self, memory: NDArray[np.uint8], owner: int) -> NDArray[np.uint8]:
+        """An owner's slot."""
+        return memory[self._slots[owner] : self._slots[owner] + self._slot_bytes]
+
+    def run_numbers(self, memory: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """For each piece, in which of its owner's runs it was in the latest update of that piece."""
+        nbytes = len(self._pieces) * _RUN_NUMBER.itemsize
+        return memory[self._run_numbers : self._run_numbers + nbytes].view(_RUN_NUMBER)
 
     def given_up(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Byte that is 1 as soon as some rank has announced the weights and relies on them."""
@@ -131,6 +152,14 @@ def to_shared_order(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     if value.stride() == strides:
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+
+
+def tensor_over_all(parts: Sequence[torch.Tensor], memory: NDArray[np.uint8]) -> torch.Tensor:
+    """A flat tensor over tensors that lie behind each other in ``memory``."""
+    begin = parts[0].data_ptr() - memory.ctypes.data
+    nbytes = sum(part.nbytes for part in parts)
+    kind = dtype_of(parts[0].dtype)
+    return tensor_over(memory[begin : begin + nbytes].view(kind.storage), kind)
 
 
 def _tensor_at(memory: NDArray[np.uint8], place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,13 +65,21 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         """Drop an unfinished step with its gradients; weights and state become this rank's own."""
         super().abandon()
         self._forget_gradients()
-        self._inner = None
+        self._unshare()
+        self.weights_are_whole = True
+
+    def renew(self) -> None:
+        """Begin in the current job like an optimizer that is made now; weights and state become this rank's own."""
+        self._unshare()
+        super().renew()
+
+    def _unshare(self) -> None:
         states = self.__dict__["state"]
         for parameter in (parameter for shared in self._shared for parameter in shared.parameters):
             if held := states.get(parameter):
                 states[parameter] = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in held.items()}
         _release_shared(self._shared)
-        self.weights_are_whole = True
+        self._inner = None
 
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the reduced gradient, as without shared parameters.
@@ -106,16 +115,42 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     @torch.optim.Optimizer.profile_hook_step
     def _hooked_step(self) -> None:
         synchronizer = self._reducer
-        is_synchronized = synchronizer.finished is not FinishedBy.NONE
-        self._reduce_for_step(wanted=True, stacklevel=5)
+        is_synchronized = synchronizer.finished is not FinishedBy.NONE or self._skips
+        from_parameters = self._skips
         try:
-            with self.update_context:
-                self._update(is_synchronized or self._skips, from_parameters=self._is_gathered or self._skips)
-        finally:
-            synchronizer.stepped()
-            self._forget_gradients()
+            self._reduce_for_step(wanted=True, stacklevel=5)
+            from_parameters = self._is_gathered or self._skips
+            with self._applying():
+                self._update(is_synchronized, from_parameters=from_parameters)
+        except CollectiveError as error:
+            if not self._is_completed(error):
+                raise
+            with self._applying():
+                self._give_results(from_parameters=from_parameters)
         synchronizer.updated(self._parameters())
         contexts.mark("STEP")
+
+    @contextmanager
+    def _applying(self) -> Iterator[None]:
+        """The weights change; then the gradients have been used, or are dropped."""
+        try:
+            with self.update_context:
+                yield
+        finally:
+            self._reducer.stepped()
+            self._forget_gradients()
+
+    def _is_completed(self, error: CollectiveError) -> bool:
+        """Complete an update in which a rank was lost, together with those who are left; returns whether that was done.
+
+        Whoever is in front of the update comes here, too: others may have begun it.
+        """
+        complete = self._reducer.complete
+        return complete is not None and self._is_recoverable and complete(error)
+
+    @property
+    def _is_recoverable(self) -> bool:
+        return bool(self._shared) and all(shared.is_recoverable for shared in self._shared)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; raises StepOrderError if complete ones are on their way."""
@@ -185,7 +220,16 @@ class SharedParametersOptimizer(AllreduceOptimizer):
                 continue
             is_torch_s = type(unwrap_optimizer(self)).__module__.startswith("torch.optim.")
             joins = is_torch_s and reducer.owned_memory.division is ShardGranularity.ELEMENTS
-            self._shared.append(SharedParameters(reducer, self._layouts(reducer), joins=joins))
+            survives = self._reducer.complete is not None and reducer.reduce_group.survives_deaths
+            recovery = self._for_recovery if survives and is_torch_s and reducer.is_direct else None
+            self._shared.append(SharedParameters(reducer, self._layouts(reducer), joins=joins, recovery=recovery))
+
+    def _for_recovery(self) -> tuple[torch.optim.Optimizer, Mapping[torch.Tensor, int]]:
+        """Return an optimizer for the pieces of another owner, with the options of the step under way."""
+        plain = unwrap_optimizer(self)
+        optimizer = clone_optimizer(plain, [{**group, "params": []} for group in plain.param_groups])
+        self._pass_scaling(optimizer)
+        return optimizer, self._group_numbers()
 
     def _layouts(self, reducer: Reducer) -> list[dict[str, StateEntry]]:
         plain = unwrap_optimizer(self)
@@ -228,6 +272,10 @@ class SharedParametersOptimizer(AllreduceOptimizer):
                 "optimizer.synchronize() first: p.grad is whole after it"
             )
         self._exchange_options(inner, back=True)
+        self._give_results(from_parameters=from_parameters)
+
+    def _give_results(self, *, from_parameters: bool) -> None:
+        """All owners have updated their pieces: the user's optimizer has the state, and gradients have been used."""
         states = self.__dict__["state"]
         for shared in self._shared:
             shared.give_state(states)
@@ -244,7 +292,11 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         for shared in self._shared:
             shared.check_unmodified(every)
         if may_begin := all(shared.begin() for shared in self._shared):
-            inner_step(inner)
+            if self._is_recoverable:
+                for shared in self._shared:
+                    shared.step(inner)
+            else:
+                inner_step(inner)
             for shared in self._shared:
                 shared.end(inner)
         reduce_group = self._shared[0].reduce_group
@@ -269,12 +321,16 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         if not self._is_taken:
             self._take(from_parameters=from_parameters)
         self._place_runs(inner)
-        for name in ("grad_scale", "found_inf"):  # of a fused optimizer, by GradScaler
+        self._pass_scaling(inner)
+        return inner
+
+    def _pass_scaling(self, inner: torch.optim.Optimizer) -> None:
+        """Let the inner optimizer have what GradScaler has put on a fused one."""
+        for name in ("grad_scale", "found_inf"):
             if name in vars(self):
                 setattr(inner, name, vars(self)[name])
             elif name in vars(inner):
                 delattr(inner, name)
-        return inner
 
     def _take(self, *, from_parameters: bool) -> None:
         """Give every piece its gradient."""
@@ -324,6 +380,9 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         return self._shared[0].reduce_group.where(not from_parameters and now != self._seen, "before update")
 
     def _tell_progress(self, error: BaseException, updates: Sequence[int]) -> None:
+        if self._is_recoverable and isinstance(error, CollectiveError):
+            self.failed_update = False  # as far as is known: they look who are left, when all have stopped
+            return
         outcomes: set[bool | None] = set()
         for shared, update in zip(self._shared, updates, strict=True):
             progress = shared.progress(update)

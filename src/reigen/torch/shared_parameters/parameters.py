@@ -10,7 +10,8 @@ import itertools
 import logging
 import operator
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from reigen.api.gradients.replica_check import check_replicas, fingerprint
-from reigen.api.gradients.sharding import UpdateProgress
+from reigen.api.gradients.sharding import ShardGranularity, UpdateProgress
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.reducer.reducer import GradientShard, Reducer
@@ -30,14 +31,30 @@ from reigen.torch.shared_parameters.layout import (
     piece_elements,
     to_shared_order,
 )
-from reigen.torch.shared_parameters.runs import RUN_BYTES, OwnedPiece, ParameterRun, RunEntry, join_pieces
+from reigen.torch.shared_parameters.runs import (
+    RUN_BYTES,
+    OwnedPiece,
+    ParameterRun,
+    RunEntry,
+    join_numbered,
+    join_pieces,
+)
 from reigen.torch.shared_parameters.state_layout import group_options
+from reigen.torch.shared_parameters.update_chunks import (
+    CHUNK_BYTES,
+    UpdateChunks,
+    is_update_begun,
+    undo_slot_bytes,
+)
 from reigen.types import ReduceOp
 
 _log = logging.getLogger(__name__)
 
 #: What an optimizer keeps, by parameter.
 OptimizerStates = MutableMapping[Any, Any]
+
+#: Makes an optimizer without parameters, and tells in which of its groups each parameter is.
+Recovery = Callable[[], tuple[torch.optim.Optimizer, Mapping[torch.Tensor, int]]]
 
 #: How long to look whether the owners that live come to the end of an update in which one was lost.
 _SETTLE_SECONDS, _LOOK_SECONDS = 1.0, 0.01
@@ -52,6 +69,8 @@ class SharedParameters:
         reducer: whose parameters.
         layouts: what the optimizer keeps, by parameter.
         joins: whether one tensor may stand for several parameters.
+        recovery: in a job whose steps survive deaths, makes what `finish` needs: an optimizer without parameters, and
+            the group of each parameter. Its object is not kept alive.
 
     Attributes:
         own: what this rank updates.
@@ -64,7 +83,9 @@ class SharedParameters:
         CollectiveError: the job is broken.
     """
 
-    def __init__(self, reducer: Reducer, layouts: StateLayouts, *, joins: bool) -> None:
+    def __init__(
+        self, reducer: Reducer, layouts: StateLayouts, *, joins: bool, recovery: Recovery | None = None
+    ) -> None:
         self.reducer, self.reduce_group = reducer, reducer.reduce_group
         self.parameters = reducer.parameters
         problem = _explain_overlap(self.parameters, reducer.names)
@@ -75,24 +96,29 @@ class SharedParameters:
         check_replicas(self.reduce_group, [tensor_bytes(p) for p in self.parameters], reducer.names)
         memory = reducer.owned_memory
         self._owner = memory.region.owner
-        self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
+        is_cut = memory.division is ShardGranularity.ELEMENTS
+        self._recovery = None if recovery is None else weakref.WeakMethod(recovery)
+        slot_bytes = 0
+        if self.is_recoverable:
+            slot_bytes = undo_slot_bytes(self.parameters, layouts, memory.shares.pieces, cuts=is_cut)
+        self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces, slot_bytes)
         # What a user has taken from ``state_dict()`` may live longer than the optimizer.
         self._memory = self.reduce_group.memory_of(self.reduce_group.allocate(self._layout.nbytes, shared=True))
         self._progress = self._layout.progress(self._memory)
         self._given_up = self._layout.given_up(self._memory)
         self._marks = self._layout.marks(self._memory)
-        #: updates that this rank has begun
-        self.num_updates = 0
+        self._run_numbers = self._layout.run_numbers(self._memory)
+        #: updates that this rank has begun; and how many there were when the step began
+        self.num_updates = self._num_before_step = 0
         #: fingerprints of this rank's pieces after an update that is to be looked at: REIGEN_CHECK_REPLICAS
         self._remembered: list[int] | None = None
         weights = [self._layout.weight(self._memory, index) for index in range(len(self.parameters))]
-        first = 0 if self._owner is None else self._layout.first_numbers[self._owner]
-        self.own = [
-            self._own_piece(number, owned, weights[owned.piece.parameter])
-            for number, owned in enumerate(reducer.owned(), first)
-        ]
+        self.own = self._pieces_of(self._owner)
         self.runs: list[ParameterRun] = []
-        self._run_bytes = RUN_BYTES if joins else 0
+        self._cuts = is_cut
+        self._run_bytes = (CHUNK_BYTES if self.is_recoverable else RUN_BYTES) if joins else 0
+        #: of ``runs``, where others can finish the update
+        self._chunks: UpdateChunks | None = None
         #: what the optimizer holds for each of ``own`` while there are no runs
         self._held: list[StateTensors] = [{} for _ in self.own]
         #: which of ``own`` had a gradient when they were joined; None while there are no runs
@@ -111,6 +137,13 @@ class SharedParameters:
         #: where they and their first gradients lay before: reserved from the first update on
         self._reserved_blocks: list[NDArray[np.uint8]] | None = None
         reducer.before_pass = self.check
+        if self.is_recoverable:
+            self.reduce_group.context.shared_updates.append(self)
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Return whether those who are left finish an update in which an owner dies."""
+        return self._recovery is not None
 
     def check(self) -> None:
         """Raise StepOrderError, and give up the job, unless all parameters are still where they were put."""
@@ -163,7 +196,81 @@ class SharedParameters:
         for run in self.runs:
             if held := held_of[run.owns[0].number]:
                 inner.state[run.weight] = {n: None if v is None else run.state[n] for n, v in held.items()}
+        if self._owner is not None and self.is_recoverable:
+            self._chunks = self._divide(self._owner, self.runs)
         return True
+
+    def _divide(self, owner: int, runs: Sequence[ParameterRun]) -> UpdateChunks:
+        """Return an owner's runs in chunks; others can find out which pieces are in which run."""
+        for number, run in enumerate(runs):
+            self._run_numbers[run.owns[0].number : run.owns[-1].number + 1] = number
+        gradients = self.reducer.owned_memory.region.owned[owner]
+        return UpdateChunks(runs, self._memory, gradients, self._layout.slot(self._memory, owner), cuts=self._cuts)
+
+    def step(self, inner: torch.optim.Optimizer) -> None:
+        """Let the optimizer update this rank's slice so that others can finish that."""
+        if self._chunks is not None and self._owner is not None:
+            unknown = self._chunks.step(inner, self.num_updates, self._progress[self._owner, 2:])
+            if unknown is not None:
+                raise self._unknown(self.own[0].piece.parameter, unknown)
+
+    # -- see `reigen.backends.base.SharedUpdate` ----------------------------------------------------------------------
+
+    @property
+    def owner(self) -> int | None:
+        """Number of this rank among the owners of the host; None: it owns nothing."""
+        return self._owner
+
+    def begin_step(self) -> None:
+        """A step begins: no update is under way."""
+        self._num_before_step = int(self._progress[:, 1].max())
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether some owner has begun the update of this step."""
+        return bool(self._progress[:, 0].max() > self._num_before_step)
+
+    def finish(self, owners: Sequence[int | None], place: int) -> None:
+        """Finish this rank's slice, and its share of those of the dead; the update of the step is made when all have.
+
+        Args:
+            owners: numbers of those who do this, one for each; all others are dead.
+            place: of this rank among them.
+        """
+        update = self._num_before_step + 1
+        lost = [owner for owner in range(len(self._progress)) if owner not in owners]
+        for owner in ([] if self._owner is None else [self._owner]) + lost[place :: len(owners)]:
+            if self._progress[owner, 1] < update:
+                self._finish_slice(owner, update)
+        self.num_updates = update
+
+    def _finish_slice(self, owner: int, update: int) -> None:
+        recovery = None if self._recovery is None else self._recovery()
+        assert recovery is not None
+        inner, group_of = recovery()
+        pieces = self._pieces_of(owner)
+        entries: list[RunEntry] = []
+        for own in pieces:
+            parameter = self.parameters[own.piece.parameter]
+            own.weight.grad = None if parameter.grad is None else own.gradient
+            entries.append(RunEntry(own, group_of.get(parameter), own.state if self._marks[own.number] else {}))
+        gradients, word = self.reducer.owned_memory.region.owned[owner], self._progress[owner, 2:]
+        if is_update_begun(word, update):  # numbers of its pieces may be of this update or of the last one
+            numbers = self._run_numbers[[own.number for own in pieces]].tolist()
+            runs = join_numbered(entries, numbers, self._memory, gradients)
+        else:
+            runs = join_pieces(entries, self._memory, gradients, self._run_bytes)
+        for run in runs:
+            if self._marks[run.owns[0].number]:
+                inner.state[run.weight] = dict(run.state)
+        chunks = self._divide(owner, runs)
+        self._progress[owner, 0] = update
+        if (unknown := chunks.step(inner, update, word)) is not None:
+            raise self._unknown(pieces[0].piece.parameter, unknown)
+        for run in runs:
+            if run.group is not None and run.weight.grad is not None and run.state:
+                self._marks[run.owns[0].number : run.owns[-1].number + 1] = 1
+        self._progress[owner, 1] = update
 
     def part(self, inner: torch.optim.Optimizer) -> None:
         """Divide all runs, since some of the pieces have changed; `join` comes next."""
@@ -174,7 +281,7 @@ class SharedParameters:
                 held_of[own.number] = {n: None if v is None else own.state[n] for n, v in state.items()}
         if self.runs:
             self._held = [held_of[own.number] for own in self.own]
-        self.runs, self._present = [], None
+        self.runs, self._present, self._chunks = [], None, None
 
     def begin(self) -> bool:
         """Begin to update this rank's slice (step c). False: another rank has announced the weights.
@@ -198,14 +305,8 @@ class SharedParameters:
             state = inner.state.get(run.weight)
             if not state:
                 continue
-            for name, value in state.items():
-                view = run.state.get(name)
-                if value is not view:
-                    if view is None or value is None:
-                        raise self._unknown(run.owns[0].piece.parameter, name)
-                    view.copy_(value)
-                    state[name] = view
-            run.spread()
+            if self._chunks is None and (name := run.settle(state)) is not None:
+                raise self._unknown(run.owns[0].piece.parameter, name)
             self._marks[run.owns[0].number : run.owns[-1].number + 1] = 1
         if self._owner is not None:
             self._progress[self._owner, 1] = self.num_updates
@@ -296,9 +397,20 @@ class SharedParameters:
         """Give every parameter memory of its own again."""
         self.reducer.before_pass = None
         self._reserved_blocks = None
+        if self in self.reduce_group.context.shared_updates:
+            self.reduce_group.context.shared_updates.remove(self)
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.numel() and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def _pieces_of(self, owner: int | None) -> list[OwnedPiece]:
+        """Return the pieces that an owner of this host updates."""
+        if owner is None:
+            return []
+        shards = self.reducer.owned(owner)
+        weights = {shard.piece.parameter: self._layout.weight(self._memory, shard.piece.parameter) for shard in shards}
+        first = self._layout.first_numbers[owner]
+        return [self._own_piece(n, shard, weights[shard.piece.parameter]) for n, shard in enumerate(shards, first)]
 
     def _own_piece(self, number: int, owned: GradientShard, whole: torch.Tensor) -> OwnedPiece:
         weight = torch.nn.Parameter(piece_elements(whole, owned.piece))

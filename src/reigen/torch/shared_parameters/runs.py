@@ -11,18 +11,19 @@ same elements are in vectors and in what is left behind them. It is the cut that
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ParameterRange
-from reigen.torch.adapter import tensor_over
-from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer.reducer import GradientShard
-from reigen.torch.shared_parameters.layout import StateTensors, piece_elements, to_shared_order
+from reigen.torch.shared_parameters.layout import StateTensors, piece_elements, tensor_over_all, to_shared_order
 
 #: Runs end here: what an optimizer makes for one tensor, and reads again at once, should stay in a cache. More than a
 #: power of two: a few matrices that are one, with what lies between them.
@@ -91,6 +92,22 @@ class ParameterRun:
     state: StateTensors
     copies: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
+    def settle(self, state: dict[str, Any]) -> str | None:
+        """Move an optimizer's new state of the tensor into shared memory.
+
+        Returns:
+            The name of a state for which there is no place; None: all have one.
+        """
+        for name, value in state.items():
+            view = self.state.get(name)
+            if value is not view:
+                if view is None or value is None:
+                    return name
+                view.copy_(value)
+                state[name] = view
+        self.spread()
+        return None
+
     def spread(self) -> None:
         """Tell the other pieces the numbers of the first."""
         for name, copies in self.copies.items():
@@ -110,6 +127,15 @@ def join_pieces(
         _make_run([entry.own for entry in run], run[0].group, memory, gradients)
         for run in _split_entries(entries, run_bytes)
     ]
+
+
+def join_numbered(
+    entries: Sequence[RunEntry], numbers: Sequence[int], memory: NDArray[np.uint8], gradients: NDArray[np.uint8]
+) -> list[ParameterRun]:
+    """Return the runs that `join_pieces` has made of the pieces at an earlier time: those of one number are one run."""
+    runs = itertools.groupby(zip(numbers, entries, strict=True), key=operator.itemgetter(0))
+    grouped = [[entry for _, entry in run] for _, run in runs]
+    return [_make_run([entry.own for entry in run], run[0].group, memory, gradients) for run in grouped]
 
 
 def _split_entries(entries: Sequence[RunEntry], run_bytes: int) -> Iterator[list[RunEntry]]:
@@ -168,24 +194,16 @@ def _make_run(
     first = owns[0]
     if len(owns) == 1:
         return ParameterRun((first,), group, first.weight, first.state)
-    weight = torch.nn.Parameter(_tensor_over_all([own.weight.detach() for own in owns], memory))
+    weight = torch.nn.Parameter(tensor_over_all([own.weight.detach() for own in owns], memory))
     if first.weight.grad is not None:
-        weight.grad = _tensor_over_all([own.gradient for own in owns], gradients)
+        weight.grad = tensor_over_all([own.gradient for own in owns], gradients)
     state, copies = dict(first.state), {}
     for name, value in first.state.items():
         if value is None:
             continue
         values = [one for own in owns if (one := own.state[name]) is not None]
         if value.dim():
-            state[name] = _tensor_over_all(values, memory)
+            state[name] = tensor_over_all(values, memory)
         else:
             copies[name] = values[1:]
     return ParameterRun(tuple(owns), group, weight, state, copies)
-
-
-def _tensor_over_all(parts: Sequence[torch.Tensor], memory: NDArray[np.uint8]) -> torch.Tensor:
-    """A flat tensor over tensors that lie behind each other in ``memory``."""
-    begin = parts[0].data_ptr() - memory.ctypes.data
-    nbytes = sum(part.nbytes for part in parts)
-    kind = dtype_of(parts[0].dtype)
-    return tensor_over(memory[begin : begin + nbytes].view(kind.storage), kind)
