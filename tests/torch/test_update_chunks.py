@@ -168,6 +168,6 @@ def trains_in_chunks(name: str) -> None:
     test_shared_runs.trains(name)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize("name", ["Adam"])
 def test_the_bits_of_the_same_run_without_chunks(rank_pool: Any, name: str) -> None:
     rank_pool(2).run(trains_in_chunks, name, init=True)
