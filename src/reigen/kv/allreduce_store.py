@@ -61,7 +61,7 @@ class AllreduceStore(LocalStore):
     def __init__(self, kind: str = "ring") -> None:
         super().__init__(kind)
         self._context = context.init()
-        self._rank, self._num_workers = self._context.rank, self._context.size
+        self.rank, self.num_workers = self._context.rank, self._context.size
         self._name = f"kv{next(AllreduceStore._numbers)}"
         self._process = os.getpid()
         self._num_inits = 0

@@ -91,6 +91,8 @@ class KVStore(ABC):
 
     Attributes:
         type: the name that it was created by.
+        rank: this worker's number; in an elastic job its place among those that are there now, by age.
+        num_workers: how many workers share the store, in an elastic job now.
         is_recovery: this worker takes the place of one that was lost; `rounds` tells where that one had come to.
         staleness: by how many rounds a worker may be ahead of the slowest one; math.inf: by any number. 0 where the
             values are in this process.
@@ -98,8 +100,8 @@ class KVStore(ABC):
 
     OPTIMIZER: ClassVar[str] = "optimizer"
 
-    _rank: int = 0
-    _num_workers: int = 1
+    rank: int = 0
+    num_workers: int = 1
     is_recovery: bool = False
     staleness: float = 0
 
@@ -107,16 +109,6 @@ class KVStore(ABC):
         self.type = kind
         #: what is known of every key that was initialised
         self._specs: dict[Key, TensorSpec] = {}
-
-    @property
-    def rank(self) -> int:
-        """Return this worker's number; in an elastic job its place among those that are there, by age."""
-        return self._rank
-
-    @property
-    def num_workers(self) -> int:
-        """Return the number of workers that share the store, in an elastic job now."""
-        return self._num_workers
 
     # -- values -------------------------------------------------------------------------------------------------------
 

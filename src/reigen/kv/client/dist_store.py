@@ -70,11 +70,11 @@ class DistStore(KVStore):
         self._key_init = KeyInitializer(self._worker, self._factory, config)
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]
         return self._member.place()[0]
 
     @property
-    def num_workers(self) -> int:
+    def num_workers(self) -> int:  # type: ignore[override]
         return self._member.place()[1]
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
