@@ -12,6 +12,7 @@ from reigen.launch.elastic.job import (
     EJECTION_STEPS,
     FIRST_VIEW_SECONDS,
     LEAVE_SECONDS,
+    LEFT_EARLY_TEXT,
     ORPHANED_SECONDS,
     RESIZE_LIMIT_TEXT,
     CallHost,
@@ -424,6 +425,38 @@ def test_hosts_that_vanish_are_left() -> None:
     assert job.texts[1:] == ["slot 2 (host h2) has left", "slot 3 (host h2) has left"]
     job.find(("h1", 2), ("h2", 2))
     assert job.started[4:] == [(2, 1, "h2", 0), (3, 1, "h2", 1)], "its places keep their numbers"
+
+
+def test_hosts_that_vanish_before_the_first_view_are_left_behind_it() -> None:
+    job = Job(options(discovery=DISCOVERED), ("h1", 2), ("h2", 2), begins=False)
+    assert job.find(("h1", 1), ("h2", 2), ("h3", 1)) == []
+    assert job.find(("h1", 2)) == []
+    assert len(job.started) == 4
+    instructions = job.handle(ViewAnnounced(1, ((0, 0), (1, 0), (2, 0), (3, 0))))
+    assert SignalProcesses((2, 3), SIGTERM) in instructions
+    assert job.texts == ["host h2 has vanished: slots 2, 3 are asked to leave"]
+
+
+def test_a_host_that_is_taken_away_before_the_first_view_ends_the_job_soon() -> None:
+    job = Job(options(), ("h1", 2), ("h2", 2), begins=False)
+    job.handle(HostNoticed("h2", SIGTERM, 100.0))
+    job.exit(2, 0)
+    job.exit(3, -SIGTERM)
+    job.at(FIRST_VIEW_SECONDS - 1)
+    assert job.state.phase is JobPhase.RUNNING, "the view may be on its way"
+    job.at(FIRST_VIEW_SECONDS)
+    assert job.texts[-1] == LEFT_EARLY_TEXT
+    assert job.end() == FinishJob(1, None, None)
+
+
+def test_nothing_stays_due_when_a_program_without_views_has_ended_beside_one_that_failed() -> None:
+    job = Job(options(), ("h1", 3), begins=False)
+    job.exit(1, 1)
+    job.exit(0, 0)
+    job.now = 2 * FIRST_VIEW_SECONDS
+    job.handle(TimePassed())
+    assert job.state.next_due() > job.now
+    assert job.running == {2}
 
 
 def test_a_host_with_fewer_places_loses_its_highest_local_ranks() -> None:

@@ -11,6 +11,7 @@ from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_STRAGGLER_KEY, 
 from reigen.errors import ConfigError, ReigenError
 from reigen.launch.base import PolledHost
 from reigen.launch.elastic.discovery import (
+    POLL_SECONDS,
     SETTLE_SECONDS,
     DiscoveryRuns,
     HostPolls,
@@ -221,8 +222,9 @@ def test_a_child_that_a_program_leaves_behind_does_not_keep_it_up(loop) -> None:
 def test_a_program_that_cannot_be_run(loop) -> None:
     found: list[object] = []
     runs = DiscoveryRuns(["/nowhere/script"], os.environ, 2, loop, found.append, found.append, set())
-    runs.turn()
+    assert runs.turn() == 0, "the problem is heard of at once"
     assert found == ["it cannot be run: No such file or directory"]
+    assert 0 < (runs.turn() or 0) <= POLL_SECONDS, "it is tried again as soon as one that has failed"
     runs.close()
 
 

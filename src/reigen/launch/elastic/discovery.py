@@ -128,7 +128,7 @@ class DiscoveryRuns:
             return POLL_SECONDS
         if now >= self._next_at:
             self._begin(now)
-            return RUN_SECONDS
+            return RUN_SECONDS if self._process is not None else 0.0
         return self._next_at - now
 
     def close(self) -> None:

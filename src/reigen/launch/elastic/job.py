@@ -8,9 +8,10 @@ a. Hosts are found (HostsFound) and called (CallHost); each is ready (HostPrepar
 b. A process dies: the others go on. Its place, or its whole host, rests; then a candidate is started there. A place
    that has never failed is used before one that has rested. The members announce their views (ViewAnnounced).
 c. A host vanishes, or has fewer places: the processes there are asked to leave, the highest local ranks first, and
-   killed if they do not. So are those of a host that its engine takes away (HostNoticed); with the last such host the
-   job ends as by that signal. A process may leave by itself, too (MemberLeaving): that is no failure. A member that
-   makes all steps slower (MemberStraggles) is reported, or asked to leave where it can be spared; its place rests.
+   killed if they do not; not before the first view is there, in which nobody may be missing. So are those of a host
+   that its engine takes away (HostNoticed); with the last such host the job ends as by that signal. A process may
+   leave by itself, too (MemberLeaving): that is no failure. A member that makes all steps slower (MemberStraggles) is
+   reported, or asked to leave where it can be spared; its place rests.
 d. A member has finished (MemberFinished): nothing is started any more; those who are no members are asked to leave.
    When all have ended, so has the job, with 0, or with the exit code of a member that failed meanwhile.
 e. The job fails: when a process has died and there is still no view; when no process is left; when no process is left
@@ -78,6 +79,7 @@ MIN_RANKS_TEXT = (
     "Timed out waiting for minimum number of slots to become available. Please check that you have enough resources "
     "to run at least {} processes."
 )
+LEFT_EARLY_TEXT = "a process has left before all had called init(), and the others wait for it in vain"
 ALL_LEFT_TEXT = "all processes have left the job before its program was done"
 RESET_LIMIT_TEXT = "Job has been shutdown because number of resets during elastic job exceeded limit: {}"
 RESIZE_LIMIT_TEXT = "the members have changed more often than --resize-limit {} allows"
@@ -295,6 +297,8 @@ class ElasticJobState(JobState):
         self._short_since: float | None = now
         #: Since when a first process is dead, and no view was announced: the others wait for it in vain.
         self._doomed_since: float | None = None
+        #: Hosts that were found before the first view, which all first processes are to come to.
+        self._found_early: tuple[tuple[str, int], ...] | None = None
         #: hosts where a process has failed, which others are to leave
         self._left_hosts: set[str] = set()
         #: when the first member has died since the last view began
@@ -381,7 +385,10 @@ class ElasticJobState(JobState):
     def _timeout_seconds(self) -> float:
         return self._options.timeout_seconds if self.has_begun else self._options.start_timeout_seconds
 
-    def _found(self, hosts: Sequence[tuple[str, int]]) -> list[JobInstruction | ElasticInstruction]:
+    def _found(self, hosts: tuple[tuple[str, int], ...]) -> list[JobInstruction | ElasticInstruction]:
+        if self.has_begun and self.epoch is None and not self._has_workers:
+            self._found_early = hosts
+            return []
         _, lost = self.slots.update(HostInfo(*each) for each in hosts)
         leaving = [slot for host in lost for slot in host.slots[host.num_slots :] if slot.state is SlotState.RUNNING]
         if not leaving:
@@ -391,6 +398,10 @@ class ElasticJobState(JobState):
         changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in left]
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
         return [SayToUser(text), *self._ask_to_leave(leaving)]
+
+    def _heed_found_early(self) -> list[JobInstruction | ElasticInstruction]:
+        found, self._found_early = self._found_early, None
+        return self._found(found) if found is not None else []
 
     def _ask_to_leave(self, slots: Iterable[JobSlot]) -> list[JobInstruction | ElasticInstruction]:
         numbers = []
@@ -479,7 +490,7 @@ class ElasticJobState(JobState):
         words = [] if self.epoch is None else [SayToUser(self._describe_view(view))]
         self.epoch, self.members, self._doomed_since, self._died_at = view.epoch, view.members, None, None
         self._deaths.clear()
-        return [*words]
+        return [*words, *self._heed_found_early()]
 
     def _describe_view(self, view: ViewAnnounced) -> str:
         """Describe what has changed: ``view 2: 3 ranks go on after 0.1 s; rank 3 is now 2; ...``."""
@@ -513,6 +524,7 @@ class ElasticJobState(JobState):
         for slot in ended:
             was_leaving = slot.state is SlotState.LEAVING
             self._vacate(slot)
+            self._doom(slot)
             if not was_leaving:
                 self._count_death(slot, JobFailure(slot.number, HOST_LOST_EXIT_CODE, 0, reason))
         slots = f", with slot{'s' * (len(ended) > 1)} {format_ranks(slot.number for slot in ended)}" if ended else ""
@@ -534,7 +546,7 @@ class ElasticJobState(JobState):
         if isinstance(event, WorkersBegan):
             self._has_workers, self._doomed_since = True, None
             self._deaths.clear()
-            return []
+            return self._heed_found_early()
         slot = self.slots[event.slot] if self.slots.has(event.slot) else None
         if slot is None or slot.id != (event.slot, event.incarnation) or self.epoch is not None:
             return []
@@ -577,6 +589,7 @@ class ElasticJobState(JobState):
             self.failure = self.failure or (failure if is_failure else None)
             return []
         if was_leaving:
+            self._doom(slot)
             end = "" if exit_code in {0, -SIGTERM, 128 + SIGTERM} else f": {_describe_end(exit_code, cause)}"
             if not slot.rests_when_left:
                 return [SayToUser(f"{self._name(slot)} has left{end}")]
@@ -608,9 +621,13 @@ class ElasticJobState(JobState):
                 instructions += self._ask_to_leave(leaving)
         return instructions
 
-    def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
-        if self.epoch is None and self._doomed_since is None and not self._has_workers:
+    def _doom(self, slot: JobSlot) -> None:
+        """Note that a first process is gone: without it there is no first view."""
+        if self.epoch is None and self._doomed_since is None and not self._has_workers and slot.id in self.members:
             self._doomed_since = self._now
+
+    def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
+        self._doom(slot)
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
         if slot.id in self.members and self._died_at is None:
@@ -660,7 +677,7 @@ class ElasticJobState(JobState):
 
     def _decide_ending(self, running: Sequence[JobSlot]) -> list[JobInstruction | ElasticInstruction]:
         """Decide when a member has finished."""
-        self._short_since = self._orphaned_since = None
+        self._short_since = self._orphaned_since = self._doomed_since = None
         if not self._num_running:
             return list(self._ended(set(), None))
         others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
@@ -681,7 +698,7 @@ class ElasticJobState(JobState):
         if self._orphaned_since is not None and self._now >= self._orphaned_since + hold_seconds:
             return "-"
         if self._doomed_since is not None and self._now >= self._doomed_since + FIRST_VIEW_SECONDS:
-            return "-"
+            return "-" if self._deaths else LEFT_EARLY_TEXT
         if self._short_since is not None and self._now >= self._short_since + self._timeout_seconds:
             return MIN_RANKS_TEXT.format(options.min_ranks)
         if options.has_fixed_hosts and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
