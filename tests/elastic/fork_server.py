@@ -40,16 +40,16 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Client of a server that has imported a module, whose ``main`` its processes run."""
+    """Client of a server that has imported a module, whose ``main`` its processes run; ``environ``: more variables."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, **environ: str) -> None:
         self.changed = threading.Condition()
         self.codes: dict[int, int] = {}
         self._started: list[int] = []
         command = [sys.executable, "-m", "tests.elastic.fork_server", module]
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,7 +10,6 @@ step that was applied are known, whoever died in it. Arguments: epochs, samples,
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ import reigen.torch as hvd
 from reigen import context
 from reigen.elastic import job as jobs
 from reigen.torch.shared_parameters import update_chunks
+from tests.elastic.job_death import Death
 
 
 class Model(torch.nn.Module):
@@ -40,17 +40,8 @@ class Model(torch.nn.Module):
         return self.layers(inputs)
 
 
-class Death:
+class JobDeath(Death):
     """The end of this process at one point of one step."""
-
-    def __init__(self) -> None:
-        self._point, _, number = os.environ.get("DIES_AT", ":-1").partition(":")
-        self._number = int(number)
-
-    def at(self, point: str, number: int) -> None:
-        """The program has come to this point; with `change`, in the next view behind this step."""
-        if point == self._point and (number == self._number or (point == "change" and number >= self._number)):
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self, job: hvd.elastic.Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Die between the gradients of a step, or around the update of the weights, or in a change of members."""
@@ -64,19 +55,12 @@ class Death:
         def store_or_die(*args: object) -> None:
             """Die in the middle of an update of shared weights; with `joined`, when a newcomer is waited for."""
             if context.elastic_job()._driver._machine._stop.step is not None:
-                self.at("joined", self._number)
+                self.at("joined", self.number)
             self.at("update", job.number)
             store(*args)
 
         update_chunks._store = store_or_die
-        exchange = jobs.allgather_object
-
-        def exchange_or_die(obj: object, name: str | None = None) -> list[object]:
-            if context.elastic_job().epoch > 1:
-                self.at("change", job.number)
-            return exchange(obj, name)
-
-        jobs.allgather_object = exchange_or_die
+        self.watch_changes(jobs, job)
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -113,7 +97,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=os.environ.get("SCALER") == "1")
     every = int(os.environ.get("EVERY", "0"))
     with make_job(num_samples, model, optimizer, scheduler, scaler) as job:
-        death = Death()
+        death = JobDeath()
         death.watch(job, model, optimizer)
         for step in job.steps(num_epochs):
             elastic = context.elastic_job()

@@ -101,7 +101,7 @@ def test_a_public_class_name_has_one_meaning() -> None:
     of_users = {name for name, where in twice.items() if {module.split(".")[1] for module in where} <= set(FACES)}
     callbacks = {"BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
     callbacks |= {"LearningRateScheduleCallback", "LearningRateWarmupCallback"}
-    callbacks |= {"CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "KerasState"}
+    callbacks |= {"CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "KerasState", "Job"}
     assert of_users - callbacks == {"Compression", "Compressor", "GradientReducer", "KVStore", "ReduceOptions"}
     assert set(twice) == of_users, {name: sorted(where) for name, where in twice.items() if name not in of_users}
 

@@ -230,7 +230,8 @@ class BaseJob(ABC):
 
     def __enter__(self) -> Self:
         """Collective: all ranks get the state of rank 0, or of the members that there are."""
-        membership.join()
+        if membership.is_candidate():
+            self.training.change_view(membership.join)
         self._elastic = contexts.elastic_job()
         if self._resume is not None:
             self.load(self._resume)
@@ -359,6 +360,7 @@ class BaseJob(ABC):
         """End an attempt at a step; returns whether the error was a change of members, and is done with."""
         if self._is_updating:
             self.end_update(is_applied=False)
+        error = error and self.training.collective_error(error)
         if self._step is not step:  # it was cut off, and could not be completed: members have changed since
             return error is None or isinstance(error, CollectiveError)
         if not self._has_renewed:
@@ -522,7 +524,7 @@ class BaseJob(ABC):
     def _change(self, reason: str) -> None:
         """Go on in the next view."""
         _log.info("%s", reason)
-        api.change_view()
+        self.training.change_view(api.change_view)
         self._catch_up_or_change()
 
     def _catch_up_or_change(self) -> None:
@@ -536,7 +538,7 @@ class BaseJob(ABC):
                 if not self._is_change(error):
                     raise
                 _log.info("members change again: %s", error)
-            api.change_view()
+            self.training.change_view(api.change_view)
 
     def _count_state(self) -> bool:
         """Begin to count the membership's steps; returns True if members change now.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+import numpy as np
 
 from reigen.elastic.cursor import Part
 from reigen.errors import CollectiveError
@@ -27,6 +30,12 @@ class TrainingState(Protocol):
 
     def detach(self) -> None:
         """Take off what `attach` and `begin_step` have put on model and optimizer."""
+
+    def change_view(self, change: Callable[[], None]) -> None:
+        """Call ``change``, which leaves the view and enters another, when nothing of the framework's is under way."""
+
+    def collective_error(self, error: BaseException) -> BaseException:
+        """Return the CollectiveError that the framework has made another error of; or the error itself."""
 
     def begin_step(self) -> None:
         """Clear the gradients, and keep a copy of the small state."""
@@ -96,3 +105,14 @@ class TrainingState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take everything from a checkpoint."""
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of the random generators of Python and NumPy, for `set_generator_states`."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Set the random generators of Python and NumPy."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])

@@ -62,6 +62,9 @@ class KerasBackend(Protocol):
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs as it is in programs of a compiler that reads Python; or the function itself."""
 
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which an optimizer is applied: the framework computes no gradients of that."""
+
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is a gradient of rows and their numbers."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -63,6 +63,10 @@ class TensorFlowKerasBackend:
     def leave_uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function itself: tracing follows tensors, not Python."""
         return function
+
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which an optimizer is applied."""
+        return nullcontext()
 
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is IndexedSlices."""

@@ -57,6 +57,10 @@ class TorchKerasBackend:
         outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return outside
 
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which an optimizer is applied."""
+        return torch.no_grad()
+
     def is_sparse(self, gradient: Any) -> bool:
         """Return whether it is a sparse tensor."""
         return bool(gradient.is_sparse)

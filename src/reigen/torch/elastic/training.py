@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from reigen.elastic.cursor import Part
+from reigen.elastic.training import generator_states, set_generator_states
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.distributed_optimizer import distribute_in_place
@@ -81,6 +80,14 @@ class TorchTraining:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def change_view(self, change: Callable[[], None]) -> None:
+        """Implement `TrainingState.change_view`."""
+        change()
+
+    def collective_error(self, error: BaseException) -> BaseException:
+        """Implement `TrainingState.collective_error`."""
+        return error
 
     def begin_step(self) -> None:
         """Implement `TrainingState.begin_step`."""
@@ -235,15 +242,14 @@ def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch
 
 
 def _generator_states() -> dict[str, Any]:
-    found = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    found = {**generator_states(), "torch": torch.get_rng_state()}
     if _is_cuda_used():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
 
 
 def _set_generator_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    set_generator_states(states)
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
