@@ -175,7 +175,7 @@ def test_it_ends_when_the_last_one_has_left() -> None:
     job = Job("s0", "w5", "w6")
     job.die("w5")
     job.say("w6", LeaveJob())
-    assert job.told("s0")[-2:] == [MemberLeft("worker", 1, "h"), JobEnded(0, "all workers have left")]
+    assert job.told("s0")[-2:] == [MemberLeft("worker", 1, "h", 7), JobEnded(0, "all workers have left")]
 
 
 def test_when_all_are_lost_others_may_come() -> None:

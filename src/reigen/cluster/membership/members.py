@@ -187,7 +187,8 @@ class Member:
     @property
     def left_event(self) -> MemberLeft:
         """Make the event of its departure."""
-        return MemberLeft(self.role, self.number, self.host)
+        is_elastic = self.policy.on_loss is LossPolicy.ELASTIC
+        return MemberLeft(self.role, self.number, self.host, self.incarnation if is_elastic else 0)
 
     @property
     def return_event(self) -> MemberReturned:

@@ -99,7 +99,12 @@ class MemberLost(_MemberEvent, tag="lost", frozen=True):
 
 
 class MemberLeft(_MemberEvent, tag="left", frozen=True):
-    """Departure of a member in good order. It is not waited for any more."""
+    """Departure of a member in good order. It is not waited for any more.
+
+    ``incarnation``: of the process of an elastic job; another one may have its place already.
+    """
+
+    incarnation: int = 0
 
     def __str__(self) -> str:
         return f"{self.role} {self.number} on host {self.host} has left in good order"

@@ -451,7 +451,8 @@ class KVServer:
         elif isinstance(event, MemberLeft) and event.role == "worker":
             roster.remove(event.number)
             for store in stores:
-                store.has_left(event.number, event.host)
+                if store.incarnations.get(event.number, event.incarnation) == event.incarnation:
+                    store.has_left(event.number, event.host)
         elif isinstance(event, MemberLost) and event.role == "worker":
             roster.remove(event.number)
             roster.excluded.add(event.incarnation)

@@ -1,0 +1,142 @@
+"""Stores of an elastic job on servers in threads: what the test, as the scheduler, says, and what stores then do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reigen import optim
+from reigen.cluster.membership.messages import MemberLeft, MemberLost, MemberReturned, WorkerRoster
+from reigen.errors import PeerLostError
+from reigen.kv.client.dist_store import DistStore
+from tests.kv.threaded import Job, job
+
+SIZE = 3000
+CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
+
+
+@pytest.fixture
+def made() -> Iterator[Job]:
+    with job(3, 2, kv_on_worker_loss="elastic", **CUT) as one:
+        yield one
+
+
+def store_of(made: Job, worker: int, incarnation: int) -> DistStore:
+    return made.store(worker, is_elastic=True, incarnation=incarnation)
+
+
+def begin(store: DistStore) -> float:
+    """The value that a worker finds."""
+    store.set_optimizer(optim.create("test"))
+    store.init("w", np.full(SIZE, 5.0))
+    return pull(store)
+
+
+def pull(store: DistStore) -> float:
+    out = np.empty(SIZE)
+    store.pull("w", out=out)
+    assert set(out.tolist()) == {out[0]}
+    return float(out[0])
+
+
+def push(store: DistStore, value: float) -> None:
+    store.push("w", np.full(SIZE, value))
+
+
+def together(*calls: Any) -> list[Any]:
+    """What calls return that wait for each other."""
+    results: list[Any] = [None] * len(calls)
+
+    def call(number: int, function: Any, *arguments: Any) -> None:
+        results[number] = function(*arguments)
+
+    threads = [threading.Thread(target=call, args=(number, *each)) for number, each in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def two(made: Job) -> tuple[DistStore, DistStore]:
+    """Workers 0 and 1, which have begun the job."""
+    stores = store_of(made, 0, 10), store_of(made, 1, 11)
+    made.tell(WorkerRoster((0, 1), is_open=True))
+    assert together((begin, stores[0]), (begin, stores[1])) == [5.0, 5.0]
+    return stores
+
+
+def test_a_worker_dies_and_another_one_has_its_place(made: Job) -> None:
+    first, second = two(made)
+    push(first, 1.0)
+    push(second, 2.0)
+    assert pull(first) == 8.0
+    second.abandon()
+    push(first, 1.0)
+    made.tell(MemberLost("worker", 1, "here", "its process ended", incarnation=11))
+    assert pull(first) == 9.0
+    newcomer = store_of(made, 1, 12)
+    made.tell(MemberReturned("worker", 1, "here", 12, is_new=True))
+    assert begin(newcomer) == 9.0
+    assert newcomer.rounds("w") == 2
+    push(first, 1.0)
+    push(newcomer, 4.0)
+    assert pull(newcomer) == 14.0
+    newcomer.close()
+    first.close()
+
+
+@pytest.mark.parametrize(
+    "late", [MemberLost("worker", 1, "here", "its process ended", incarnation=11), MemberLeft("worker", 1, "here", 11)]
+)
+def test_news_of_the_process_before_are_not_about_the_one_that_is_there(made: Job, late: Any) -> None:
+    first, second = two(made)
+    second.abandon()
+    newcomer = store_of(made, 1, 12)  # servers hear of it before they hear of the other one's end
+    assert begin(newcomer) == 5.0
+    made.tell(late)
+    push(first, 1.0)
+    push(newcomer, 2.0)
+    assert pull(newcomer) == 8.0
+    push(first, 1.0)
+    push(newcomer, 2.0)
+    assert pull(first) == 11.0
+    newcomer.close()
+    first.close()
+
+
+def test_a_lost_process_that_lives_is_not_let_in(made: Job) -> None:
+    first, second = two(made)
+    made.tell(MemberLost("worker", 1, "here", "nothing was heard of it", incarnation=11))
+    push(first, 1.0)
+    assert pull(first) == 6.0
+    with pytest.raises(PeerLostError, match=r"worker 1 on host .* was given up by the others"):
+        pull(second)
+    second.abandon()
+    first.close()
+
+
+def test_one_that_leaves_in_good_order_counts_and_is_not_waited_for(made: Job) -> None:
+    first, second = two(made)
+    push(first, 1.0)
+    push(second, 2.0)
+    second.close()
+    made.tell(MemberLeft("worker", 1, "here", 11))
+    push(first, 1.0)
+    assert pull(first) == 9.0
+    first.close()
+
+
+def test_the_value_survives_all_workers(made: Job) -> None:
+    for store, incarnation in zip(two(made), (10, 11), strict=True):
+        store.abandon()
+        made.tell(MemberLost("worker", incarnation - 10, "here", "its process ended", incarnation=incarnation))
+    newcomer = store_of(made, 2, 13)
+    assert begin(newcomer) == 5.0
+    push(newcomer, 2.0)
+    assert pull(newcomer) == 7.0
+    newcomer.close()
