@@ -77,7 +77,23 @@ def make_job(num_samples: int, *trained: object) -> hvd.elastic.Job:
     options = {"min_size": int(os.environ.get("MIN", "1")), "resume": os.environ.get("RESUME"), "scaler": scaler}
     if num_parts := int(os.environ.get("PARTS", "0")):
         options |= {"deterministic": "parts", "num_parts": num_parts}
-    return hvd.elastic.Job(model, optimizer, scheduler, data=data, **options)
+    job = hvd.elastic.Job(model, optimizer, scheduler, data=data, **options)
+    if os.environ.get("CORRUPT") == "1":
+        corrupt(job, model)
+    return job
+
+
+def corrupt(job: hvd.elastic.Job, model: torch.nn.Module) -> None:
+    """Have what comes from others be something else in this process's memory."""
+    transfer = job.training.transfer
+
+    def transfer_wrongly(source: int, *, receives: bool) -> None:
+        transfer(source, receives=receives)
+        if receives:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] += 1
+
+    job.training.transfer = transfer_wrongly
 
 
 def main() -> None:

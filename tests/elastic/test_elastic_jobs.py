@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from reigen._version import __version__
 from tests.elastic.elastic_processes import ElasticProcesses, Member
 from tests.multiprocess.launcher import until
 
@@ -147,18 +148,33 @@ def test_members_do_not_wait_for_a_newcomer_that_prepares_itself(tmp_path: Path)
         assert steps_of(newcomer)[0][1:3] == ["2", "3"]
 
 
+def make_old_version(directory: Path) -> Path:
+    """Make a directory which, where it is in PYTHONPATH, makes processes of another version of Reigen."""
+    old = directory / "old"
+    old.mkdir()
+    (old / "sitecustomize.py").write_text('import reigen._version\nreigen._version.__version__ = "0.0.1"\n')
+    return old
+
+
 def test_newcomers_that_fail_disturb_nobody(tmp_path: Path):
-    """They die at random moments, have another secret, or are stopped before they are members."""
+    """They die at random moments, have another secret or version, or are stopped before they are members."""
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "3")))
     with ElasticProcesses(COUNTING, "100000", "0.002", max_size=3) as job:
         members = [*job.start_first(2)]
         job.wait_for("STEP 3 ")
         stranger = job.start_candidate(2, REIGEN_SECRET="5e" * 32)
+        path = os.pathsep.join([str(make_old_version(tmp_path)), *filter(None, [os.environ.get("PYTHONPATH")])])
+        old = job.start_candidate(7, PYTHONPATH=path)
         stopped = job.start_candidate(3, PREPARES_UNTIL=str(tmp_path / "never"))
         job.wait_for("PLACE", [stopped])
         stopped.kill(signal.SIGSTOP)
         assert stranger.wait() == 1
         assert stranger.says("does not know this job's secret"), stranger.lines
+        assert stranger.says("(REIGEN_SECRET) is not that of the job. The job's launcher sets it")
+        assert old.wait() == 1
+        assert old.says(f"the members of the job have Reigen {__version__}, this process on host "), old.lines
+        assert old.says(" has 0.0.1 (")
+        assert old.says("install the same version on all hosts")
         for slot in (4, 5, 6):  # about to be taken in, or soon after
             newcomer = job.start_candidate(slot)
             job.wait_for("PLACE", [newcomer])

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from reigen._version import __version__
 from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, until
+from tests.multiprocess.test_launch_hosts import FAKE_SSH
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +116,54 @@ def test_a_straggler_is_ejected_and_nothing_is_done_again(tmp_path: Path):
         assert [float(step[3]) for step in steps(slot)] == [number * (number - 1) // 2 for number in numbers]
     taken = [int(step[0]) for step in steps("1")]
     assert taken == sorted(set(taken)), "the place's second process goes on where the members are"
+
+
+def test_hosts_that_come_with_another_version_or_secret_disturb_nobody(tmp_path: Path):
+    """The job names them, and they say what to do; the members make each step once."""
+    hosts, output = tmp_path / "hosts", tmp_path / "output"
+    hosts.write_text("localhost:2\n")
+    (tmp_path / "sitecustomize.py").write_text('import reigen._version\nreigen._version.__version__ = "0.0.1"\n')
+    files = {
+        "discover": f"cat {hosts}",
+        "ssh": FAKE_SSH.partition("\n")[2],
+        # of the program: something between the agent and Python changes its environment
+        "program": f'[ "$FAKE_HOST" != wrong.invalid ] || export REIGEN_SECRET={"5e" * 32}\nexec "$@"',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    old = f'export PYTHONPATH={tmp_path}; set -- "$1" "$2" "$(echo "$3" | sed "s#PYTHONPATH=#&{tmp_path}:#")"'
+    does = f"if [ $FAKE_HOST = old.invalid ]; then {old}; fi"
+    options = ["--min-np", "2", "--max-np", "4", "--host-discovery-script", str(tmp_path / "discover")]
+    program = [str(tmp_path / "program"), sys.executable, str(COUNTING), "100000000", "0.01"]
+    with (
+        output.open("wb") as file,
+        launched(
+            *(*options, "--ssh-command", str(tmp_path / "ssh"), *program),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={"FAKE_SSH_DOES": does},
+        ) as launcher,
+    ):
+
+        def says(text: str) -> bool:
+            return text in output.read_text()
+
+        def steps() -> list[int]:
+            return [int(number) for number in re.findall(r"^\[0\] STEP (\d+) 0 2 ", output.read_text(), re.MULTILINE)]
+
+        until(lambda: len(steps()) > 5)
+        hosts.write_text("localhost:2\nold.invalid:1\nwrong.invalid:1\n")
+        until(lambda: says("host old.invalid cannot take part: Reigen 0.0.1 there, ") and says("slot 2 (host wrong"))
+        num = len(steps())
+        until(lambda: len(steps()) > num + 5)
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.process.wait(DEADLINE_SECONDS) == 128 + signal.SIGTERM, output.read_text()
+    assert says(f" {__version__} here: install the same version on all hosts; it is called again in 10 s")
+    assert says("slot 2 (host wrong.invalid): exit code 1; 2 processes go on, its place rests for")
+    assert says("(REIGEN_SECRET) is not that of the job. The job's launcher sets it")
+    assert steps() == list(range(1, len(steps()) + 1))
+    assert not says("view 2")
 
 
 def test_the_example_reaches_its_accuracy_though_a_process_dies(tmp_path: Path):

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.elastic.elastic_processes import ElasticProcesses
+from tests.elastic.elastic_processes import ElasticProcesses, Member
 from tests.elastic.fork_server import ForkServer
 from tests.elastic.step_ledger import Ledger, count_steps, finish, segments
+from tests.multiprocess.launcher import until
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +138,34 @@ def test_a_newcomer_with_another_model_is_told_and_disturbs_nobody(server: ForkS
         ledger = Ledger()
         ledger.read(members)
         ledger.check(1, 803)
+
+
+def wait_for_steps(members: Sequence[Member], num_steps: int) -> None:
+    before = {member: count_steps(member) for member in members}
+    until(lambda: all(count_steps(member) >= before[member] + num_steps for member in members))
+
+
+def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: ForkServer):
+    """No step is lost or made again; a later newcomer is taken in."""
+    with ElasticProcesses("1000", "60", "0.01", max_size=3, server=server) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ")
+        newcomer = job.start_candidate(2, CORRUPT="1")
+        assert newcomer.wait() == 1
+        said = "\n".join(newcomer.lines)
+        assert "each time other ones have come to rank 2 on host" in said, said
+        assert "Leave the host out, and check its memory and network" in said
+        assert not newcomer.says("STEP")
+        wait_for_steps(members, 3)
+        other = job.start_candidate(3)
+        job.wait_for("STEP", [other])
+        wait_for_steps([*members, other], 3)
+        ledger = Ledger()
+        ledger.read([*members, other])
+        assert {at: found for at, found in ledger.digests.items() if len(found) > 1} == {}
+        for member in members:
+            numbers = [int(line.split()[1]) for line in list(member.lines) if line.startswith("STEP ")]
+            assert numbers == list(range(len(numbers)))
 
 
 def test_a_program_that_fails_on_one_rank_ends_there(server: ForkServer):

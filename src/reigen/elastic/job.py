@@ -29,6 +29,7 @@ h. A member that waits holds the gradients of this step until it is applied, the
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +49,7 @@ from reigen.elastic.catch_up import HeldState, SumsAtHand, UpdateAtHand, plan_ca
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.state import Departure
 from reigen.elastic.training import TrainingState
-from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError, StepOrderError, format_ranks
 
 if TYPE_CHECKING:
     import os
@@ -621,11 +622,12 @@ class BaseJob(ABC):
             for attempt in range(_MAX_TRANSFERS):
                 self.training.transfer(source, receives=receives)
                 digests = allgather_object(self.training.digest() if receives or self.rank == source else b"")
-                if all(digest in (b"", digests[source]) for digest in digests):
+                wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
+                if not wrong:
                     break
                 _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
             else:
-                raise CollectiveError("weights or optimizer state of ranks differ after they have been sent")
+                raise self._explain_wrong_state(wrong, source)
             state = broadcast_object((self._mark.number, self.data.state_dict()), source, "elastic.cursor")
         except BaseException:
             if backup is not None:
@@ -637,6 +639,17 @@ class BaseJob(ABC):
                 self._mark.offset = 0 if self._elastic is None else state[0] - max(self._elastic.view.base.target, 1)
                 self.data.load_state_dict(state[1])
                 self._is_whole = False
+
+    def _explain_wrong_state(self, wrong: Sequence[int], source: int) -> CollectiveError:
+        """Return the error of a rank whose state is wrong, which leaves the job, or of the others, which go on."""
+        if self.rank in wrong:
+            return CollectiveError(
+                f"rank {source} has sent its weights and optimizer state {_MAX_TRANSFERS} times, and each time other "
+                f"ones have come to rank {self.rank} on host {socket.gethostname()}: this process leaves the job. "
+                "Leave the host out, and check its memory and network"
+            )
+        text = f"rank(s) {format_ranks(wrong)} have another state than rank {source}, which has sent them its own"
+        return PeerLostError(text, ranks=tuple(wrong))
 
     def _receive_small(self, source: int, *, receives: bool) -> None:
         """Collective: receivers get what of the small state is the same on all members."""

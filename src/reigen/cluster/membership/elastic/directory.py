@@ -4,6 +4,7 @@ All of it is at the rendezvous of the launcher:
 
 ``elastic/card/RANK``  where a process of the first view listens
 ``elastic/witness``    incarnation of the witness in the first view, if there is one
+``elastic/version``    Reigen's version in the members, by rank 0
 ``elastic/view``       the latest view that runs, by its rank 0
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
 ``elastic/leaving``    slot and incarnation of a process that leaves, the latest one of them
@@ -13,12 +14,15 @@ All of it is at the rendezvous of the launcher:
 from __future__ import annotations
 
 import logging
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from reigen._version import __version__
 from reigen.cluster.environ import (
     ELASTIC_FINISHED_KEY,
     ELASTIC_LEAVING_KEY,
@@ -39,6 +43,7 @@ _log = logging.getLogger(__name__)
 VIEW_RECORD_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 _CARD_CODEC: MessageCodec[ViewHost] = MessageCodec(ViewHost, 4096)
 _WITNESS_KEY = "elastic/witness"
+_VERSION_KEY = "elastic/version"
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.25, 2.0
 #: Between looks of rank 0 whether there is another launcher.
 _LAUNCHER_SECONDS = 0.5
@@ -133,7 +138,7 @@ class ViewDirectory:
         self._is_closed = False
         #: asked for by a candidate: called with each view that is found
         self._look: Callable[[View], bool] | None = None
-        self._refused: Callable[[AuthenticationError], None] = lambda error: None
+        self._refused: Callable[[ReigenError], None] = lambda error: None
         #: the latest view that this process has to announce, and the launcher that knows it; None: none does
         self._view: View | None = None
         self._known_to: str | None = None
@@ -145,6 +150,7 @@ class ViewDirectory:
     def _announce(self, view: View) -> None:
         self._view, self._known_to = view, None
         launcher = self._find_launcher()
+        self._rendezvous.put(_VERSION_KEY, __version__.encode())
         self._rendezvous.put(ELASTIC_VIEW_KEY, VIEW_RECORD_CODEC.encode(view))
         self._known_to = launcher
 
@@ -152,10 +158,11 @@ class ViewDirectory:
         if self._view is not None and self._known_to != self._find_launcher():
             self._announce(self._view)
 
-    def look_for_view(self, found: Callable[[View], bool], refused: Callable[[AuthenticationError], None]) -> None:
+    def look_for_view(self, found: Callable[[View], bool], refused: Callable[[ReigenError], None]) -> None:
         """Call ``found`` with the view at the rendezvous, again and again, until it returns True. By the thread.
 
-        Where this process does not know the job's secret, ``refused`` is called, and nobody is asked any more.
+        Where this process does not know the job's secret, or has another version of Reigen than the members,
+        ``refused`` is called, and nobody is asked any more.
         """
         self._look, self._refused = found, refused
         self._do(self._look_once)
@@ -210,7 +217,7 @@ class ViewDirectory:
                 return
             try:
                 job()
-            except AuthenticationError as error:
+            except (AuthenticationError, ConfigError) as error:
                 self._look = None
                 self._refused(error)
             except (OSError, ReigenError) as error:  # the launcher's loss is seen elsewhere, too
@@ -224,5 +231,11 @@ class ViewDirectory:
 
     def _look_once(self) -> None:
         data = self._rendezvous.peek(ELASTIC_VIEW_KEY)
+        version = None if data is None else self._rendezvous.peek(_VERSION_KEY)
+        if version is not None and version != __version__.encode():
+            raise ConfigError(
+                f"the members of the job have Reigen {version.decode(errors='replace')}, this process on host "
+                f"{socket.gethostname()} has {__version__} ({sys.executable}): install the same version on all hosts"
+            )
         if data is not None and self._look is not None and self._look(VIEW_RECORD_CODEC.decode(data)):
             self._look = None

@@ -9,6 +9,7 @@ change of threads.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import deque
@@ -72,7 +73,7 @@ from reigen.cluster.membership.views.messages import (
     ViewMessage,
 )
 from reigen.cluster.membership.views.record import MemberId, View, ViewHost, VoterId
-from reigen.errors import ReigenError, format_ranks
+from reigen.errors import AuthenticationError, ReigenError, format_ranks
 from reigen.net.event_loop import EventLoop, Timer
 from reigen.net.fork_safety import close_in_children
 
@@ -617,7 +618,9 @@ class ViewDriver:
     # -- a candidate --------------------------------------------------------------------------------------------------
 
     def _look_for_view(self) -> None:
-        self._directory.look_for_view(self._on_view_found, lambda error: self._post(partial(self._end, 1, str(error))))
+        self._directory.look_for_view(
+            self._on_view_found, lambda error: self._post(partial(self._end, 1, _explain_refusal(error)))
+        )
         self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
 
     def _on_view_found(self, view: View) -> bool:
@@ -645,3 +648,13 @@ class ViewDriver:
                     return
                 known = "nobody has said who they are" if view is None else f"the latest known view is {view.epoch}"
                 self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")
+
+
+def _explain_refusal(error: ReigenError) -> str:
+    """Explain why a process cannot become a member, and what to do."""
+    if not isinstance(error, AuthenticationError):
+        return str(error)
+    return (
+        f"{error}: the secret of this process on host {socket.gethostname()} (REIGEN_SECRET) is not that of the job. "
+        "The job's launcher sets it: start the process by nothing else, and by nothing that changes that variable"
+    )
