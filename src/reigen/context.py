@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import socket
@@ -13,7 +14,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from msgspec import structs
@@ -86,9 +86,10 @@ class Context:
     Args:
         config: the knobs.
         job_rendezvous: where to meet the other ranks; None for a job of one rank.
+        view: number of the view of an elastic job.
     """
 
-    def __init__(self, config: Config, job_rendezvous: JobRendezvous | None = None) -> None:
+    def __init__(self, config: Config, job_rendezvous: JobRendezvous | None = None, view: int = 0) -> None:
         from reigen import engine_factory
         from reigen.observe.timeline import Timeline
 
@@ -141,7 +142,8 @@ class Context:
         #: backend for memory of devices, as far as it takes it; everything else is staged through the host
         self.device: DeviceBackend | None = self._engine.device
         #: of all ranks' collectives; see `Timeline.start`
-        self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname())
+        name = "" if job_rendezvous is None or not view else _job_name(job_rendezvous)
+        self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname(), view=view, job=name)
         if self.size > 1:
             self._engine.start(cpu)
         self.timeline.start_as_configured(config.timeline, config.timeline_mark_cycles)
@@ -475,6 +477,10 @@ class Context:
         """Return whether collectives are still possible; False once the job is over."""
         return self._engine.is_operational
 
+    def view_begins(self, size: int, change: str, lost_seconds: float) -> None:
+        """In an elastic job: the steps of this view may be run now; for a timeline."""
+        self.timeline.view_begins(size, change, lost_seconds)
+
     def give_up(self, error: BaseException) -> None:
         """End the job for all ranks: this one cannot go on, and no other without it; see `Engine.give_up`."""
         self._engine.give_up(error)
@@ -643,9 +649,14 @@ def _join_elastic(
         raise
 
 
-def _create(config: Config, job_rendezvous: JobRendezvous) -> Context:
+def _job_name(job_rendezvous: JobRendezvous) -> str:
+    """Return a name that the views of a job have in common, and other jobs have not."""
+    return hashlib.blake2b(job_rendezvous.secret, digest_size=8, person=b"timeline").hexdigest()
+
+
+def _create(config: Config, job_rendezvous: JobRendezvous, view: int = 0) -> Context:
     try:
-        context = Context(config, job_rendezvous)
+        context = Context(config, job_rendezvous, view)
     except BaseException:
         job_rendezvous.rendezvous.close()
         raise
@@ -655,10 +666,7 @@ def _create(config: Config, job_rendezvous: JobRendezvous) -> Context:
 
 
 def _create_for_view(config: Config, waits: WaitMeter, job_rendezvous: JobRendezvous, epoch: int) -> Context:
-    if config.timeline not in {None, "DYNAMIC"} and epoch > 1:  # each view has its own
-        path = Path(str(config.timeline))
-        config = dataclasses.replace(config, timeline=str(path.with_name(f"{path.stem}.view{epoch}{path.suffix}")))
-    context = _create(config, job_rendezvous)
+    context = _create(config, job_rendezvous, epoch)
     context.measure_waits(waits)
     return context
 

@@ -82,6 +82,9 @@ _ABSENT_TEXT = (
 class ViewContext(Protocol):
     """Context of a view, as far as the job needs it."""
 
+    def view_begins(self, size: int, change: str, lost_seconds: float) -> None:
+        """Take note that the steps of the view may be run: what has changed, and for how long none could be run."""
+
     def give_up(self, error: BaseException) -> None:
         """Fail all collectives, on all ranks."""
 
@@ -499,6 +502,8 @@ class ElasticJob(Generic[_Context]):
         change = compare_views(self._ran, view, reason=reason, seconds=seconds, is_planned=is_planned)
         self.history = self.history.add(change)
         self._ran, self._revoked_at = view, None
+        if (context := self._contexts.get(view.epoch)) is not None:
+            context.view_begins(change.size, change.describe(), change.seconds)
 
     def end(self, exit_code: int, reason: str) -> None:
         """End this process; nothing that the program does can hold it up.

@@ -5,6 +5,7 @@ The ledger of samples is the test's: what processes have written before they com
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reigen.observe.trace_reader import read_trace
 from tests.elastic.elastic_processes import ElasticProcesses, Member
 from tests.elastic.fork_server import ForkServer
 from tests.elastic.step_ledger import Ledger, count_steps, finish, segments
@@ -216,3 +218,31 @@ def test_parts_have_the_same_bits_whoever_the_members_are(server: ForkServer):
         alone.read(job.members)
     for number in range(10):
         assert ledger.digests[number, max(ledger.views[number])] == alone.digests[number, 1], number
+
+
+def test_a_timeline_goes_on_over_all_views_whoever_dies(server: ForkServer, tmp_path: Path) -> None:
+    """Rank 0 writes it, and dies twice: whoever is rank 0 then continues the file."""
+    path = tmp_path / "timeline.json"
+    path.write_text("[]")  # of an earlier job: it is replaced
+    with ElasticProcesses("1", "203", "0.05", server=server, REIGEN_TIMELINE=str(path)) as job:
+        members = job.start_first(4, {0: {"DIES_AT": "forward:3"}, 1: {"DIES_AT": "middle:6"}})
+        assert [member.wait() for member in members[:2]] == [-9, -9]
+        finish(job, members[2:])
+    events = json.loads(path.read_bytes())
+    views = [event for event in events if event.get("cat") == "view"]
+    assert [(event["ph"], event["name"]) for event in views] == [
+        ("B", "view 1: 4 ranks"),
+        ("E", ""),
+        ("B", "view 2: 3 ranks"),
+        ("E", ""),
+        ("B", "view 3: 2 ranks"),
+    ]
+    assert "rank 0 left" in views[2]["args"]["change"]
+    times = [event["ts"] for event in views]
+    assert times == sorted(times)
+    trace = read_trace(path)
+    assert (trace.view, trace.size, [number for number, _ in trace.views]) == (3, 2, [1, 2, 3])
+    assert sorted(trace.names) == [0, 1]
+    assert trace.steps[1]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {name.partition(" (")[0] for name in names} == {"views", "rank 0", "rank 1", "rank 2", "rank 3"}

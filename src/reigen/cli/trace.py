@@ -58,6 +58,10 @@ def print_summary(summary: TraceSummary, console: Console, top: int) -> None:
     """Print everything, ``top`` lines of tables that can be long."""
     trace = summary.trace
     failures = f", {len(trace.failures)} failed" if trace.failures else ""
+    for _, change in trace.views:
+        console.print(change, markup=False)
+    if trace.views:
+        console.print(f"What follows is of view {trace.view}.")
     console.print(
         f"{trace.size} ranks, {format_time(trace.end)}, {len(trace.executions)} collectives on all ranks{failures}; "
         f"times of different ranks are exact to {format_time(max(trace.clock_errors.values(), default=0.0))}"

@@ -1,6 +1,7 @@
 """Converter from chunks of all ranks to a Chrome trace: the array format, for Perfetto and chrome://tracing.
 
 One process for each rank, one thread for each of its rows. Times are microseconds of rank 0's clock since the start.
+In an elastic job each view has processes of its own, since its ranks are others, and one more has a row of all views.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from reigen.observe.messages import INSTANT, PHASES, TraceChunk
 START_EVENT = "start_time_since_epoch_in_micros"
 #: Name of regular records that show how far the recording has come: a job that hangs records nothing else.
 UNTIL_EVENT = "recorded_until"
+#: Category of the spans of views.
+VIEW = "view"
+#: Numbers of processes: of a rank, less by this for each view behind the first; and of the row of views.
+VIEW_STRIDE = 1_000_000
+_VIEWS_PROCESS = VIEW_STRIDE - 1
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -50,17 +56,43 @@ class TraceMerger:
         start: rank 0's clock when the timeline began, nanoseconds.
         epoch_micros: the same moment in microseconds since 1970.
         size: number of ranks.
+        view: of an elastic job; 0: of another one.
+        job: in an elastic job, names it, so that the file of an earlier one is not continued.
     """
 
-    def __init__(self, start: int, epoch_micros: int, size: int) -> None:
-        self._start = start
+    def __init__(self, start: int, epoch_micros: int, size: int, view: int = 0, job: str = "") -> None:
+        self._start, self._epoch_micros = start, epoch_micros
+        self._view, self._first_process = view, max(0, view - 1) * VIEW_STRIDE
         self._clocks: dict[int, tuple[int, int]] = {}
         self._dropped: dict[int, int] = {}
-        self.first = metadata_event(START_EVENT, 0, {START_EVENT: epoch_micros, "reigen": __version__, "size": size})
+        about = {START_EVENT: epoch_micros, "reigen": __version__, "size": size, **({"job": job} if job else {})}
+        self.first = metadata_event(START_EVENT, 0, about)
+
+    def continue_file(self, epoch_micros: int) -> None:
+        """Count times from the beginning of a file that began at that moment."""
+        self._start -= (self._epoch_micros - epoch_micros) * 1000
+        self._epoch_micros = epoch_micros
+
+    def view_begins(self, size: int, change: str, now: int, lost_seconds: float) -> list[bytes]:
+        """Return the records that the view before has ended, and this one begins ``now`` (rank 0's clock)."""
+        micros = (now - self._start) / 1000
+        records = [
+            metadata_event("process_name", _VIEWS_PROCESS, {"name": "views"}),
+            metadata_event("process_sort_index", _VIEWS_PROCESS, {"sort_index": -1}),
+            metadata_event("thread_name", _VIEWS_PROCESS, {"name": "views"}, 0),
+        ]
+        if self._view > 1:
+            ended = max(0.0, micros - lost_seconds * 1e6)
+            records.append(_ENCODER.encode(ChromeEvent("", "E", _VIEWS_PROCESS, 0, ended, category=VIEW)))
+        arguments = msgspec.Raw(_ENCODER.encode({"view": self._view, "size": size, "change": change}))
+        name = f"view {self._view}: {size} ranks"
+        begins = ChromeEvent(name, "B", _VIEWS_PROCESS, 0, max(0.0, micros), category=VIEW, args=arguments)
+        return [*records, _ENCODER.encode(begins)]
 
     def records(self, rank: int, chunk: TraceChunk) -> list[bytes]:
         """Return the records that a chunk of a rank adds to the trace."""
         found = self._about(rank, chunk)
+        rank += self._first_process
         for row, title in chunk.rows:
             found.append(metadata_event("thread_name", rank, {"name": title}, row))
             found.append(metadata_event("thread_sort_index", rank, {"sort_index": row}, row))
@@ -88,25 +120,27 @@ class TraceMerger:
 
     def until(self, now: int) -> bytes:
         """Return the record that the recording has come to ``now`` (rank 0's clock)."""
-        return metadata_event(UNTIL_EVENT, 0, {"ts_us": (now - self._start) / 1000})
+        return metadata_event(UNTIL_EVENT, self._first_process, {"ts_us": (now - self._start) / 1000})
 
     def lost(self, rank: int, num_chunks: int) -> bytes:
         """Return the record of chunks that could not be written in time."""
-        return metadata_event("dropped_pages", rank, {"count": num_chunks})
+        return metadata_event("dropped_pages", self._first_process + rank, {"count": num_chunks})
 
     def _about(self, rank: int, chunk: TraceChunk) -> list[bytes]:
         """Return records of changes of the rank's host, clock, and number of dropped events."""
         found: list[bytes] = []
+        process = self._first_process + rank
         if rank not in self._dropped:
             self._dropped[rank] = 0
-            found.append(metadata_event("process_name", rank, {"name": f"rank {rank} ({chunk.host})"}))
-            found.append(metadata_event("process_sort_index", rank, {"sort_index": rank}))
+            where = f"{chunk.host}, view {self._view}" if self._view > 1 else chunk.host
+            found.append(metadata_event("process_name", process, {"name": f"rank {rank} ({where})"}))
+            found.append(metadata_event("process_sort_index", process, {"sort_index": process}))
         known = self._clocks.get(rank)
         if known is None or chunk.offset != known[0] or not known[1] / 2 <= chunk.error <= 2 * known[1]:
             self._clocks[rank] = (chunk.offset, chunk.error)
             error = chunk.error / 1000 if chunk.error >= 0 else None
-            found.append(metadata_event("clock_offset", rank, {"offset_us": chunk.offset / 1000, "error_us": error}))
+            found.append(metadata_event("clock_offset", process, {"offset_us": chunk.offset / 1000, "error_us": error}))
         if chunk.num_dropped != self._dropped[rank]:
             self._dropped[rank] = chunk.num_dropped
-            found.append(metadata_event("dropped_events", rank, {"count": chunk.num_dropped}))
+            found.append(metadata_event("dropped_events", process, {"count": chunk.num_dropped}))
         return found

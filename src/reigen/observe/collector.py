@@ -11,7 +11,7 @@ from pathlib import Path
 
 from reigen.engine.engine import Engine
 from reigen.engine.messages import Topic
-from reigen.observe.chrome_format import TraceMerger
+from reigen.observe.chrome_format import START_EVENT, TraceMerger
 from reigen.observe.messages import TraceChunk, TraceClosed, TraceEnd, TraceStop, encode
 from reigen.observe.sender import PERIOD_SECONDS, TraceRecording
 from reigen.observe.trace_writer import TraceFile
@@ -24,27 +24,41 @@ _POLL_SECONDS = 0.02
 #: Seconds between records of how far the recording has come.
 _ALIVE_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
+#: Seconds until rank 0 of the view before has closed the file.
+_RESUME_SECONDS = 5.0
 _log = logging.getLogger("reigen")
 
 
 class TraceCollector:
     """Collector of one timeline into the file ``path``.
 
-    ``end_recording`` is called when nothing more is to be recorded on rank 0.
+    ``end_recording`` is called when nothing more is to be recorded on rank 0. In an elastic ``job`` the file of the
+    ``view`` before is continued, if it is here: another process may have written it until it died.
 
     Raises:
         OSError: the file cannot be written.
     """
 
     def __init__(
-        self, channel: Engine, recording: TraceRecording, path: Path, size: int, end_recording: Callable[[], None]
+        self,
+        channel: Engine,
+        recording: TraceRecording,
+        path: Path,
+        size: int,
+        end_recording: Callable[[], None],
+        view: int = 0,
+        job: str = "",
     ) -> None:
         self.path = path
         self._end_recording = end_recording
         self.session = recording.session
         self._channel, self._recording = channel, recording
-        self._merger = TraceMerger(recording.clock.read(), time.time_ns() // 1000, size)
-        self._file = TraceFile(path, self._merger.first)
+        self._merger = TraceMerger(recording.clock.read(), time.time_ns() // 1000, size, view, job)
+        self._job = job
+        #: None until the file of the view before is continued
+        self._file = None if view > 1 else TraceFile(path, self._merger.first)
+        #: size, change, time and lost seconds of a view that begins
+        self._views: deque[tuple[int, str, int, float]] = deque()
         self._pages: deque[tuple[int, TraceChunk]] = deque()
         #: chunks that were dropped because too many waited, by rank
         self._lost: Counter[int] = Counter()
@@ -68,6 +82,10 @@ class TraceCollector:
         self._ending.set()
         self._thread.join(_JOIN_SECONDS)
 
+    def view_begins(self, size: int, change: str, lost_seconds: float) -> None:
+        """Record that the steps of a view may be run. Quick."""
+        self._views.append((size, change, self._recording.clock.read(), lost_seconds))
+
     def receive(self, rank: int, message: TraceChunk | TraceEnd) -> None:
         """Take another rank's message. Quick."""
         if isinstance(message, TraceEnd):
@@ -80,6 +98,7 @@ class TraceCollector:
 
     def _run(self) -> None:
         try:
+            self._file = self._file or self._continue()
             while self._channel.is_operational and not self._ending.wait(PERIOD_SECONDS):
                 self._write()
             self._post(TraceStop(self.session))
@@ -89,20 +108,38 @@ class TraceCollector:
                 self._write()
             self._end_recording()
             self._write()
+            assert self._file is not None
             self._file.append([self._merger.lost(rank, count) for rank, count in sorted(self._lost.items())])
         except OSError as error:
             _log.warning("the timeline %s ends here, it cannot be written: %s", self.path, error.strerror)
             self._post(TraceStop(self.session))
         finally:
             self._end_recording()
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
             self._post(TraceClosed(self.session))
+
+    def _continue(self) -> TraceFile:
+        """Open the file of the view before, or a new one where that is another host's, or another job's."""
+        try:
+            file, first = TraceFile.resume(self.path, _RESUME_SECONDS)
+        except FileNotFoundError:
+            return TraceFile(self.path, self._merger.first)
+        arguments = first.get("args", {})
+        if first.get("name") != START_EVENT or arguments.get("job") != self._job:
+            file.close()
+            return TraceFile(self.path, self._merger.first)
+        self._merger.continue_file(int(arguments[START_EVENT]))
+        return file
 
     def _post(self, message: TraceStop | TraceClosed) -> None:
         self._channel.post(Topic.TIMELINE, encode(message))
 
     def _write(self) -> None:
         """Write this rank's recording, and the chunks of the others."""
+        assert self._file is not None
+        while self._views:
+            self._file.append(self._merger.view_begins(*self._views.popleft()))
         for page in self._recording.pages(0, 0):
             self._file.append(self._merger.records(0, page))
         while self._pages:

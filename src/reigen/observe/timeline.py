@@ -31,10 +31,22 @@ _log = logging.getLogger("reigen")
 class Timeline:
     """Timelines of the job on one rank, at most one at a time.
 
-    The ``channel`` must not have received anything yet: notes without a listener are dropped.
+    The ``channel`` must not have received anything yet: notes without a listener are dropped. In an elastic ``job``,
+    which has a name, each ``view`` has its own timeline, and rank 0 continues the file of the view before.
     """
 
-    def __init__(self, channel: Engine, rank: int, size: int, host: str, clock: TimelineClock | None = None) -> None:
+    def __init__(
+        self,
+        channel: Engine,
+        rank: int,
+        size: int,
+        host: str,
+        clock: TimelineClock | None = None,
+        *,
+        view: int = 0,
+        job: str = "",
+    ) -> None:
+        self._view, self._job = view, job
         self._channel = channel
         self._rank, self._size, self._host = rank, size, host
         self._clock = clock or monotonic_clock()
@@ -67,7 +79,9 @@ class Timeline:
             recorder = self._begin_recording()
             recording = TraceRecording(recorder, self._clock, self._session + 1, self._host, mark_cycles)
             try:
-                collector = TraceCollector(self._channel, recording, file, self._size, self._end_recording)
+                collector = TraceCollector(
+                    self._channel, recording, file, self._size, self._end_recording, self._view, self._job
+                )
             except OSError as error:
                 self._end_recording()
                 raise ArgumentError(f"the timeline cannot be written to {path}: {error.strerror}") from error
@@ -75,6 +89,12 @@ class Timeline:
             self._collector = collector
             self._post(messages.TraceStart(self._session, mark_cycles, self._clock.identity))
             collector.start()
+
+    def view_begins(self, size: int, change: str, lost_seconds: float) -> None:
+        """Record on rank 0, in an elastic job, that the steps of its view may be run."""
+        with self._lock:
+            if self._collector is not None:
+                self._collector.view_begins(size, change, lost_seconds)
 
     def prepare(self) -> None:
         """Other ranks than 0: begin to record, since rank 0 is about to start a timeline."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from reigen.errors import ReigenError
-from reigen.observe.chrome_format import START_EVENT, UNTIL_EVENT
+from reigen.observe.chrome_format import START_EVENT, UNTIL_EVENT, VIEW, VIEW_STRIDE
 from reigen.observe.trace_events import COLLECTIVE, ERROR, NEGOTIATION, THREAD, parse_title
 
 #: Begin and end.
@@ -29,6 +29,8 @@ class _EventArguments(msgspec.Struct, gc=False):
     ts_us: float = 0.0
     count: int = 0
     size: int = 0
+    view: int = 0
+    change: str = ""
 
 
 class _EventLine(msgspec.Struct, gc=False):
@@ -42,6 +44,11 @@ class _EventLine(msgspec.Struct, gc=False):
     dur: float = 0.0
     cat: str = ""
     args: _EventArguments | None = None
+
+    @property
+    def view(self) -> int:
+        """The view of an elastic job that a rank's record is of; 1 in other jobs."""
+        return self.pid // VIEW_STRIDE + 1
 
 
 _ARRAY_DECODER = msgspec.json.Decoder(list[_EventLine])
@@ -97,6 +104,8 @@ class Trace:
         num_dropped: events, or chunks of them, that are missing.
         end: the last time in the file.
         is_cut: the file breaks off.
+        views: of an elastic job: of each its number, and what changed when it began. All else is of one of them.
+        view: the number of that one.
     """
 
     size: int = 0
@@ -110,10 +119,12 @@ class Trace:
     num_dropped: int = 0
     end: float = 0.0
     is_cut: bool = False
+    views: list[tuple[int, str]] = field(default_factory=list)
+    view: int = 1
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a timeline that Reigen has written.
+    """Read a timeline that Reigen has written; of an elastic job, the last view in it.
 
     Raises:
         TraceError: it is none.
@@ -129,8 +140,15 @@ def read_trace(path: Path) -> Trace:
             f"{path} is no timeline of Reigen: its first record would be {START_EVENT}. "
             "HOROVOD_TIMELINE=FILE or start_timeline(FILE) writes one"
         )
-    trace = _TraceParser(lines[0].args.size).read(lines)
-    trace.is_cut = is_cut
+    views = [line for line in lines if line.cat == VIEW and line.ph == "B" and line.args is not None]
+    last = max([line.view for line in lines if line.cat != VIEW], default=1)
+    size = next((line.args.size for line in views if line.args and line.args.view == last), lines[0].args.size)
+    of_view = [line for line in lines if line.view == last and line.pid % VIEW_STRIDE != VIEW_STRIDE - 1]
+    for line in of_view:
+        line.pid %= VIEW_STRIDE
+    trace = _TraceParser(size).read(of_view)
+    trace.views = [(line.args.view, line.args.change) for line in views if line.args]
+    trace.is_cut, trace.view = is_cut, last
     return trace
 
 

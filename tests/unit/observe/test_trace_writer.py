@@ -93,3 +93,35 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, name: str)
     with pytest.raises(OSError, match=r"No such file|Is a directory|Not a directory|resource busy"):
         TraceFile(tmp_path / name, b"{}")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+@pytest.mark.parametrize("nbytes", [10, 5000])
+def test_another_process_continues_a_file_wherever_it_breaks_off(tmp_path: Path, nbytes: int) -> None:
+    path = tmp_path / "t.json"
+    file = TraceFile(path, record(0, 10))
+    file.append([record(1, nbytes), record(2, nbytes)])
+    file.close()
+    whole = path.read_bytes()
+    last = len(whole.removesuffix(b"\n]\n"))
+    for cut in (*range(last - 30, len(whole) + 1), last - 8000 if nbytes > 10 else last - 40):
+        path.write_bytes(whole[:cut] + b" " * (cut % 3))
+        file, first = TraceFile.resume(path, 0.0)
+        assert first["number"] == 0
+        file.append([record(9, 0)])
+        file.close()
+        numbers = [value["number"] for value in json.loads(path.read_bytes())]
+        assert numbers[-1] == 9
+        assert numbers[:-1] == ([0, 1, 2] if cut >= last else [0, 1] if nbytes == 10 or cut > last - 5000 else [0]), cut
+
+
+def test_a_file_is_continued_when_its_writer_has_closed_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    file = TraceFile(path, record(0, 10))
+    with pytest.raises(TimeoutError, match="another process still writes it"):
+        TraceFile.resume(path, 0.05)
+    file.close()
+    TraceFile.resume(path, 0.0)[0].close()
+    path.write_bytes(b"")
+    resumed, first = TraceFile.resume(path, 0.0)
+    assert first == {}
+    resumed.close()
