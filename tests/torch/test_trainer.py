@@ -410,6 +410,15 @@ def test_one_that_takes_a_lost_workers_place_goes_on_in_the_middle_of_its_step()
     assert (first.item(), second.item()) == (1.0, 2.0)
 
 
+def test_in_an_elastic_job_the_servers_update():
+    class Elastic(ThreadStore):
+        is_elastic = True
+
+    with pytest.raises(ArgumentError, match="workers that come later take them from there"):
+        Trainer([weight(0.0)], "sgd", kvstore=Elastic(Servers(1), 0), update_on_kvstore=False)
+    assert Trainer([weight(0.0)], "sgd", kvstore=Elastic(Servers(1), 0)).update_on_kvstore
+
+
 def trains_on_the_ring(on_store):
     rank = hvd.rank()
     torch.manual_seed(rank)

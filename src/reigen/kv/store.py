@@ -94,6 +94,7 @@ class KVStore(ABC):
         rank: this worker's number; in an elastic job its place among those that are there now, by age.
         num_workers: how many workers share the store, in an elastic job now.
         is_recovery: this worker takes the place of one that was lost; `rounds` tells where that one had come to.
+        is_elastic: workers come and go; those that come take the values from the store.
         staleness: by how many rounds a worker may be ahead of the slowest one; math.inf: by any number. 0 where the
             values are in this process.
     """
@@ -103,6 +104,7 @@ class KVStore(ABC):
     rank: int = 0
     num_workers: int = 1
     is_recovery: bool = False
+    is_elastic: bool = False
     staleness: float = 0
 
     def __init__(self, kind: str) -> None:

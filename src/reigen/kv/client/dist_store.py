@@ -57,7 +57,7 @@ class DistStore(KVStore):
         start_until: float | None = None,
     ) -> None:
         super().__init__(kind)
-        self.is_recovery = member.is_recovery
+        self.is_recovery, self.is_elastic = member.is_recovery, member.is_elastic
         self.staleness = math.inf if staleness is None else staleness
         self._member, self._config, self._number, self._on_close = member, config, number, on_close
         self._keys: dict[Key, KeyState] = {}

@@ -328,6 +328,11 @@ class Trainer:
     def _connect(self, wanted: bool | None, compression: Mapping[str, object] | None) -> KVStoreSync | None:
         place, reason = decide_update_location(self.kvstore, self._entries, wanted, by_name=self._owns_store)
         _log.info("weights are updated %s: %s", "on the store" if place.on_store else "by the worker", reason)
+        if not place.on_store and getattr(self.kvstore, "is_elastic", False):
+            raise ArgumentError(
+                "in an elastic job the servers have to update the weights (update_on_kvstore=True): workers that come "
+                "later take them from there"
+            )
         if place.needs_store:
             if compression:
                 self.kvstore.set_gradient_compression(compression)
