@@ -200,4 +200,4 @@ def test_the_example_of_a_job_loses_no_step_though_rank_0_dies(tmp_path: Path):
     assert "epoch 15:" in said
     state = torch.load(checkpoint, weights_only=True)
     assert state["number"] == 15 * 23
-    assert state["data"] == {"epoch": 14, "position": 1437}
+    assert (state["data"]["epoch"], state["data"]["position"]) == (14, 1437)

@@ -168,12 +168,28 @@ class Cursor:
         return self._order.samples(first, last)
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the next step begins."""
-        return {"epoch": self.epoch, "position": self.position}
+        """Return where the next step begins, and in which order of samples that is."""
+        order = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+        return {"epoch": self.epoch, "position": self.position, **order}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Begin the next step where `state_dict` was taken, whatever the number of ranks was there."""
-        self.epoch, self.position = state_dict["epoch"], min(state_dict["position"], self.length)
+        """Begin the next step where `state_dict` was taken, whatever the number of ranks was there.
+
+        Raises:
+            ArgumentError: that is within an epoch of another order: samples would be missing or come twice.
+        """
+        own, position = self.state_dict(), state_dict["position"]
+        saved = {name: state_dict.get(name, own[name]) for name in ("length", "seed", "shuffle")}
+        if position >= saved["length"]:
+            position = self.length  # the epoch is done
+        elif position and any(saved[name] != own[name] for name in saved):
+            orders = [", ".join(f"{name}={values[name]!r}" for name in saved) for values in (saved, own)]
+            raise ArgumentError(
+                f"the state is of a Cursor with {orders[0]}, {position} samples into an epoch, and this "
+                f"one has {orders[1]}: samples would be missing or come twice in that epoch. Go on with the same data "
+                "and seed, or from a checkpoint of an epoch's end"
+            )
+        self.epoch, self.position = state_dict["epoch"], position
 
     def describe(self) -> list[str]:
         """Return what must be the same on all members, in lines."""

@@ -115,8 +115,25 @@ def test_a_cursor_goes_on_where_another_one_was() -> None:
         first.move_behind(first.next_interval(1))
     second = Cursor(100, global_batch=30, seed=5)
     second.load_state_dict(first.state_dict())
-    assert second.state_dict() == {"epoch": 1, "position": 30}
+    assert second.state_dict() == {"epoch": 1, "position": 30, "length": 100, "seed": 5, "shuffle": True}
     assert first.next_interval(1) == second.next_interval(1)
+    second.load_state_dict({"epoch": 2, "position": 60})
+    assert second.next_interval(1) == SampleInterval(2, 60, 90), "a state that does not say of which order it is"
+
+
+@pytest.mark.parametrize("other", [{"length": 99}, {"length": 101}, {"seed": 6}, {"shuffle": False}])
+def test_a_cursor_does_not_go_on_within_an_epoch_of_another_order(other: dict[str, int]) -> None:
+    first = Cursor(100, global_batch=30, seed=5)
+    second = Cursor(**{"length": 100, "global_batch": 30, "seed": 5, **other})
+    for _ in range(3):
+        first.move_behind(first.next_interval(1))
+        with pytest.raises(ArgumentError, match="samples would be missing or come twice"):
+            second.load_state_dict(first.state_dict())
+    first.move_behind(first.next_interval(1))
+    second.load_state_dict(first.state_dict())
+    assert second.next_interval(1) == SampleInterval(1, 0, 30), "an epoch that is done has no place in its order"
+    second.load_state_dict(Cursor(100, global_batch=30, seed=5, epoch=3).state_dict())
+    assert second.next_interval(1) == SampleInterval(3, 0, 30)
 
 
 def test_a_short_last_step_is_kept_or_dropped() -> None:

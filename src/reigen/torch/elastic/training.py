@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from reigen.api.objects import dumps
 from reigen.elastic.cursor import Part
 from reigen.elastic.training import generator_states, set_generator_states
 from reigen.errors import ArgumentError, CollectiveError
@@ -40,7 +41,7 @@ class TorchTraining:
         objects: by name: what else belongs to it, with ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
-        ArgumentError: one of these is something else.
+        ArgumentError: one of these is something else, or has a state that cannot be sent to other ranks.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
@@ -49,6 +50,7 @@ class TorchTraining:
         for name, each in objects.items():
             if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
                 raise ArgumentError(f"{name} must have state_dict() and load_state_dict(), got {type(each).__name__}")
+            _check_state(name, each.state_dict())
         self._model, self._objects = model, dict(objects)
         self._optimizer = self._prepare_optimizer(model, optimizer)
         self._hooks: list[RemovableHandle] = []
@@ -234,6 +236,25 @@ class TorchTraining:
             yield parameter
             state = self._optimizer.state.get(parameter, {})
             yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
+
+
+def _check_state(name: str, state: Any) -> None:
+    """Raise ArgumentError if an object's state cannot be kept for undoing a step, or given to newcomers."""
+    try:
+        dumps(_without_tensors(state))
+    except Exception as error:
+        raise ArgumentError(
+            f"the state_dict() of {name} can be neither copied nor given to other ranks ({type(error).__name__}: "
+            f"{error}): it must hold tensors, numbers, text, and what else pickle can write"
+        ) from error
+
+
+def _without_tensors(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return None
+    if isinstance(state, dict):
+        return {key: _without_tensors(value) for key, value in state.items()}
+    return [_without_tensors(value) for value in state] if type(state) in (list, tuple) else state
 
 
 def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
