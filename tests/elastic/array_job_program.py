@@ -185,7 +185,7 @@ def digest(weights: list[np.ndarray]) -> str:
 
 
 def train(job: Any, program: Any, num_epochs: int, inputs: np.ndarray, targets: np.ndarray) -> None:
-    """Train so many epochs, and more until there are ``SIZE`` ranks."""
+    """Train so many epochs, and more until there are ``SIZE`` ranks, and the file ``FINISH`` if there is one."""
     death, size = Death(), int(os.environ.get("SIZE", "0"))
     death.watch_changes(jobs, job)
     epochs = max(num_epochs, job.data.epoch + 1)
@@ -197,7 +197,7 @@ def train(job: Any, program: Any, num_epochs: int, inputs: np.ndarray, targets: 
             run(step, job, program, death, inputs, targets)
             if every and job.number % every == 0:
                 job.checkpoint(Path(os.environ["CHECKPOINTS"]) / f"{job.number}.npz")
-        if hvd.size() >= size:
+        if hvd.size() >= size and program.is_over:
             return
         epochs += 1
 
@@ -211,6 +211,8 @@ def run(step: Any, job: Any, program: Any, death: Death, inputs: np.ndarray, tar
         death.at("forward", step.number)
         gradients = [program.gradients(inputs[part.indices], targets[part.indices]) for part in step.parts]
         death.at("before", step.number)
+        if step.is_last and (path := os.environ.get("FINISH")):  # whoever applies the step knows, and all the same
+            program.is_over = hvd.broadcast_object(Path(path).exists(), 0, name="finish")
         averaged = job.average(gradients)
         death.at("between", step.number)
         program.apply(averaged, death)
@@ -228,6 +230,7 @@ def main() -> None:
     # ranks begin with different weights, and get those of rank 0
     value = 0.0 if os.environ.get("REIGEN_RANK") == "0" else 1.0
     program = (JaxProgram if FRAMEWORK == "jax" else KerasProgram)(value, int(os.environ.get("WIDTH", INPUTS)))
+    program.is_over = "FINISH" not in os.environ
     data = Cursor(num_samples, global_batch=16, seed=3)
     resume = os.environ.get("RESUME")
     with program.make_job(data=data, min_size=int(os.environ.get("MIN", "1")), resume=resume) as job:

@@ -65,7 +65,8 @@ def check_random_deaths_and_newcomers(server: ForkServer, tmp_path: Path, **vari
     """REIGEN_TEST_KILLS: how many die; a newcomer takes the place of each."""
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "7")))
     num_kills = int(os.environ.get("REIGEN_TEST_KILLS", "0"))
-    with ElasticProcesses("1", str(SAMPLES), max_size=3, server=server, SIZE="3", **variables) as job:
+    more = {"SIZE": "3", "FINISH": str(tmp_path / "finish"), **variables}
+    with ElasticProcesses("1", str(SAMPLES), max_size=3, server=server, **more) as job:
         newcomers = [job.start_candidate(3 + n, WAITS_FOR=str(tmp_path / str(n))) for n in range(num_kills)]
         job.wait_for("IMPORTED")
         members = job.start_first(3, {key: {"WAITS_FOR": str(tmp_path / "last")} for key in range(3)})[num_kills:]
@@ -79,6 +80,7 @@ def check_random_deaths_and_newcomers(server: ForkServer, tmp_path: Path, **vari
             (tmp_path / str(number)).touch()
             job.wait_for("STEP", [newcomer])
             members.append(newcomer)
+        (tmp_path / "finish").touch()
         finish(job, members)
     check_ledger(job.members)
 

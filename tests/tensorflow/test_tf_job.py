@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import reigen.tensorflow as hvd
 from reigen import elastic
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, CollectiveError, StepOrderError
 from tests.elastic import array_jobs as checks
 from tests.elastic.fork_server import ForkServer
 
@@ -83,6 +83,8 @@ def test_wrong_use_is_refused():
         with pytest.raises(ArgumentError, match="gradients of 1 variables"):
             job.average([[None, tf.constant(1.0)]])
         assert job.average([[None]]) == [None]
+        with pytest.raises(StepOrderError, match="failed within the update of the weights"), job.update():
+            raise CollectiveError("on purpose")
     model = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ArgumentError, match="no variables yet"):
         elastic.Job(model, keras.optimizers.SGD(), data=make_data())

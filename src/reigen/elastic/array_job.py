@@ -247,13 +247,21 @@ class ArrayJob(BaseJob):
         Nothing in it may communicate. The step is applied when it ends.
 
         Raises:
-            StepOrderError: outside of a step, or twice in one.
+            StepOrderError: outside of a step, or twice in one; or a collective has failed in it, which ends this
+                process's part in the job.
             PeerLostError: members change, and ``with step:`` undoes the step.
         """
         self._check_in_step()
         assert self.training.update is not None
         with self.training.update:
-            yield
+            try:
+                with self.training.backend.collective_errors():
+                    yield
+            except CollectiveError as error:
+                raise StepOrderError(
+                    f"a collective has failed within the update of the weights, of which a part may have been made: "
+                    f"call collectives before it. {error}"
+                ) from error
 
     def save(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a state to a file, of NumPy's npz; atomically."""
