@@ -230,3 +230,22 @@ def test_arguments_that_make_no_sense():
         hvd.elastic.Job(optimizer, optimizer, data=job.data)
     with pytest.raises(ArgumentError, match="optimizer must be"):
         hvd.elastic.Job(model, model, data=job.data)
+
+
+@pytest.mark.usefixtures("alone")
+def test_any_weight_or_momentum_that_differs_is_seen_when_state_has_been_sent():
+    model = torch.nn.Linear(40, 60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 40)).sum().backward()
+    job = hvd.elastic.Job(model, optimizer, data=hvd.elastic.Cursor(23, global_batch=4))
+    optimizer.step()
+    before = job.training.digest()
+    assert job.training.digest() == before
+    for tensor in (model.weight, model.bias, optimizer.state[model.weight]["momentum_buffer"]):
+        for place in (0, -1):
+            value = tensor.detach().view(-1)[place]
+            kept = value.clone()
+            value.add_(1.0)
+            assert job.training.digest() != before
+            value.copy_(kept)
+    assert job.training.digest() == before

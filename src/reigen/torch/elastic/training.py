@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from reigen.api.gradients.replica_check import fingerprint
 from reigen.api.objects import dumps
 from reigen.elastic.cursor import Part
 from reigen.elastic.training import generator_states, set_generator_states
@@ -197,7 +198,7 @@ class TorchTraining:
         """Implement `TrainingState.digest`."""
         found = blake2b(digest_size=_DIGEST_BYTES)
         for tensor in self._tensors():
-            found.update(tensor_bytes(tensor).data)
+            found.update(fingerprint(tensor_bytes(tensor)).to_bytes(8, "little", signed=True))
         return found.digest()
 
     def small_state(self) -> Any:
