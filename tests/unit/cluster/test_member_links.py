@@ -77,7 +77,8 @@ class Ends:
     def meet(self) -> None:
         for each in self.ends:
             each.links.enter(self.view(), is_member=True)
-        self.until(lambda: all(len(each.owner.linked) == len(self.ends) - 1 for each in self.ends))
+        # a link may be made twice, where a machine is busy
+        self.until(lambda: all(len({*each.owner.linked}) == len(self.ends) - 1 for each in self.ends))
 
 
 @contextmanager
@@ -94,7 +95,8 @@ def linked(count: int, **options: Any) -> Iterator[Ends]:
 
 
 @pytest.mark.parametrize("has_tls", [False, True])
-def test_one_link_for_two_members(has_tls: bool) -> None:
+def test_one_link_for_two_members(has_tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reigen.cluster.membership.elastic.links._FIRST_TURN_SECONDS", 60.0)  # on a busy machine, too
     with linked(3, tls=TlsContext() if has_tls else None) as job:
         job.meet()
         zero, one, two = job.ends

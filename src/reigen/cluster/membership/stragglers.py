@@ -13,9 +13,9 @@ c. Who was late in ``num_steps`` steps in a row is a `Straggler`, and is one aga
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from reigen.cluster.membership.views.record import MemberId
@@ -108,14 +108,6 @@ class _LateSteps:
     median_seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class _Member:
-    """Member, with the times of its steps that others have not sent theirs of, and its latest late steps."""
-
-    times: dict[int, StepTime] = field(default_factory=dict)
-    late: _LateSteps = field(default_factory=_LateSteps)
-
-
 class StragglerDetector:
     """Detector of one view, on its rank 0.
 
@@ -126,7 +118,11 @@ class StragglerDetector:
 
     def __init__(self, rule: StragglerRule, members: Collection[MemberId]) -> None:
         self._rule = rule
-        self._members = {member: _Member() for member in members}
+        self._late = {member: _LateSteps() for member in members}
+        #: times of steps that some members have not said yet
+        self._open: dict[int, dict[MemberId, StepTime]] = {}
+        #: the latest step of which all have said how long it took
+        self._judged = -1
 
     def add(self, member: MemberId, first_step: int, times: Sequence[StepTime]) -> list[Straggler]:
         """Take in times of a member's steps, from ``first_step`` on; return the stragglers that are known now.
@@ -134,29 +130,32 @@ class StragglerDetector:
         A step is judged when all have said how long it took. Steps of which a word was lost neither count nor end a
         row of late ones. Those who are no members are not listened to.
         """
-        known = self._members.get(member)
-        if known is None or len(self._members) == 1:
+        if member not in self._late or len(self._late) == 1:
             return []
         found: list[Straggler] = []
         for step, time in enumerate(times, first_step):
-            known.times[step] = time
-            if all(step in each.times for each in self._members.values()):
-                found += self._judge(step)
-        while len(known.times) > _MAX_OPEN_STEPS:
-            del known.times[min(known.times)]
+            if step <= self._judged:
+                continue
+            known = self._open.setdefault(step, {})
+            known[member] = time
+            if len(known) == len(self._late):
+                found += self._judge(step, known)
+        while len(self._open) > _MAX_OPEN_STEPS:
+            del self._open[min(self._open)]
         return found
 
-    def _judge(self, step: int) -> list[Straggler]:
-        times = {member: each.times[step] for member, each in self._members.items()}
-        for each in self._members.values():
-            each.times = {number: time for number, time in each.times.items() if number > step}
+    def _judge(self, step: int, times: Mapping[MemberId, StepTime]) -> list[Straggler]:
+        self._judged = step
+        self._open = {number: known for number, known in self._open.items() if number > step}
         found: list[Straggler] = []
+        works = sorted(time.work_seconds for time in times.values())
         for member, time in times.items():
-            usual = median(other.work_seconds for each, other in times.items() if each != member)
-            late = self._members[member].late
+            usual = _median_of_others(works, time.work_seconds)
+            late = self._late[member]
             lateness = time.work_seconds - usual
             if lateness <= 0 or time.seconds < self._rule.factor * (time.seconds - lateness):
-                self._members[member].late = _LateSteps()
+                if late.num_steps:
+                    self._late[member] = _LateSteps()
                 continue
             late.num_steps += 1
             late.work_seconds += time.work_seconds
@@ -164,5 +163,12 @@ class StragglerDetector:
             if late.num_steps == self._rule.num_steps:
                 num = late.num_steps
                 found.append(Straggler(member, step, num, late.work_seconds / num, late.median_seconds / num))
-                self._members[member].late = _LateSteps()
+                self._late[member] = _LateSteps()
         return found
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Return the median of numbers in order without one of them, which is ``own``."""
+    place, num = bisect_left(ordered, own), len(ordered) - 1
+    low, high = (num - 1) // 2, num // 2
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
