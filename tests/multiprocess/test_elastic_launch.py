@@ -188,6 +188,7 @@ def test_hosts_come_and_go_while_the_job_runs(tmp_path, ssh):
     with elastic(tmp_path, *options, env=does) as job:
         assert job.read("0.0") == ["0", "-", "localhost", "0", "-"]
         assert job.read("1.0") == ["1", "-", "a.invalid", "0", "a.invalid"]
+        job.view("0", 1, "0.0", "1.0")
         hosts.write_text("localhost:1\na.invalid:1\nbad.invalid:4\nb.invalid:4\n")
         assert job.read("2.0") == ["-", "1", "b.invalid", "0", "b.invalid"]
         hosts.write_text("localhost:1\nb.invalid:4\n")
@@ -209,6 +210,7 @@ def test_a_job_ends_while_a_host_is_still_called(tmp_path, ssh):
     does = {"FAKE_SSH_DOES": f"touch {tmp_path}/called; exec sleep 1000"}
     with elastic(tmp_path, "--min-np", "2", "--host-discovery-script", discover, *ssh, env=does) as job:
         job.read("1.0")
+        job.view("0", 1, "0.0", "1.0")
         hosts.write_text("localhost:2\nslow.invalid:2\n")
         until((tmp_path / "called").exists)
         job.tell("", "finish")
