@@ -20,9 +20,10 @@ settings.load_profile("again")
 
 
 def pytest_configure() -> None:
-    """A shell starts what shall run in its background with SIGINT ignored, and whatever that starts inherits it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell ignores SIGINT in what it starts in its background, nohup SIGHUP; whatever that starts inherits it."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 #: Tests whose rank processes need a framework, by the beginnings of their files' names.
