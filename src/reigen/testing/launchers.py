@@ -614,22 +614,33 @@ def _full_disk(check: _LauncherCheck) -> None:
         assert ended.lines == ["ran"] * check.size, ended
 
 
-#: Process of an elastic job that knows the launcher's side of one alone: it trains nothing.
+#: Process of an elastic job that knows the launcher's side of one alone: it trains nothing. Slot 0 announces the first
+#: view, before which hosts that come and go are not heeded.
 _ELASTIC_PROGRAM = """
 import os, signal, threading
 from pathlib import Path
-from reigen.cluster.environ import ELASTIC_FINISHED_KEY, parse_secret
+import msgspec
+from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_VIEW_KEY, parse_secret
 from reigen.cluster.membership.rendezvous import RendezvousClient
+from reigen.cluster.membership.views.record import StepBase, View, ViewHost, ViewMember
 slot, host = os.environ["REIGEN_SLOT"], os.environ["HOROVOD_HOSTNAME"]
+def connect():
+    return RendezvousClient(os.environ["REIGEN_RENDEZVOUS"], parse_secret(os.environ["REIGEN_SECRET"]), int(slot), 30.0)
 def say(word): os.write(1, f"{word} {host} {slot}\\n".encode())
 def leave(*_):
     say("left")
     os._exit(0)
 signal.signal(signal.SIGTERM, leave)
 say("came")
+if slot == "0":
+    members = tuple(ViewMember(number, 0, 1) for number in range(int(os.environ["REIGEN_SIZE"])))
+    view = View.make(1, [ViewHost(host, 1, "127.0.0.1", members)], base=StepBase(), sizes=(1, 1024))
+    client = connect()
+    client.put(ELASTIC_VIEW_KEY, msgspec.msgpack.encode(view))
+    client.close()
 pause = threading.Event()
 while not Path(os.environ["ELASTIC_OVER"]).exists(): pause.wait(0.05)
-client = RendezvousClient(os.environ["REIGEN_RENDEZVOUS"], parse_secret(os.environ["REIGEN_SECRET"]), int(slot), 30.0)
+client = connect()
 client.put_first(ELASTIC_FINISHED_KEY, slot.encode())
 client.close()
 """
