@@ -150,7 +150,8 @@ def _options(
     if elastic is not None and choice.uses_hosts_of_engine and choice.engine_job is not None:
         num_ranks = choice.engine_job.num_slots  # all places may be used, though not at a time
     hosts: tuple[HostInfo, ...] = ()
-    if not choice.uses_hosts_of_engine and chosen.host_discovery_script is None:
+    comes_by_itself = elastic is not None and choice.launcher == NODES_LAUNCHER
+    if not choice.uses_hosts_of_engine and chosen.host_discovery_script is None and not comes_by_itself:
         num_places = (chosen.num_ranks or chosen.max_ranks or num_ranks) + (0 if elastic is None else elastic.spares)
         hosts = tuple(resolve_hosts(chosen.hosts, chosen.hostfile, num_places))
     if chosen.witness and any(is_this_host(host.name) for host in hosts):
