@@ -17,7 +17,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,12 +30,11 @@ from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.elastic.cursor import Cursor, Part
 from reigen.elastic.job import BaseJob
 from reigen.elastic.state import Departure
-from reigen.elastic.training import TrainingState, generator_states, set_generator_states
+from reigen.elastic.training import TrainingState, digest_of, generator_states, set_generator_states
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, CollectiveError, StepOrderError
 from reigen.files import write_atomically
 
-_DIGEST_BYTES = 16
 _COLLECTIVES = Collectives(NumpyAdapter())
 _SUM = resolve_reduction(None, Sum, 1.0, 1.0)
 
@@ -183,10 +181,7 @@ class ArrayTraining(TrainingState, ABC):
 
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""
-        found = blake2b(digest_size=_DIGEST_BYTES)
-        for array in self.read():
-            found.update(_bytes_of(array).data)
-        return found.digest()
+        return digest_of(map(_bytes_of, self.read()))
 
     def state_dict(self) -> dict[str, Any]:
         """Implement `TrainingState.state_dict`."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from reigen.api.gradients.replica_check import fingerprint
 from reigen.elastic.cursor import Part
 from reigen.errors import CollectiveError
+
+_DIGEST_BYTES = 16
 
 
 class TrainingState(Protocol):
@@ -105,6 +110,14 @@ class TrainingState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take everything from a checkpoint."""
+
+
+def digest_of(contents: Iterable[NDArray[np.uint8]]) -> bytes:
+    """Return the digest of arrays, given as bytes, by their fingerprints, which take less time than hashes."""
+    found = blake2b(digest_size=_DIGEST_BYTES)
+    for content in contents:
+        found.update(fingerprint(content).to_bytes(8, "little", signed=True))
+    return found.digest()
 
 
 def generator_states() -> dict[str, Any]:

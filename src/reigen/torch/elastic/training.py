@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from reigen.api.gradients.replica_check import fingerprint
 from reigen.api.objects import dumps
 from reigen.elastic.cursor import Part
-from reigen.elastic.training import generator_states, set_generator_states
+from reigen.elastic.training import digest_of, generator_states, set_generator_states
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.distributed_optimizer import distribute_in_place
@@ -29,7 +27,6 @@ from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 
-_DIGEST_BYTES = 16
 _is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -196,10 +193,7 @@ class TorchTraining:
 
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""
-        found = blake2b(digest_size=_DIGEST_BYTES)
-        for tensor in self._tensors():
-            found.update(fingerprint(tensor_bytes(tensor)).to_bytes(8, "little", signed=True))
-        return found.digest()
+        return digest_of(map(tensor_bytes, self._tensors()))
 
     def small_state(self) -> Any:
         """Implement `TrainingState.small_state`."""
