@@ -24,8 +24,8 @@ PROGRAM = (sys.executable, str(Path(__file__).with_name("elastic_program.py")))
 #: The places of the dead rest for one or two seconds.
 JOB = ("-np", "3", "--min-np", "1", "-s", "2", "--blacklist-cooldown-range", "1", "1", "--grace-seconds", "15")
 CUT = {"REIGEN_KV_BIGARRAY_BOUND": "1000"}
-#: Where the keys are cut then, for two servers.
-SHARDS = {"small": (0, 100), "cut": (0, 2500, 5000)}
+#: Where the keys are cut then, for two servers: at multiples of 256 bytes.
+SHARDS = {"small": (0, 100), "cut": (0, 2528, 5000)}
 #: How many workers are killed; more of them take four seconds each.
 KILLS = int(os.environ.get("REIGEN_TEST_KILLS", "1"))
 
@@ -114,8 +114,12 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     return Ledger(directory)
 
 
-def start(ledger: Ledger, kind: str, **environ: str) -> AbstractContextManager[Launcher]:
-    return launched(*JOB, *PROGRAM, str(ledger.directory), kind, env={**CUT, **environ})
+def start(ledger: Ledger, kind: str, *options: str, **environ: str) -> AbstractContextManager[Launcher]:
+    return launched(*JOB, *options, *PROGRAM, str(ledger.directory), kind, env={**CUT, **environ})
+
+
+def processes_of(job: Launcher, role: str) -> list[int]:
+    return [pid for pid, command in sorted(job.processes().items()) if f"-m reigen {role}" in command]
 
 
 def pushes_more(ledger: Ledger, num_workers: int, num: int) -> None:
@@ -144,16 +148,37 @@ def test_workers_are_killed_at_random_moments(ledger: Ledger, kind: str) -> None
     ledger.check()
 
 
+@pytest.mark.timeout(120 + 40 * KILLS)
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_servers_are_killed_at_random_moments(tmp_path: Path, ledger: Ledger, kind: str) -> None:
+    """Every other one together with a worker."""
+    chance = random.Random(f"servers {kind} {KILLS}")
+    snapshots = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path / "snapshots")}
+    with start(ledger, kind, "--server-restarts", str(1 + KILLS), **snapshots) as job:
+        for number in range(1 + KILLS):
+            pushes_more(ledger, 3, chance.randrange(200))
+            victims = [chance.choice(processes_of(job, "server"))]
+            victims += [ledger.pid(chance.choice(ledger.training()))] if number % 2 else []
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+        pushes_more(ledger, 3, 50)
+        (ledger.directory / "stop").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    assert err.count("killed by SIGKILL; it is started again") == 1 + KILLS
+    ledger.check()
+    assert not any((tmp_path / "snapshots").iterdir()), "nobody needs them any more"
+
+
 @pytest.mark.parametrize("role", ["server", "scheduler"] if KILLS > 1 else ["server"])
 def test_a_server_that_dies_ends_the_job_and_is_named(ledger: Ledger, role: str) -> None:
     with start(ledger, "dist_sync") as job:
         pushes_more(ledger, 3, 10)
-        [victim, *_] = [pid for pid, command in job.processes().items() if f"-m reigen {role}" in command]
-        os.kill(victim, signal.SIGKILL)
+        os.kill(processes_of(job, role)[0], signal.SIGKILL)
         status, _, err = job.finish()
     assert status == 128 + signal.SIGKILL
     assert re.search(rf"^reigen run: {role}( [01])? failed first: killed by SIGKILL", err, re.MULTILINE)
-    assert "REIGEN_KV_SNAPSHOT_DIR" not in err, "that is not for elastic jobs"
+    assert ("(REIGEN_KV_SNAPSHOT_DIR)" in err) == (role == "server"), err
 
 
 def test_a_worker_that_is_silent_is_lost_and_takes_no_part_when_it_wakes(ledger: Ledger) -> None:

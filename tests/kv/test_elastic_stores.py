@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
 @pytest.fixture
 def made() -> Iterator[Job]:
     with job(3, 2, kv_on_worker_loss="elastic", **CUT) as one:
+        yield one
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Job]:
+    """Servers that can be started again; that they save seldom makes no difference."""
+    knobs = {"kv_snapshot_dir": str(tmp_path), "kv_snapshot_seconds": 1000.0}
+    with job(3, 2, kv_on_worker_loss="elastic", **CUT, **knobs) as one:
         yield one
 
 
@@ -140,3 +149,83 @@ def test_the_value_survives_all_workers(made: Job) -> None:
     push(newcomer, 2.0)
     assert pull(newcomer) == 7.0
     newcomer.close()
+
+
+def replace_servers(made: Job, *present: int) -> None:
+    """All servers die, one after the other, and are told who of the workers, with these incarnations, is there."""
+    for server in range(made.num_servers):
+        made.replace_server(server)
+    made.tell(WorkerRoster(tuple(one - 10 for one in present), is_open=True, incarnations=present))
+
+
+def test_servers_go_on_from_their_snapshots(saving: Job) -> None:
+    first, second = two(saving)
+    push(first, 1.0)
+    push(second, 2.0)
+    assert pull(first) == 8.0
+    push(first, 1.0)
+    replace_servers(saving, 10, 11)
+    push(second, 2.0)
+    assert (pull(first), pull(second)) == (11.0, 11.0)
+    newcomer = store_of(saving, 2, 12)
+    saving.tell(MemberReturned("worker", 2, "here", 12, is_new=True))
+    assert begin(newcomer) == 11.0
+    assert newcomer.rounds("w") == 2
+    for store, value in ((first, 1.0), (second, 2.0), (newcomer, 3.0)):
+        push(store, value)
+    assert pull(second) == 17.0
+    for store in (first, second, newcomer):
+        store.close()
+
+
+def test_a_worker_that_dies_while_servers_are_away_is_not_waited_for(saving: Job) -> None:
+    first, second = two(saving)
+    push(first, 1.0)
+    second.abandon()
+    replace_servers(saving, 10)
+    assert pull(first) == 6.0
+    first.close()
+
+
+def test_a_newcomer_takes_the_place_of_one_that_died_while_servers_are_away(saving: Job) -> None:
+    first, second = two(saving)
+    push(first, 1.0)
+    second.abandon()
+    for server in range(saving.num_servers):
+        saving.replace_server(server)
+    saving.tell(WorkerRoster((0, 1), is_open=True, incarnations=(10, 12)))
+    assert pull(first) == 6.0  # what may be of the one before is not waited for
+    newcomer = store_of(saving, 1, 12)
+    assert begin(newcomer) == 6.0
+    push(first, 1.0)
+    push(newcomer, 4.0)
+    assert pull(newcomer) == 11.0
+    newcomer.close()
+    first.close()
+
+
+def test_a_lost_process_is_not_let_in_by_a_server_that_was_started_again(saving: Job) -> None:
+    first, second = two(saving)
+    saving.tell(MemberLost("worker", 1, "here", "nothing was heard of it", incarnation=11))
+    newcomer = store_of(saving, 1, 12)
+    saving.tell(MemberReturned("worker", 1, "here", 12, is_new=True))
+    assert begin(newcomer) == 5.0
+    replace_servers(saving, 10)  # which have not heard of the newcomer
+    with pytest.raises(PeerLostError, match=r"worker 1 on host .* was given up by the others"):
+        pull(second)
+    second.abandon()
+    newcomer.abandon()
+    first.close()
+
+
+def test_keys_that_come_after_the_restart_of_a_server(saving: Job) -> None:
+    first, second = two(saving)
+    replace_servers(saving, 10, 11)
+    together((first.init, "v", np.zeros(SIZE)), (second.init, "v", np.zeros(SIZE)))
+    first.push("v", np.full(SIZE, 1.0))
+    second.push("v", np.full(SIZE, 2.0))
+    out = np.empty(SIZE)
+    first.pull("v", out=out)
+    assert set(out.tolist()) == {3.0}
+    first.close()
+    second.close()

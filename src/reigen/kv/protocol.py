@@ -42,6 +42,7 @@ g. With PS_RESEND, the server says RECEIVED as soon as a request is there that i
 h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_counts`); DONE has the server's. A
    worker that replaces another says `COUNT_UNKNOWN` and goes on from what the server has. In an elastic job all do so
    behind DECLARED, and once more with the largest count that they have heard, where those of a key's shards differ.
+   One that was welcome before says so in HELLO, and names in its first RESUME all keys that it has joined.
 i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.optim.States`.
 j. NOTICE is what a server says unasked: a `ServerNotice`. It has no id and no answer.
 k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
@@ -249,6 +250,7 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
         fd, inode: its descriptor of the arena's segment, and that file's number, which the opener compares.
         is_empty: (WELCOME) the server holds nothing of this store yet, and had nothing in a snapshot.
         staleness: of the store (`reigen.kv.consistency.state_machine`), the same for all; None is infinite.
+        resumes: (HELLO) this process was welcome before, and says RESUME next.
     """
 
     number: int
@@ -260,6 +262,7 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
     inode: int = 0
     is_empty: bool = True
     staleness: int | None = 0
+    resumes: bool = False
 
 
 class ShardRange(msgspec.Struct, array_like=True, frozen=True):

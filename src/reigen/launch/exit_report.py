@@ -113,9 +113,8 @@ def _describe_restarts(name: str, failure: JobFailure) -> str:
         return f"it had been started again {_format_restarts(failure)} before"
     if not was_killed(failure.exit_code):
         return "it was not started again: it has ended by itself"
-    if failure.rank >= FIRST_ELASTIC_NUMBER:
-        what = "what it held is lost" if name.startswith("server") else "no worker could join any more"
-        return f"it was not started again: in an elastic job there is nobody to take its place, and {what}"
+    if failure.rank >= FIRST_ELASTIC_NUMBER and not name.startswith("server"):
+        return "it was not started again: that of an elastic job cannot be replaced, and no worker could join any more"
     if name.startswith("server"):
         return f"it was not started again: a server is only where it keeps snapshots ({SNAPSHOT_VARIABLE})"
     return "it was not started again"

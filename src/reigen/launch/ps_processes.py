@@ -157,19 +157,25 @@ class RestartPolicy:
     continue_on_failure: bool = False
 
 
-def choose_restart_policy(num_ranks: int, servers: ServerOptions | None, environ: Mapping[str, str]) -> RestartPolicy:
+def choose_restart_policy(
+    num_ranks: int, servers: ServerOptions | None, environ: Mapping[str, str], *, is_elastic: bool = False
+) -> RestartPolicy:
     """Choose the policy for a job whose processes inherit ``environ``.
 
     A server is started again only where it keeps snapshots: one that has forgotten everything is worse than none.
-    The scheduler learns everything anew from its members. A worker is started again where the servers wait for one.
+    The scheduler learns everything anew from its members; but not that of an elastic job. A worker is started again
+    where the servers wait for one.
     """
     if servers is None:
         return RestartPolicy()
     of_servers = servers.num_restarts if {**environ, **servers.environ}.get(SNAPSHOT_VARIABLE) else 0
+    of_scheduler = 0 if is_elastic else servers.num_restarts
     restarts = {
-        process.number: servers.num_restarts if process.role is PsRole.SCHEDULER else of_servers
+        process.number: of_scheduler if process.role is PsRole.SCHEDULER else of_servers
         for process in list_ps_processes(num_ranks, servers)
     }
+    if is_elastic:
+        return RestartPolicy(restarts)
     policy = environ.get(WORKER_LOSS_VARIABLE, "")
     if policy == "wait":
         restarts |= dict.fromkeys(range(num_ranks), servers.num_restarts)

@@ -82,17 +82,18 @@ def beat(job: Job, seconds: int, *owners: str) -> None:
 
 def test_it_begins_when_the_first_workers_have_come() -> None:
     job = Job("s0", "w5")
-    assert WorkerRoster((0,), is_open=False) in job.told("w5")
+    assert WorkerRoster((0,), is_open=False, incarnations=(6,)) in job.told("w5")
     job.come("w6")
-    assert job.told("w5")[-2:] == [MemberReturned("worker", 1, "h", 7, is_new=True), WorkerRoster((0, 1), is_open=True)]
-    assert job.told("s0")[-1] == WorkerRoster((0, 1), is_open=True)
+    both = WorkerRoster((0, 1), is_open=True, incarnations=(6, 7))
+    assert job.told("w5")[-2:] == [MemberReturned("worker", 1, "h", 7, is_new=True), both]
+    assert job.told("s0")[-1] == both
 
 
 def test_it_begins_with_the_servers() -> None:
     job = Job("w5", "w6")
     assert job.told("w5")[-1] == MemberReturned("worker", 1, "h", 7, is_new=True)
     job.come("s0")
-    assert job.told("w5")[-1] == WorkerRoster((0, 1), is_open=True)
+    assert job.told("w5")[-1] == WorkerRoster((0, 1), is_open=True, incarnations=(6, 7))
 
 
 def test_one_that_dies_before_the_beginning_does_not_count() -> None:
@@ -116,7 +117,7 @@ def test_a_newcomer_gets_a_free_place_and_is_the_last_in_order() -> None:
     told = job.told("w8")
     assert isinstance(told[0], MemberAssigned)
     assert told[0].number == 0
-    assert told[-1] == WorkerRoster((1, 2, 0), is_open=True)
+    assert told[-1] == WorkerRoster((1, 2, 0), is_open=True, incarnations=(7, 8, 9))
     job.come("w9")
     assert job.told("w9") == [MemberRefused("all 3 worker(s) of this job are there already")]
 
@@ -127,7 +128,7 @@ def test_a_place_whose_worker_has_left_is_free() -> None:
     job.told("w5")
     job.come("w8")
     assert job.told("w5") == [MemberReturned("worker", 1, "h", 9, is_new=True)]
-    assert job.told("w8")[-1] == WorkerRoster((0, 2, 1), is_open=True)
+    assert job.told("w8")[-1] == WorkerRoster((0, 2, 1), is_open=True, incarnations=(6, 8, 9))
 
 
 def test_a_lost_process_that_lives_is_refused() -> None:

@@ -23,6 +23,7 @@ from reigen.kv.consistency.state_machine import (
     FailRequest,
     PullRequested,
     PushReceived,
+    RepeatAcknowledgement,
     RoundRecovered,
     WorkerJoined,
     WorkerLeft,
@@ -132,12 +133,53 @@ def test_another_connection_of_one_that_has_left_changes_nothing() -> None:
     assert handle(engine, PushReceived(0, 2, "a2"))[0] == CombineRound(2, (0,), ("a2",), 1.0)
 
 
+def restarted(engine: ConsistencyEngine, *candidates: int) -> ConsistencyEngine:
+    return ConsistencyEngine.from_state(engine.state(), candidates)
+
+
+def test_a_restarted_server_waits_for_those_who_may_be_there() -> None:
+    before = ConsistencyEngine(4, present=[0, 1, 2])
+    handle(before, *(PushReceived(worker, 1, f"{worker}1") for worker in range(3)), PushReceived(0, 2, "lost"))
+    engine = restarted(before, 0, 1, 2)
+    assert handle(engine, WorkerJoined(0, 0)) == [RoundRecovered(0, 1)]  # round 1 is over, though it was not told
+    assert handle(engine, PushReceived(0, 1, "a1 again")) == [RepeatAcknowledgement(0, 1, "a1 again")]
+    assert handle(engine, PushReceived(0, 2, "a2"), WorkerJoined(1, 1), PushReceived(1, 2, "b2")) == []
+    assert [wait.workers for wait in engine.waits()] == [(2,), (2,)]
+    assert handle(engine, WorkerLost(2, ELASTIC))[0] == CombineRound(2, (0, 1), ("a2", "b2"), 1.0)
+
+
+def test_a_restarted_server_hears_again_who_has_joined_for_a_later_round() -> None:
+    before = ConsistencyEngine(2, present=[0])
+    handle(before, PushReceived(0, 1, "a1"), WorkerJoined(1), WorkerJoined(1, 3))
+    engine = restarted(before, 0, 1)
+    handle(engine, WorkerJoined(1, 3), WorkerJoined(0, 1))
+    assert handle(engine, PushReceived(0, 2, "a2"))[0] == CombineRound(2, (0,), ("a2",), 1.0)
+    handle(engine, PushReceived(0, 3, "a3"))
+    assert handle(engine, PushReceived(0, 4, "a4")) == []
+    assert handle(engine, PushReceived(1, 4, "b4"))[0] == CombineRound(4, (0, 1), ("a4", "b4"), 1.0)
+
+
+def test_a_restarted_server_applies_what_comes_again_once_where_pushes_are_applied_one_by_one() -> None:
+    before = ConsistencyEngine(2, ASYNC)
+    handle(before, PushReceived(0, 1, "a1"), PushReceived(0, 2, "a2"))
+    engine = restarted(before, 0, 1)
+    assert handle(engine, PullRequested(1, 0, "early")) == []
+    assert handle(engine, WorkerJoined(1, 0)) == [RoundRecovered(1, 0), AnswerPull(1, "early")]
+    assert handle(engine, WorkerJoined(0, 1)) == [RoundRecovered(0, 2)]
+    assert handle(engine, PushReceived(0, 2, "a2 again")) == [RepeatAcknowledgement(0, 2, "a2 again")]
+    assert handle(engine, PushReceived(0, 3, "a3")) == [ApplyPush(0, 3, "a3"), AcknowledgePush(0, 3, "a3")]
+
+
 # -- random schedules -------------------------------------------------------------------------------------------------
+
+
+class Resume(WorkerJoined, frozen=True):
+    """What a process says first on another connection."""
 
 
 @dataclass
 class Process:
-    """A worker's process: what is on its way to each shard, and what it has heard."""
+    """A worker's process: what is on its way to each shard, what was not answered, and what it has heard."""
 
     name: int
     place: int
@@ -148,10 +190,23 @@ class Process:
     has_asked_again: bool = False
     acknowledged: Counter[int] = field(default_factory=Counter)
     is_gone: set[int] = field(default_factory=set)
+    #: by shard, its rounds that are over, and what was not answered
+    over: Counter[int] = field(default_factory=Counter)
+    unanswered: list[list[ConsistencyEvent]] = field(default_factory=list)
+
+    def send(self, shard: int, event: ConsistencyEvent) -> None:
+        self.inboxes[shard].append(event)
+        self.unanswered[shard].append(event)
+
+    def answered(self, shard: int, kind: type, round: int | None = None) -> None:
+        left = self.unanswered[shard]
+        one = next((each for each in left if type(each) is kind and round in {None, each.round}), None)  # type: ignore[union-attr]
+        if one is not None:
+            left.remove(one)
 
 
 class Schedule:
-    """One seed: places, shards, and processes that are killed at any moment."""
+    """One seed: places, shards, processes that are killed at any moment, and servers that are started again."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -168,13 +223,17 @@ class Schedule:
             process.round = 0
             for shard in self.at:
                 shard[place] = process
-            for inbox in process.inboxes:
-                inbox.clear()
+            for queue in (*process.inboxes, *process.unanswered):
+                queue.clear()
+        self.num_crashes = 0
 
     def start(self, place: int) -> Process:
         """A process takes a place, and asks all shards where it is to begin."""
-        process = Process(len(self.processes), place, [deque([WorkerJoined(place)]) for _ in self.engines])
+        process = Process(len(self.processes), place, [deque() for _ in self.engines])
+        process.unanswered = [[] for _ in self.engines]
         self.processes.append(process)
+        for shard in range(self.num_shards):
+            process.send(shard, WorkerJoined(place))
         return process
 
     def free(self) -> list[int]:
@@ -184,8 +243,8 @@ class Schedule:
     def push(self, process: Process) -> None:
         assert process.round is not None
         process.round += 1
-        for inbox in process.inboxes:
-            inbox.append(PushReceived(process.place, process.round, (process.name, process.round)))
+        for shard in range(self.num_shards):
+            process.send(shard, PushReceived(process.place, process.round, (process.name, process.round)))
 
     def deliver(self, process: Process, shard: int) -> None:
         """One message of a process arrives, unless its connection was ended because it is lost."""
@@ -195,7 +254,25 @@ class Schedule:
         if self.at[shard].get(process.place) is not process:  # it says hello: whoever had its place is lost
             self.lose(self.at[shard].get(process.place), shard)
             self.at[shard][process.place] = process
-        self.carry_out(shard, handle(self.engines[shard], event))
+        if isinstance(event, PushReceived):  # each message is a request of its own
+            event = PushReceived(event.worker, event.round, (*event.token, self.rng.random()))  # type: ignore[misc]
+        instructions = handle(self.engines[shard], event)
+        if isinstance(event, Resume):
+            (recovered,) = (each for each in instructions if isinstance(each, RoundRecovered))
+            instructions.remove(recovered)
+        self.carry_out(shard, instructions)
+
+    def crash(self, shard: int) -> None:
+        """A shard's server dies, and goes on from what it had saved: workers connect and say all once more."""
+        self.num_crashes += 1
+        self.engines[shard] = ConsistencyEngine.from_state(self.engines[shard].state(), list(self.at[shard]))
+        for process in self.processes:
+            inbox = process.inboxes[shard]
+            inbox.clear()
+            if process.lives and shard not in process.is_gone:
+                if self.at[shard].get(process.place) is process:
+                    inbox.append(Resume(process.place, process.over[shard]))
+                inbox.extend(process.unanswered[shard])
 
     def lose(self, process: Process | None, shard: int) -> None:
         if process is not None and shard not in process.is_gone:
@@ -209,14 +286,19 @@ class Schedule:
             if isinstance(each, CombineRound):
                 for token in each.tokens:
                     assert token[1] == each.round  # type: ignore[index]
-                    self.applied[shard][token] += 1  # type: ignore[index]
+                    self.applied[shard][token[:2]] += 1  # type: ignore[index]
             elif isinstance(each, ApplyPush):
-                self.applied[shard][each.token] += 1  # type: ignore[index]
-            elif isinstance(each, AcknowledgePush):
-                name, round = each.token  # type: ignore[misc]
-                self.processes[name].acknowledged[round] += 1
+                self.applied[shard][each.token[:2]] += 1  # type: ignore[index]
+            elif isinstance(each, AcknowledgePush | RepeatAcknowledgement):
+                process = self.processes[each.token[0]]  # type: ignore[index]
+                process.acknowledged[each.round] += 1
+                process.over[shard] = max(process.over[shard], each.round)
+                process.answered(shard, PushReceived, each.round)
             elif isinstance(each, RoundRecovered):
-                self.heard(self.at[shard][each.worker], shard, each.round)
+                process = self.at[shard][each.worker]
+                process.over[shard] = max(process.over[shard], each.round)
+                process.answered(shard, WorkerJoined)
+                self.heard(process, shard, each.round)
             else:
                 assert isinstance(each, DropRequest), each
 
@@ -231,11 +313,11 @@ class Schedule:
         assert not process.has_asked_again, "the second answers are all the same"
         process.has_asked_again = True
         process.heard.clear()
-        for inbox in process.inboxes:
-            inbox.append(WorkerJoined(process.place, latest))
+        for each in range(self.num_shards):
+            process.send(each, WorkerJoined(process.place, latest))
 
     def play(self) -> None:
-        kills = self.rng.randint(0, 6)
+        kills, crashes = self.rng.randint(0, 6), self.rng.choice((0, 0, 1, 2, 4))
         for _ in range(5000):
             actions = [
                 (self.deliver, one, shard)
@@ -255,6 +337,9 @@ class Schedule:
             if kills and kind < 0.05 and (living := [one for one in self.processes if one.lives]):
                 self.rng.choice(living).lives = False
                 kills -= 1
+            elif crashes and kind < 0.08:
+                self.crash(self.rng.randrange(self.num_shards))
+                crashes -= 1
             elif kind < 0.1 and (free := self.free()) and self.num_left:
                 self.start(self.rng.choice(free))
             elif kind < 0.4 and pushing:
@@ -308,6 +393,7 @@ def play(seed: int) -> Counter[str]:
             assert not missing, "all that a living process has pushed was acknowledged by all shards"
         seen["asked again"] += process.has_asked_again
         seen["killed"] += not process.lives
+    seen["servers killed"] = schedule.num_crashes
     return seen
 
 
@@ -317,7 +403,8 @@ def test_random_schedules() -> None:
     for seed in range(first, first + count):
         seen += play(seed)
     if count > 1:
-        assert min(seen[what] for what in ("acknowledged", "in some shards", "asked again", "killed")) > 20, seen
+        kinds = "acknowledged", "in some shards", "asked again", "killed", "servers killed"
+        assert min(seen[what] for what in kinds) > 20, seen
 
 
 def test_a_place_is_absent_until_somebody_joins() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from signal import SIGKILL, SIGTERM
 
@@ -45,6 +46,7 @@ from reigen.launch.job_state import (
     JobPhase,
     ProcessesSwept,
     ProcessExited,
+    RestartProcess,
     SignalProcesses,
     SignalReceived,
     TerminateProcesses,
@@ -91,8 +93,8 @@ class Job:
     def find(self, *hosts: tuple[str, int]) -> list[JobInstruction | ElasticInstruction]:
         return self.handle(HostsFound(hosts))
 
-    def exit(self, slot: int, code: int = 1) -> list[JobInstruction | ElasticInstruction]:
-        return self.handle(ProcessExited(slot, code))
+    def exit(self, slot: int, code: int = 1, cause: str = "") -> list[JobInstruction | ElasticInstruction]:
+        return self.handle(ProcessExited(slot, code, cause))
 
     def at(self, now: float) -> list[JobInstruction | ElasticInstruction]:
         """Let the time pass until then, with each thing when it is due."""
@@ -747,9 +749,15 @@ SERVERS = (100, 101)
 class ServedJob(Job):
     """A job of two servers, numbered 100 and 101, the last of them for the scheduler."""
 
-    def __init__(self, options: ElasticOptions, *hosts: tuple[str, int], begins: bool = True) -> None:
+    def __init__(
+        self,
+        options: ElasticOptions,
+        *hosts: tuple[str, int],
+        begins: bool = True,
+        restarts: Mapping[int, int] | None = None,
+    ) -> None:
         super().__init__(options, begins=False)
-        self.state = ElasticJobState(options, lambda: 0.0, self.now, SERVERS)
+        self.state = ElasticJobState(options, lambda: 0.0, self.now, SERVERS, restarts)
         self.find(*hosts)
         if begins:
             for slot in sorted(self.state.running - set(SERVERS)):
@@ -832,6 +840,20 @@ def test_a_server_that_dies_ends_the_job(has_workers: bool) -> None:
     (finish,) = job.handle(ProcessesSwept())
     assert isinstance(finish, FinishJob)
     assert (finish.exit_code, finish.failure.rank if finish.failure else None) == (128 + SIGKILL, 100)
+
+
+def test_a_server_that_is_killed_is_started_again_where_it_may_be() -> None:
+    job = ServedJob(options(), ("h1", 3), restarts={100: 2})
+    assert job.exit(100, -SIGKILL) == [RestartProcess(100, 1, -SIGKILL)]
+    assert job.exit(100, 128 + SIGKILL, "out of memory") == [RestartProcess(100, 2, 128 + SIGKILL, "out of memory")]
+    assert signalled(job.exit(100, -SIGKILL)) == [(0, 1, 2)]
+    assert job.state.failure is not None
+    assert job.state.failure.num_restarts == 2
+
+
+def test_a_server_that_ends_with_an_error_is_not_started_again() -> None:
+    job = ServedJob(options(), ("h1", 3), restarts={100: 2})
+    assert signalled(job.exit(100, 1)) == [(0, 1, 2)]
 
 
 def test_servers_run_until_the_workers_have_ended_by_a_notice() -> None:

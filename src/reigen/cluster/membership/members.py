@@ -125,7 +125,7 @@ def parameter_server_job(
     servers = RolePolicy(
         num_servers,
         LossPolicy.WAIT if servers_return else LossPolicy.ABORT,
-        return_seconds,
+        min(return_seconds, start_seconds) if policy is LossPolicy.ELASTIC else return_seconds,
         start_seconds,
         RECONNECT_GRACE_SECONDS,
         heartbeat_timeout_seconds,

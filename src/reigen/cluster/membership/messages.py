@@ -147,10 +147,12 @@ class WorkerRoster(_Message, tag="roster", frozen=True):
     Attributes:
         workers: their numbers, in the order in which they have joined.
         is_open: so many have come that the job has begun.
+        incarnations: of their processes, in the same order.
     """
 
     workers: tuple[int, ...]
     is_open: bool
+    incarnations: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         what = "the job has begun with" if self.is_open else "the job has not begun; there are"

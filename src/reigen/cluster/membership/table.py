@@ -777,8 +777,8 @@ def _lost_members(members: Mapping[tuple[MemberRole, int], Member]) -> list[Memb
 
 def _make_roster(workers: Sequence[Member], *, is_open: bool) -> WorkerRoster:
     """Step L: list the workers that are there, in the order in which they have joined."""
-    present = [one for one in workers if one.state is MemberState.PRESENT]
-    return WorkerRoster(tuple(one.number for one in sorted(present, key=lambda one: one.joined)), is_open)
+    present = sorted((one for one in workers if one.state is MemberState.PRESENT), key=lambda one: one.joined)
+    return WorkerRoster(tuple(one.number for one in present), is_open, tuple(one.incarnation for one in present))
 
 
 def _drop_connections(connections: dict[ConnectionId, Member], member: Member) -> None:

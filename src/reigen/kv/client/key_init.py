@@ -114,6 +114,9 @@ class KeyInitializer:
                 return
             incarnations = self._worker.server_incarnations
             answers = self._at_home(new, {entry.id: entry.places for entry in new})
+            for entry, answer in zip(new, answers, strict=True) if self._is_elastic else ():
+                entry.set_placement(answer.places)  # of another worker, if that is to send the values now
+                entry.first_workers = answer.workers
             new = [entry for entry, answer in zip(new, answers, strict=True) if not answer.was_initialised]
 
     def _place(self, entry: KeyState) -> tuple[ShardRange, ...]:

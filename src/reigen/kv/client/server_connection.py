@@ -221,7 +221,7 @@ class ServerConnection:
         logs = self._config.kv_verbose >= 2
         self._line = KVConnection(connection, session, self, self.name, drops=self._drops, log_messages=logs)
         self.lost_since, self._made_at, self._is_proven = None, time.monotonic(), False
-        hello = HELLO_CODEC.encode(self._own_hello)
+        hello = HELLO_CODEC.encode(structs.replace(self._own_hello, resumes=bool(self.incarnation)))
         self._line.send(MessageHeader(int(MessageKind.HELLO), store=self._store, body_bytes=len(hello)), hello)
         self.flush()
 

@@ -56,6 +56,9 @@ L. *Elastic jobs.* Workers' numbers are places, which processes take and leave. 
    it names, since the shards of a key may be in different rounds, and each of its pushes is to count in all of them. It
    asks all shards, and tells them the latest round that it hears: no shard can have passed that round without it. A
    round in which nobody is expected, since those who are there have joined for later ones, is over without an update.
+   Servers save before each acknowledgement, and one that is restarted (I) forgets who was there, but not which
+   processes may still be: these are expected, and away, until they say again (`WorkerJoined`) which rounds are over
+   for them, or are lost. A process that does not name a shard then has not joined it.
 
 Instructions may be carried out later than they are given, in order. A snapshot of the value after an instruction
 therefore needs the state of that moment: take `state` when `handle` returns, and keep it with the instructions.
@@ -323,10 +326,13 @@ class ConsistencyEngine:
         self._failure: tuple[str, tuple[int, ...]] | None = None
 
     @classmethod
-    def from_state(cls, state: ConsistencyState) -> ConsistencyEngine:
-        """Return the engine of a restarted server (I)."""
-        engine = cls(len(state.done), math.inf if state.staleness is None else state.staleness)
+    def from_state(cls, state: ConsistencyState, candidates: Collection[int] | None = None) -> ConsistencyEngine:
+        """Return the engine of a restarted server (I); of an elastic job, ``candidates`` may still be there (L)."""
+        engine = cls(len(state.done), math.inf if state.staleness is None else state.staleness, candidates)
         engine._done = list(state.done)
+        if candidates is not None:
+            engine._away = set(candidates)
+            return engine
         engine._presence = list(state.presence)
         engine._away, engine._remembered = set(range(len(state.done))), set(range(len(state.done)))
         return engine
@@ -339,6 +345,10 @@ class ConsistencyEngine:
     def done(self, worker: int) -> int:
         """Return how many rounds of a worker are over (A)."""
         return self._done[worker]
+
+    def is_away(self, worker: int) -> bool:
+        """Return whether nothing was heard of a worker since the restart of this server (I)."""
+        return worker in self._away
 
     def has(self, worker: int, round: int) -> bool:
         """Return whether this push has come, applied or not, so that its body is not needed again."""
@@ -478,6 +488,7 @@ class ConsistencyEngine:
         if policy is LossPolicy.ELASTIC:
             self._presence[worker] = WorkerPresence.ABSENT
             self._joined_after.pop(worker, None)
+            self._away.discard(worker)
             return instructions + self._drop_held(worker) + self._settle(worker)
         self._presence[worker] = WorkerPresence.MISSED
         return instructions + self._settle(worker)
@@ -492,6 +503,7 @@ class ConsistencyEngine:
     def _join(self, worker: int, over: int | None) -> ConsistencyInstructions:
         """Step L."""
         instructions: ConsistencyInstructions = []
+        self._away.discard(worker)
         if self._presence[worker] is not WorkerPresence.HERE:
             if over is not None:  # another connection of one that has left, and pulls
                 return [RoundRecovered(worker, self._done[worker])]

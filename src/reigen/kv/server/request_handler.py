@@ -185,6 +185,8 @@ class RequestHandler:
             instructions = self.store.handle_events(shard, event)
             recovered = [one.round for one in instructions if isinstance(one, RoundRecovered)]
             counts.append((key, index, recovered[0] if recovered else shard.engine.done(worker)))
+        if self.store.is_elastic:
+            self.store.note_named(worker)
         request.connection.answer(request, MessageKind.DONE, pack_counts(counts))
 
     def _resumption(self, worker: int, count: int) -> ConsistencyEvent:

@@ -27,7 +27,7 @@ from reigen.cluster.membership.messages import (
     WorkerRoster,
 )
 from reigen.config import Config
-from reigen.errors import ConfigError, MismatchError, PeerLostError, ReigenError, WireError
+from reigen.errors import MismatchError, PeerLostError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
 from reigen.kv.connection import KVConnection, MessageDropper
 from reigen.kv.membership.scheduler_client import SchedulerClient
@@ -132,8 +132,6 @@ class KVServer:
         self._member, self._config = member, config
         self._is_elastic = LossPolicy(config.kv_on_worker_loss) is LossPolicy.ELASTIC
         snapshots = None
-        if config.kv_snapshot_dir is not None and self._is_elastic:
-            raise ConfigError("REIGEN_KV_SNAPSHOT_DIR: servers of an elastic job keep no snapshots yet")
         if config.kv_snapshot_dir is not None:
             snapshots = SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number)
         self.host_id = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
@@ -144,7 +142,7 @@ class KVServer:
         self._workers = ComputeThreads(num_threads)
         self._context = ServerContext(
             member.number, member.num_workers, ValueAllocator(self._arena), BufferPool(), self._workers, snapshots,
-            snapshots is not None and config.kv_snapshot_seconds == 0, LossPolicy(config.kv_on_worker_loss),
+            saves and (config.kv_snapshot_seconds == 0 or self._is_elastic), LossPolicy(config.kv_on_worker_loss),
             ServerRoster(), config.deadline_seconds, config.kv_resend,
         )  # fmt: skip
         self._stores: dict[int, ServerStore] = {}
@@ -443,8 +441,12 @@ class KVServer:
         """Take in what has happened to workers of an elastic job."""
         roster, stores = self._context.roster, self._stores.values()
         if isinstance(event, WorkerRoster):
+            is_first = not roster.has_begun
             roster.begin(event.workers, is_open=event.is_open)
             for store in stores:
+                if is_first and roster.has_begun and store.number in self._restored:
+                    present = dict(zip(event.workers, event.incarnations, strict=False))
+                    roster.excluded.update(store.find_lost(present))
                 store.begin()
         elif isinstance(event, MemberReturned) and event.role == "worker":
             roster.present.add(event.number)

@@ -52,6 +52,7 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
         left: workers that have left.
         missed: workers that were lost, and the others go on without.
         incarnations: of all workers' processes that have been here.
+        excluded: incarnations of processes of an elastic job that may not go on.
     """
 
     staleness: int | None
@@ -60,6 +61,7 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     left: tuple[int, ...]
     missed: tuple[int, ...]
     incarnations: dict[int, int]
+    excluded: tuple[int, ...] = ()
 
 
 LoadedShard = tuple[ShardSnapshot, dict[str, NDArray[Any]]]

@@ -86,7 +86,8 @@ class ServerRoster:
 
     Attributes:
         has_begun: the first workers have come.
-        first: of those, they that are still there: all stores expect them.
+        first: of those, they that are still there: all stores expect them. Of a server that was started again: those
+            that were there then.
         present: all that are there.
         excluded: incarnations of lost processes, which may not go on if they live.
     """
@@ -202,7 +203,9 @@ class ServerStore:
         self.connections[worker] = connection
         known, self.incarnations[worker] = self.incarnations.get(worker), connection.hello.incarnation
         if self.is_elastic:
-            if known != connection.hello.incarnation:  # it asks to join each shard
+            if known != connection.hello.incarnation or not connection.hello.resumes:  # it asks to join each shard
+                if known is not None and known != connection.hello.incarnation and worker not in self.left:
+                    self.context.roster.excluded.add(known)
                 self.left.discard(worker)
                 self._all(WorkerLost(worker, LossPolicy.ELASTIC))
             self._settle()
@@ -263,6 +266,23 @@ class ServerStore:
         """Answer the first workers of an elastic job, once they are all there."""
         self._settle()
 
+    def find_lost(self, present: Mapping[int, int]) -> list[int]:
+        """Note who of an elastic job was lost before this server was started again; return their incarnations.
+
+        ``present``: by number, the incarnations of those that are there.
+        """
+        known = self.incarnations.items()
+        lost = [(worker, one) for worker, one in known if worker not in self.left and present.get(worker) != one]
+        for worker, incarnation in lost:
+            self.lost(worker, "unknown", "it was lost before this server was started again", incarnation)
+        return [incarnation for _, incarnation in lost]
+
+    def note_named(self, worker: int) -> None:
+        """Note that a worker of an elastic job has named all shards that it had joined."""
+        for shard in list(self.shards.values()):
+            if shard.engine.is_away(worker):
+                self.handle_events(shard, WorkerLost(worker, LossPolicy.ELASTIC))
+
     def _settle(self) -> None:
         self.declarations.settle()
         self.settings.settle()
@@ -315,7 +335,7 @@ class ServerStore:
             present = self.context.roster.present.intersection(workers) if self.is_elastic else None
             engine = ConsistencyEngine(self.context.num_workers, self.staleness, present)
         else:
-            engine = ConsistencyEngine.from_state(state)
+            engine = ConsistencyEngine.from_state(state, self.incarnations.keys() if self.is_elastic else None)
         for worker in self.left:
             engine.handle(WorkerLeft(worker))
         for worker in self.losses:
@@ -564,7 +584,7 @@ class ServerStore:
         missed = tuple(self.losses) if self.context.policy is LossPolicy.CONTINUE else ()
         facts = StoreSnapshot(
             staleness, self.settings.state(), self.declarations.initialised(), tuple(sorted(self.left)), missed,
-            dict(self.incarnations),
+            dict(self.incarnations), tuple(sorted(self.context.roster.excluded)),
         )  # fmt: skip
         try:
             self.context.snapshots.save_store(self.number, facts)
@@ -580,6 +600,7 @@ class ServerStore:
         reason = "it was lost before this server was restarted"
         self.losses = {worker: _describe_loss(worker, "unknown", reason) for worker in facts.missed}
         self.incarnations = dict(facts.incarnations)
+        self.context.roster.excluded.update(facts.excluded)
         self.settings.restore(facts.settings)
         for key, spec, places in facts.keys:
             self.declarations.restore(key, spec, places)

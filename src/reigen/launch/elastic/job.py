@@ -21,8 +21,9 @@ e. The job fails: when a process has died and there is still no view; when no pr
 f. With parameter servers, which are started with the first processes, what is to be trained is theirs, and members are
    the servers' workers: the scheduler reports who joins (WorkerEntered), that the first ones have (WorkersBegan), and
    who has left in good order (WorkerDeparted), which is the end of a program. From then on others are started whoever
-   dies, be it all of them. A server that ends before the workers ends the job. The servers end by themselves, and are
-   asked to only when no process is left. Where the program announces views, too, members are those of its views.
+   dies, be it all of them. A server that is killed is started again, as often as ``restarts`` allows (RestartProcess);
+   where it may not be, or ends with an error, the job ends. The servers end by themselves when the workers have, and
+   are asked to only when no process is left. Where the program announces views, too, members are those of its views.
 
 Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
 a view it is the end of a program that does not know of elastic jobs. A process that its fellows excluded (exit code 75)
@@ -32,7 +33,7 @@ rests as after a failure, which is not the job's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from signal import SIGCONT, SIGKILL, SIGTERM
@@ -56,10 +57,12 @@ from reigen.launch.job_state import (
     JobPhase,
     JobState,
     ProcessExited,
+    RestartProcess,
     SignalProcesses,
     SignalReceived,
     StartGraceTimer,
     SweepProcesses,
+    was_killed,
 )
 
 #: Exit code of a process that its fellows have excluded from the job.
@@ -269,12 +272,20 @@ class ElasticJobState(JobState):
         chance: returns random numbers from 0 to 1.
         now: when the job begins.
         servers: numbers of parameter servers and their scheduler, above all slots.
+        restarts: how often each of these may be started again.
     """
 
     def __init__(
-        self, options: ElasticOptions, chance: Callable[[], float], now: float, servers: Sequence[int] = ()
+        self,
+        options: ElasticOptions,
+        chance: Callable[[], float],
+        now: float,
+        servers: Sequence[int] = (),
+        restarts: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(0)
+        self._allowed = dict(restarts or {})
+        self._restarted = dict.fromkeys(self._allowed, 0)
         self._num_ranks = min(servers, default=sys.maxsize)
         self._servers = frozenset(servers)
         #: The first workers of the servers have joined.
@@ -567,10 +578,16 @@ class ElasticJobState(JobState):
 
     def _server_ended(self, event: ProcessExited) -> list[JobInstruction | ElasticInstruction]:
         """Handle the end of a server or of the scheduler, while the job runs."""
+        times = self._restarted.get(event.rank, 0)
+        if was_killed(event.exit_code) and times < self._allowed.get(event.rank, 0):
+            self._restarted[event.rank] = times + 1
+            return [RestartProcess(event.rank, times + 1, event.exit_code, event.cause)]
         self.running.discard(event.rank)
         if event.exit_code == 0:  # all workers have left
             return self._decide()
-        self.failure = self.failure or JobFailure(event.rank, event.exit_code, self._num_running, cause=event.cause)
+        self.failure = self.failure or JobFailure(
+            event.rank, event.exit_code, self._num_running, num_restarts=times, cause=event.cause
+        )
         return list(self._stop())
 
     def _vacate(self, slot: JobSlot) -> None:

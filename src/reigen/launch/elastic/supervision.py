@@ -72,7 +72,7 @@ from reigen.launch.job_state import JobPhase, ProcessExited
 from reigen.launch.local_plan import JobServices, ProcessSpec, plan_host
 from reigen.launch.options import LaunchOptions
 from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
-from reigen.launch.ps_processes import list_ps_processes
+from reigen.launch.ps_processes import choose_restart_policy, list_ps_processes
 from reigen.net.codec import MessageCodec
 from reigen.net.connection import Connection
 from reigen.net.interfaces import choose_address
@@ -150,7 +150,9 @@ class ElasticSupervision:
         self._environ, self._owner = environ, owner
         self._ps_processes = list_ps_processes(options.first_ps_number, options.servers)
         numbers = [process.number for process in self._ps_processes]
-        self.job = ElasticJobState(elastic, random.SystemRandom().random, time.monotonic(), numbers)
+        policy = choose_restart_policy(options.first_ps_number, options.servers, environ, is_elastic=True)
+        chance = random.SystemRandom().random
+        self.job = ElasticJobState(elastic, chance, time.monotonic(), numbers, policy.restarts)
         self._announced: deque[tuple[str, bytes]] = deque(maxlen=_MAX_ANNOUNCEMENTS)
         self._services: JobServices | None = None
         self._heard_at: Callable[[int], float] = lambda agent: -inf
