@@ -78,7 +78,7 @@ FAULTS = {
     "request": 1,
     "slow build": 1,
 }
-#: How long after the last fault all must run again, or have ended.
+#: How long after the last fault, or a slow build that was under way then, all must run again, or have ended.
 SETTLE_SECONDS = 25.0
 _ENDED = {ElasticState.GONE, ElasticState.FENCED, ElasticState.STOPPED}
 
@@ -224,6 +224,8 @@ class Simulator:
         self.steps_since_calm = 0
         #: how long after the last fault all ran again, and the last member began a new view
         self.settle_seconds = self.resume_seconds = 0.0
+        #: when the last build will be over
+        self.built_at = 0.0
         self._fault_at = 0.0
         self.transitions: set[tuple[str, str]] = set()
         #: by epoch, after how many steps its members stopped
@@ -260,7 +262,7 @@ class Simulator:
         self._until(lambda: False, self.plan.fault_seconds + self.rng.choice((0.3, 1.5)))
         self._calm()
         calm_at = self.now
-        settled = self._until(self._is_settled, self.now + SETTLE_SECONDS)
+        settled = self._until(self._is_settled, max(self.now, self.built_at) + SETTLE_SECONDS)
         self.settle_seconds = self.now - calm_at
         self._check_end(settled)
         return self
@@ -425,6 +427,7 @@ class Simulator:
             if is_mapped and other.is_alive and other.host == process.host and other.id not in view.ranks:
                 raise Violation(f"8: {process.id} uses memory that {other.id} may write to")
         seconds = self.rng.random() * 0.02 + process.build_seconds
+        self.built_at = max(self.built_at, self.now + seconds)
         self.at(seconds, lambda: self._built(process, view))
 
     def _built(self, process: Process, view: View) -> None:
