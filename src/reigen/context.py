@@ -25,13 +25,15 @@ from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
 from reigen.backends.selection import choose_backends
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
 from reigen.cluster.environ import ELASTIC_VARIABLE, PREFIXED_VARIABLE, JobInfo, detect_job
+from reigen.cluster.metrics import METRICS_VARIABLE, MetricSample, ProcessKind
 from reigen.cluster.topology import Topology
 from reigen.config import Config, load_config
 from reigen.engine import operation_builders
 from reigen.engine.control_channel import NoteListener
+from reigen.engine.counters import EngineCounters
 from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
 from reigen.engine.messages import JOIN_NAME, UNNAMED, Operation, OperationKind, Topic
-from reigen.engine.observer import EngineObserver, WaitMeter
+from reigen.engine.observer import EngineObserver
 from reigen.engine.operation_builders import OperationBuilder, ReductionSpec, build_members, build_operation
 from reigen.errors import ArgumentError, CollectiveError, ConfigError, NotInitializedError
 from reigen.resources.stdio import occupy_standard_descriptors
@@ -87,9 +89,16 @@ class Context:
         config: the knobs.
         job_rendezvous: where to meet the other ranks; None for a job of one rank.
         view: number of the view of an elastic job.
+        counters: of this rank in all views; None: in this job alone.
     """
 
-    def __init__(self, config: Config, job_rendezvous: JobRendezvous | None = None, view: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        job_rendezvous: JobRendezvous | None = None,
+        view: int = 0,
+        counters: EngineCounters | None = None,
+    ) -> None:
         from reigen import engine_factory
         from reigen.observe.timeline import Timeline
 
@@ -139,6 +148,12 @@ class Context:
             self._engine, self._release = engine_factory.create_single_host_engine(job_rendezvous, config)
         else:
             self._engine, self._release = engine_factory.create_multi_host_engine(job_rendezvous, choice, config)
+        if counters is not None:
+            counters.registered_bytes = 0
+            self._engine.count_in(counters)
+        #: what this rank does, in numbers; see `reigen.metrics`
+        self.counters = self._engine.counters
+        self.view = view
         #: backend for memory of devices, as far as it takes it; everything else is staged through the host
         self.device: DeviceBackend | None = self._engine.device
         #: of all ranks' collectives; see `Timeline.start`
@@ -436,6 +451,7 @@ class Context:
         region = self._submit(operation, TensorTableEntry(), blocking=True).wait().region
         assert region is not None
         self._regions[process_set][region.offset] = region.array.ctypes.data
+        self.counters.registered_bytes += region.array.nbytes
         return region
 
     def free(self, region: MemoryRegion, *, process_set: int = 0) -> None:
@@ -445,6 +461,7 @@ class Context:
         if self._regions[process_set].get(region.offset) != region.array.ctypes.data:
             return  # given back before, or of a set that is over and whose number is used again
         del self._regions[process_set][region.offset]
+        self.counters.registered_bytes -= region.array.nbytes
         base = self._named(f"free.{region.offset}", "free", process_set)
         operation = Operation(OperationKind.FREE, base, offset=region.offset, process_set=process_set)
         try:
@@ -458,9 +475,11 @@ class Context:
         """Report this rank's engine's work to ``observer``, from now on; None ends it."""
         self._engine.observe(observer)
 
-    def measure_waits(self, meter: WaitMeter) -> None:
-        """Count in ``meter`` how long this rank's program waits for collectives; before the first one."""
-        self._engine.wait_meter = meter
+    def samples(self) -> Iterator[MetricSample]:
+        """Yield the metrics of this rank, for `reigen.observe.metrics`; any thread."""
+        yield from self._engine.samples()
+        if self.view:
+            yield "reigen_view_epoch", (), self.view
 
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note beside the collectives: see `Engine.post`."""
@@ -602,6 +621,7 @@ def init(
 
                 log_job(job, config, environ, _current.size, (_current.backend, _current.backend_reason))
             atexit.register(_shutdown_at_exit)
+            report_metrics(environ, config)
         return _current
 
 
@@ -611,9 +631,25 @@ def _join(job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Seque
     job_rendezvous = startup.join_rendezvous(job, config, environ, ranks)
     if job_rendezvous is None:
         return Context(config)
-    context = _create(config, job_rendezvous)
+    context = _create(config, None, job_rendezvous)
     startup.count_generation(job_rendezvous)
     return context
+
+
+def report_metrics(environ: Mapping[str, str], config: Config, kind: ProcessKind = "rank") -> None:
+    """Report this process's metrics to its launcher from now on, if that wants to hear of them.
+
+    Args:
+        environ: environment variables.
+        config: the knobs.
+        kind: what the process is.
+    """
+    if not environ.get(METRICS_VARIABLE):
+        return
+    from reigen import startup
+
+    find = _elastic.launcher_rendezvous if _elastic is not None else None
+    startup.report_metrics(environ, config, kind, lambda: None if is_candidate() else _current, find)
 
 
 def _find_elastic_place(environ: Mapping[str, str]) -> ElasticPlace | None:
@@ -633,9 +669,9 @@ def _join_elastic(
     global _elastic, _has_left  # noqa: PLW0603
     if _has_left:
         raise ConfigError("this process has left its elastic job by shutdown(), and cannot come back")
-    waits = WaitMeter()
-    make_context = functools.partial(_create_for_view, config, waits)
-    _elastic = join_elastic_job(place, job, config, environ, ranks, make_context, waits)
+    counters = EngineCounters()
+    make_context = functools.partial(_create, config, counters)
+    _elastic = join_elastic_job(place, job, config, environ, ranks, make_context, counters)
     _has_left = True
     try:
         if place.is_candidate:
@@ -654,20 +690,14 @@ def _job_name(job_rendezvous: JobRendezvous) -> str:
     return hashlib.blake2b(job_rendezvous.secret, digest_size=8, person=b"timeline").hexdigest()
 
 
-def _create(config: Config, job_rendezvous: JobRendezvous, view: int = 0) -> Context:
+def _create(config: Config, counters: EngineCounters | None, job_rendezvous: JobRendezvous, view: int = 0) -> Context:
     try:
-        context = Context(config, job_rendezvous, view)
+        context = Context(config, job_rendezvous, view, counters)
     except BaseException:
         job_rendezvous.rendezvous.close()
         raise
     if not context.has_network:
         job_rendezvous.rendezvous.close()
-    return context
-
-
-def _create_for_view(config: Config, waits: WaitMeter, job_rendezvous: JobRendezvous, epoch: int) -> Context:
-    context = _create(config, job_rendezvous, epoch)
-    context.measure_waits(waits)
     return context
 
 
@@ -749,8 +779,13 @@ def is_initialized() -> bool:
 
 
 def mark(name: str) -> None:
-    """For a timeline: the calling thread has come to the end of another ``name``. Raises nothing, outside a job too."""
+    """For a timeline, and STEP for metrics: the calling thread has come to the end of another ``name``.
+
+    Raises nothing, outside a job too.
+    """
     if (job := _current) is not None:
+        if name == "STEP":
+            job.counters.steps += 1
         job.timeline.mark(name)
 
 

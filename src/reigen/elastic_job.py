@@ -35,14 +35,19 @@ from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.view_service import ViewService, view_service_address, view_service_name
 from reigen.cluster.membership.elastic.witness import make_witness
 from reigen.cluster.membership.place import ElasticPlace
-from reigen.cluster.membership.rendezvous import ReconnectingRendezvous, RendezvousClient, split_address
+from reigen.cluster.membership.rendezvous import (
+    ReconnectingRendezvous,
+    Rendezvous,
+    RendezvousClient,
+    split_address,
+)
 from reigen.cluster.membership.stragglers import StepTime
 from reigen.cluster.membership.views.history import ElasticHistory, compare_views
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.cluster.topology import Topology
 from reigen.config import Config
-from reigen.engine.observer import WaitMeter
+from reigen.engine.counters import EngineCounters
 from reigen.engine_factory import JobRendezvous
 from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError
 from reigen.net.interfaces import choose_address
@@ -137,15 +142,15 @@ class StepClock:
     """Clock of a program's steps: how long each takes, and how much of that is the program's own work.
 
     Args:
-        waits: measures how long it waits for collectives.
+        counters: tell how long it waits for collectives.
 
     Attributes:
         step_seconds: of the latest step.
     """
 
-    def __init__(self, waits: WaitMeter) -> None:
+    def __init__(self, counters: EngineCounters) -> None:
         self.step_seconds = 0.0
-        self._waits, self._waited_seconds = waits, 0.0
+        self._counters, self._waited_seconds = counters, 0.0
         #: when the latest step was applied; 0: in another view
         self._applied_at = 0.0
         #: of steps of which nobody has been told, and since when
@@ -159,7 +164,7 @@ class StepClock:
 
     def step_applied(self) -> tuple[StepTime, ...]:
         """Count a step; return the times of the latest ones, empty as long as it is too early to send them."""
-        now, waited = time.monotonic(), self._waits.seconds
+        now, waited = time.monotonic(), self._counters.blocked_seconds
         if self._applied_at:
             self.step_seconds = now - self._applied_at
             work_seconds = self.step_seconds - (waited - self._waited_seconds)
@@ -179,7 +184,7 @@ class ElasticJob(Generic[_Context]):
         place: of this process.
         access: to the launcher's service.
         make_context: makes the context of a view, at the rendezvous of its members, with its epoch; collective.
-        waits: measures how long the program waits in these contexts.
+        counters: of this process in these contexts.
 
     Attributes:
         epoch: of the view whose context the program has; 0: none yet.
@@ -188,6 +193,7 @@ class ElasticJob(Generic[_Context]):
         has_failed: the program has ended by an exception: this process's end is a loss.
         has_left: this process has left the job, and ends; its program is not done.
         step_state: says how far the program is; None: as far as `step_applied` has counted.
+        launcher_rendezvous: connects to the launcher, wherever it is.
     """
 
     def __init__(
@@ -195,9 +201,9 @@ class ElasticJob(Generic[_Context]):
         place: ElasticPlace,
         access: JobAccess,
         make_context: Callable[[JobRendezvous, int], _Context],
-        waits: WaitMeter,
+        counters: EngineCounters,
     ) -> None:
-        self._step_clock = StepClock(waits)
+        self._counters, self._step_clock = counters, StepClock(counters)
         self._place, self._access, self._make_context = place, access, make_context
         self._changed = threading.Condition()
         #: held where a context that is in use is made to fail: it must not be closed meanwhile
@@ -233,6 +239,7 @@ class ElasticJob(Generic[_Context]):
         self._has_stopped = False
         self._driver: ViewDriver
         self._service: ViewService
+        self.launcher_rendezvous: Callable[[], Rendezvous]
 
     def start(self, node: ElasticNode, first: JobRendezvous | None, config: Config) -> None:
         """Become a member of the first view, or ask the members to be one of a later view.
@@ -501,6 +508,13 @@ class ElasticJob(Generic[_Context]):
         is_planned = reason == PLANNED_REASON
         change = compare_views(self._ran, view, reason=reason, seconds=seconds, is_planned=is_planned)
         self.history = self.history.add(change)
+        if change.reason:
+            self._counters.count_view_change(
+                "planned" if is_planned else "completed" if change.completes else "rerun",
+                seconds,
+                num_lost=len(change.lost),
+                num_joined=change.num_joined,
+            )
         self._ran, self._revoked_at = view, None
         if (context := self._contexts.get(view.epoch)) is not None:
             context.view_begins(change.size, change.describe(), change.seconds)
@@ -584,7 +598,7 @@ def join_elastic_job(
     environ: Mapping[str, str],
     ranks: Sequence[int] | None,
     make_context: Callable[[JobRendezvous, int], _Context],
-    waits: WaitMeter,
+    counters: EngineCounters,
 ) -> ElasticJob[_Context]:
     """Take this process's part in an elastic job; `ElasticJob.enter` comes next.
 
@@ -595,7 +609,7 @@ def join_elastic_job(
         environ: environment variables.
         ranks: must be None: members change.
         make_context: see `ElasticJob`.
-        waits: see `ElasticJob`.
+        counters: see `ElasticJob`.
 
     Raises:
         ArgumentError: a job of only some ranks is asked for.
@@ -620,7 +634,8 @@ def join_elastic_job(
         peer_timeout_seconds=config.peer_timeout_seconds,
         witness=make_witness(place.witness, job.secret, partial(access.rendezvous, page)),
     )
-    elastic = ElasticJob(place, access, make_context, waits)
+    elastic = ElasticJob(place, access, make_context, counters)
+    elastic.launcher_rendezvous = partial(access.rendezvous, page)
     elastic.start(node, None if place.is_candidate else join_rendezvous(job, config, environ, None), config)
     return elastic
 

@@ -123,6 +123,7 @@ def create_single_host_engine(job: JobRendezvous, config: Config) -> tuple[Engin
 
     device = create_device_backend(config, backend)
     engine = Engine(backend, transport, peers, coordinator, config.deadline_seconds, looks, device)
+    engine.segment = peers
     _enable_stall_check(engine, config, peers)
     return engine, release
 
@@ -155,6 +156,10 @@ def create_multi_host_engine(
         coordinator = create_coordinator(config, size) if rank == 0 else None
         looks, device = _spin_count(_SYSCALL_LOOKS, len(layout.local)), create_device_backend(config, backend)
         engine = Engine(backend, star, detector, coordinator, config.deadline_seconds, looks, device)
+        if isinstance(network, TcpNetwork):
+            engine.traffic = network
+        if peers is not None:
+            engine.segment = peers
         _enable_stall_check(engine, config, peers)
         resources = undo.pop_all()
 

@@ -7,14 +7,27 @@ import functools
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.cluster.bootstrap.control import ServiceAccess, ServiceOptions, locate_service
 from reigen.cluster.bootstrap.rank_lock import claim_rank
-from reigen.cluster.environ import JobInfo
+from reigen.cluster.environ import (
+    RANK_VARIABLES,
+    RENDEZVOUS_VARIABLE,
+    SECRET_VARIABLE,
+    SLOT_VARIABLE,
+    JobInfo,
+    parse_secret,
+)
 from reigen.cluster.host_discovery import discover_hosts
-from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousClient
+from reigen.cluster.membership.rendezvous import (
+    PrefixRendezvous,
+    ReconnectingRendezvous,
+    Rendezvous,
+    RendezvousClient,
+)
+from reigen.cluster.metrics import METRICS_VARIABLE, ProcessKind
 from reigen.cluster.topology import renumber_rank
 from reigen.config import (
     Config,
@@ -27,7 +40,12 @@ from reigen.engine_factory import JobRendezvous
 
 if TYPE_CHECKING:
     from reigen.net.tls import TlsContext
+    from reigen.observe.metrics import JobPart
 
+#: How long the launcher's service may take to accept a report.
+_REPORT_SECONDS = 5.0
+#: Variables with the numbers of processes.
+_NUMBERS: dict[ProcessKind, str] = {"rank": RANK_VARIABLES[0], "server": "DMLC_TASK_ID"}
 _log = logging.getLogger(__name__)
 
 #: how often this process has joined each job, by the job's secret and its ranks: all ranks count alike
@@ -90,6 +108,44 @@ def join_rendezvous(
 def count_generation(job_rendezvous: JobRendezvous) -> None:
     """Count that this process and the others are in the job: their next rendezvous is apart from this one."""
     _generations[job_rendezvous.secret, job_rendezvous.namespace] += 1
+
+
+def report_metrics(
+    environ: Mapping[str, str],
+    config: Config,
+    kind: ProcessKind,
+    find_part: Callable[[], JobPart | None],
+    find_rendezvous: Callable[[], Rendezvous] | None,
+) -> None:
+    """Report this process's metrics to its launcher from now on; does nothing where it does so already.
+
+    Args:
+        environ: environment variables, of which the launcher has set METRICS_VARIABLE.
+        config: the knobs.
+        kind: what the process is.
+        find_part: returns its part in the job as it is now.
+        find_rendezvous: returns the launcher's rendezvous; None: it is where ``environ`` says.
+    """
+    from reigen.observe import metrics
+
+    address, secret = environ.get(RENDEZVOUS_VARIABLE), parse_secret(environ.get(SECRET_VARIABLE, ""))
+    number, slot, seconds = map(environ.get, (_NUMBERS[kind], SLOT_VARIABLE, METRICS_VARIABLE))
+    if address is None or secret is None or not seconds:
+        return
+    place = int(number or slot or 0)
+    name = metrics.ProcessName(kind, place, place if slot is None else int(slot))
+
+    def connect(where: str) -> RendezvousClient:
+        return RendezvousClient(where, secret, name.key, _REPORT_SECONDS, job_tls(config))
+
+    metrics.start_reporting(
+        lambda: metrics.MetricsReporter(
+            name,
+            find_rendezvous() if find_rendezvous is not None else ReconnectingRendezvous(lambda: address, connect),
+            find_part,
+            float(seconds),
+        )
+    )
 
 
 def job_tls(config: Config) -> TlsContext | None:

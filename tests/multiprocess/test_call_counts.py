@@ -84,10 +84,10 @@ def with_or_without_eager(call: Callable[[], object], eager: bool) -> tuple[int,
 @pytest.mark.parametrize(
     ("allreduce", "eager", "most", "deepest"),
     [
-        (small_allreduce, True, (15, 14), 8),
-        (small_torch_allreduce, True, (22, 21), 8),
-        (small_allreduce, False, (46, 47), 10),
-        (small_torch_allreduce, False, (53, 54), 10),
+        (small_allreduce, True, (17, 16), 8),
+        (small_torch_allreduce, True, (24, 23), 8),
+        (small_allreduce, False, (49, 50), 10),
+        (small_torch_allreduce, False, (56, 57), 10),
     ],
 )
 def test_a_small_allreduce_takes_few_calls(

@@ -7,20 +7,20 @@ import pytest
 from reigen import elastic_job
 from reigen.cluster.membership.stragglers import StepTime
 from reigen.elastic_job import StepClock
-from reigen.engine.observer import WaitMeter
+from reigen.engine.counters import EngineCounters
 
 
 class Clock:
     """Steps at times that a test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.meter = 100.0, WaitMeter()
+        self.now, self.counters = 100.0, EngineCounters()
         monkeypatch.setattr(elastic_job.time, "monotonic", lambda: self.now)
-        self.clock = StepClock(self.meter)
+        self.clock = StepClock(self.counters)
 
     def step(self, work_seconds: float, wait_seconds: float) -> tuple[StepTime, ...]:
         self.now += work_seconds + wait_seconds
-        self.meter.seconds += wait_seconds
+        self.counters.blocked_seconds += wait_seconds
         return self.clock.step_applied()
 
 

@@ -25,6 +25,7 @@ from reigen.api.job import (
     start_timeline,
     stop_timeline,
 )
+from reigen.api.metrics import metrics, report_progress
 from reigen.api.operations import Adasum, Average, Max, Min, Product, Sum
 from reigen.api.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
@@ -50,12 +51,14 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
     "rank",
     "remove_process_set",
+    "report_progress",
     "rocm_built",
     "size",
     "start_timeline",

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from reigen import context as contexts
 from reigen.api.collectives import Collectives, resolve_reduction
 from reigen.api.numpy_adapter import NumpyAdapter
 from reigen.api.operations import ALLREDUCE, BROADCAST, Sum
@@ -257,6 +258,7 @@ class ArrayJob(BaseJob):
                     f"a collective has failed within the update of the weights, of which a part may have been made: "
                     f"call collectives before it. {error}"
                 ) from error
+        contexts.mark("STEP")
 
     def save(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a state to a file, of NumPy's npz; atomically."""

@@ -131,6 +131,15 @@ class Cursor:
         """Begin the next step behind these samples."""
         self.epoch, self.position = interval.epoch, interval.stop
 
+    def num_steps_behind(self, interval: SampleInterval, num_epochs: int, size: int) -> int:
+        """Return how many steps of so many ranks follow these samples until so many epochs are over."""
+        batch = self._batch(size)
+
+        def num_steps(num_samples: int) -> int:
+            return num_samples // batch if self.drop_last else -(-num_samples // batch)
+
+        return num_steps(self.length - interval.stop) + num_steps(self.length) * (num_epochs - 1 - interval.epoch)
+
     def is_last(self, interval: SampleInterval, size: int) -> bool:
         """Return whether this is the last step of its epoch."""
         left = self.length - interval.stop

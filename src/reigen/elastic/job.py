@@ -76,6 +76,11 @@ class StepParts(Sequence[Part]):
     def __len__(self) -> int:
         return len(self._parts)
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in them."""
+        return sum(map(len, self._parts))
+
     def __iter__(self) -> Iterator[Part]:
         """Iterate over the parts, one forward and backward each."""
         for part in self._parts:
@@ -377,11 +382,19 @@ class BaseJob(ABC):
             self._change(f"step {step.number} is cut off: {error}")
             return True
         self._step = None
+        self._count_progress(step)
         if error is not None:
             self._change(f"step {step.number} is applied; what came behind the update is lost here: {error}")
         elif self._elastic is not None and (self._count_step(self._elastic) or self._is_awaited):
             self._change(f"step {step.number} is the last with these members")
         return True
+
+    def _count_progress(self, step: ElasticStep) -> None:
+        """Count an applied step's samples, and the steps that are left, for metrics."""
+        counters = contexts.current().counters
+        counters.samples += step.parts.num_samples
+        left = self.data.num_steps_behind(step.interval, step.num_epochs, step.size)
+        counters.goal_steps = counters.steps + left
 
     def _count_step(self, elastic: ElasticJob[contexts.Context]) -> bool:
         """Count a step for the membership, if its view does not yet; returns True if members change now."""

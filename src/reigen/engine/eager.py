@@ -37,12 +37,14 @@ class _PreparedAllreduce(msgspec.Struct, frozen=True, eq=False):
         contributions: by parity and rank, the beginnings of the eager slots.
         own: by parity, this rank's.
         reducer: adds them up.
+        num_bytes: of this rank's part.
     """
 
     cached: CachedResponse
     contributions: tuple[list[NDArray[np.generic]], ...]
     own: tuple[NDArray[np.generic], ...]
     reducer: BlockReducer
+    num_bytes: int
 
 
 class EagerAllreduce:
@@ -73,6 +75,8 @@ class EagerAllreduce:
         self._controller, self._coordinator = controller, coordinator
         self._outstanding = outstanding
         self._spin, self._overdue_seconds = spin, overdue_seconds
+        #: of what was done eagerly
+        self.counters = controller.counters
         #: by the number of the response; None where it is no small allreduce
         self._prepared: dict[int, _PreparedAllreduce | None] = {}
         #: submitted, and not answered when this rank stopped looking
@@ -107,6 +111,10 @@ class EagerAllreduce:
             self._outstanding.inbox.append(operation)
             return True
         call.reducer.reduce(call.contributions[parity], task.target)  # type: ignore[arg-type]  # likewise
+        counters = self.counters
+        counters.cache_hits += 1
+        counters.eager += 1
+        counters.eager_bytes += call.num_bytes
         self._outstanding.finish_alone(operation.name, handle, CollectiveResult(task.output))
         return True
 
@@ -116,6 +124,8 @@ class EagerAllreduce:
         if call is None or not self._slots.take_answer():
             return
         self._unanswered = None
+        self.counters.eager += 1
+        self.counters.eager_bytes += call.num_bytes
         name = call.cached.operation.name
         self._controller.answered_eagerly(name)
         task = self._outstanding.handles[name].task
@@ -134,7 +144,7 @@ class EagerAllreduce:
                 operation.dtype, operation.op, len(slots[0]), operation.prescale, operation.postscale
             )
             own = tuple(of_ranks[self._rank] for of_ranks in contributions)
-            call = _PreparedAllreduce(cached, contributions, own, BlockReducer(reduction))
+            call = _PreparedAllreduce(cached, contributions, own, BlockReducer(reduction), operation.nbytes)
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         self._prepared[cached.slot] = call

@@ -21,13 +21,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reigen.backends.base import Backend, ProgressHook
 from reigen.backends.device import DeviceBackend
+from reigen.cluster.metrics import MetricSample
 from reigen.engine.control_channel import BACKLOG_RETRY_SECONDS, CHECK_SECONDS, ControlChannel, NoteListener
 from reigen.engine.coordinator import Coordinator
+from reigen.engine.counters import DEVICE_WAY, NETWORK_WAY, EngineCounters, NetworkTraffic, SharedSegment
 from reigen.engine.eager import EagerAllreduce
 from reigen.engine.execution import execute, execute_allreduce, make_neutral_buffers
 from reigen.engine.handle import CollectiveResult, Handle
@@ -41,8 +43,8 @@ from reigen.engine.messages import (
     Response,
     Topic,
 )
-from reigen.engine.observer import EngineObserver, WaitMeter
-from reigen.engine.process_set import ProcessSetGroup
+from reigen.engine.observer import EngineObserver
+from reigen.engine.process_set import BatchItem, ProcessSetGroup
 from reigen.engine.rank_controller import ExecuteBatch, RankController, abort_error
 from reigen.engine.shutdown import PeerExitGrace, clear_frames, interruption_error, wait_for_devices
 from reigen.engine.stall.monitor import MonitoredRank, StallMonitor
@@ -121,8 +123,12 @@ class Engine:
         self._running: tuple[Operation, float] | None = None
         #: gets every event, while there is one
         self._observer: EngineObserver | None = None
-        #: of a job that wants to know how long its program waits; set before the first submission
-        self.wait_meter: WaitMeter | None = None
+        #: of what this rank does; see `count_in`
+        self.counters = self._controller.counters
+        #: of this rank with other hosts, where there are some
+        self.traffic: NetworkTraffic | None = None
+        #: shared memory of this rank, where there is some
+        self.segment: SharedSegment | None = None
         self._read_token = -1  # of the transport, before everything was read that had come
         self._next_check = 0.0  # when to look for dead ranks
         self._thread: threading.Thread | None = None
@@ -185,17 +191,14 @@ class Engine:
         """Submit a blocking call's operation eagerly, if possible; the handle may be done then."""
         if not self._driver.acquire(blocking=False):
             return False
-        meter = self.wait_meter
-        if meter is not None:
-            meter.begin()
+        self.counters.begin_wait(operation.name)
         try:
             return self._eager.submit(operation, handle)  # type: ignore[union-attr]  # asked by the caller
         except BaseException as error:  # an interrupt: the others may have this rank's part, or not
             self._give_up(error)
             raise
         finally:
-            if meter is not None:
-                meter.end()
+            self.counters.end_wait()
             self._driver.release()
 
     def post(self, topic: Topic, data: bytes) -> None:
@@ -223,10 +226,26 @@ class Engine:
         """Return whether collectives and notes are still possible: no rank was lost or has left."""
         return self._outstanding.is_operational
 
+    def samples(self) -> Iterator[MetricSample]:
+        """Yield the metrics of this rank; any thread."""
+        yield from self.counters.samples_now()
+        yield "reigen_queue_length", ("submitted",), len(self._outstanding.inbox)
+        yield "reigen_queue_length", ("outstanding",), len(self._outstanding.handles)
+        yield "reigen_queue_length", ("control",), self.unsent
+        if self.segment is not None:
+            yield "reigen_memory_bytes", ("segment",), self.segment.reserved_bytes
+        yield "reigen_ranks", (), self._backend.size
+
     @property
     def unsent(self) -> int:
         """Notes, and other control messages, that have not left yet."""
         return len(self._channel.notes) + self._transport.backlog
+
+    def count_in(self, counters: EngineCounters) -> None:
+        """Count in these, which other engines have counted in; before the first submission."""
+        self.counters = self._controller.counters = counters
+        if self._eager is not None:
+            self._eager.counters = counters
 
     def observe(self, observer: EngineObserver | None) -> None:
         """Report to ``observer`` alone from now on; None ends it."""
@@ -252,11 +271,10 @@ class Engine:
 
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive the engine if no other thread does."""
-        observer, meter = self._observer, self.wait_meter
+        observer, counters = self._observer, self.counters
         if observer is not None:
             observer.waiting(handle.name)
-        if meter is not None:
-            meter.begin()
+        counters.begin_wait(handle.name)
         try:
             while not handle.done:
                 if not self._outstanding.closed and self._driver.acquire(blocking=False):
@@ -269,8 +287,7 @@ class Engine:
                     self._transport.wake(WaitingThread.ANY)  # the thread that drives may sleep on something else
                 self._outstanding.wait(handle, CHECK_SECONDS)
         finally:
-            if meter is not None:
-                meter.end()
+            counters.end_wait()
             if observer is not None:
                 observer.waited(handle.name)
 
@@ -513,21 +530,13 @@ class Engine:
         self._fail_all(error)
 
     def _execute(self, batch: Sequence[tuple[Operation, Response]]) -> None:
-        deadline = time.monotonic() + self._deadline_seconds
-        handles, names, members = self._outstanding.handles, [], []
-        first = batch[0][0]
+        counters, first = self.counters, batch[0][0]
+        counters.executing_since = began = time.monotonic()
+        deadline, kind = began + self._deadline_seconds, first.kind
         process_set_group = self._process_set_groups[first.process_set]
-        for operation, response in batch:
-            names.append(operation.name)
-            handle = handles.get(operation.name)
-            members.append(
-                (
-                    operation,
-                    response,
-                    make_neutral_buffers(process_set_group, operation) if handle is None else handle.task,
-                )
-            )
-        observer, backend = self._observer, process_set_group.backend
+        names, members, num_bytes = self._find_memory(batch, process_set_group)
+        observer, backend, traffic = self._observer, process_set_group.backend, self.traffic
+        sent_before = 0 if traffic is None else traffic.num_sent_bytes
         self._running = (first, deadline)
         results: Sequence[CollectiveResult | CollectiveError]
         try:
@@ -552,6 +561,15 @@ class Engine:
                     self._coordinator.abandon_set(batch[0][1].value)
         finally:
             self._running = None
+            counters.execution_seconds += time.monotonic() - began
+            counters.executing_since = 0.0
+            counters.batches += 1
+            counters.operations[kind] += len(members)
+            if len(members) > 1:
+                counters.fused += len(members)
+            counters.bytes[DEVICE_WAY if first.device else process_set_group.way][kind] += num_bytes
+            if traffic is not None:
+                counters.bytes[NETWORK_WAY][kind] += traffic.num_sent_bytes - sent_before
             if self._stalls is not None and self._stalls.is_stalled:
                 self._stalls.resumed()
             if backend is not None:
@@ -559,6 +577,22 @@ class Engine:
             if observer is not None:
                 observer.ended(batch)
         self._outstanding.finish(zip(names, results, strict=True))
+
+    def _find_memory(
+        self, batch: Sequence[tuple[Operation, Response]], process_set_group: ProcessSetGroup
+    ) -> tuple[list[str], list[BatchItem], int]:
+        """Return the names of a batch, the batch with this rank's memory, and how many bytes of tensors that is."""
+        handles, names, members, num_bytes = self._outstanding.handles, [], [], 0
+        for operation, response in batch:
+            names.append(operation.name)
+            handle = handles.get(operation.name)
+            task = make_neutral_buffers(process_set_group, operation) if handle is None else handle.task
+            members.append((operation, response, task))
+            if task.source is not None:
+                num_bytes += task.source.nbytes
+            elif task.members:
+                num_bytes += task.nbytes
+        return names, members, num_bytes
 
     def _ranks_missing(self, members: Sequence[int]) -> None:
         """In the middle of a collective, on the thread that drives: some of its ranks do not come.

@@ -65,6 +65,11 @@ class TensorTableEntry(msgspec.Struct, eq=False):
         """The members of a group; else the task itself."""
         return self.members or (self,)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the input; of a group, of all of its members."""
+        return sum(part.source.nbytes for part in self.parts if part.source is not None)
+
 
 class HandleWaiter(Protocol):
     """Interface of `reigen.engine.engine.Engine`, which completes handles."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,30 +46,3 @@ class EngineObserver(Protocol):
     def announced(self) -> None:
         """A round of negotiation has come to something (Horovod's cycle): what follows is carried out or fails now."""
         ...
-
-
-class WaitMeter:
-    """Time for which threads of a program wait for collectives; where several do at once, it counts once.
-
-    Attributes:
-        seconds: of waits that are over.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._lock = threading.Lock()
-        self._num_waiting, self._since = 0, 0.0
-
-    def begin(self) -> None:
-        """Count a thread that begins to wait."""
-        with self._lock:
-            if not self._num_waiting:
-                self._since = time.monotonic()
-            self._num_waiting += 1
-
-    def end(self) -> None:
-        """Count one that waits no longer."""
-        with self._lock:
-            self._num_waiting -= 1
-            if not self._num_waiting:
-                self.seconds += time.monotonic() - self._since

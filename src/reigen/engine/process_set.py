@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from reigen.backends.base import Backend
 from reigen.backends.device import DeviceBackend
+from reigen.engine.counters import way_of
 from reigen.engine.handle import TensorTableEntry
 from reigen.engine.messages import Operation, Response
 from reigen.errors import CollectiveError
@@ -27,11 +28,16 @@ class ProcessSetGroup:
         ranks: its ranks, ascending.
         backend: moves their data, numbered from 0 in that order; None for a rank that is none of them.
         device: moves what lies in the memory of devices, if there is a backend for that.
+        way: of host memory: see `reigen.engine.counters.way_of`.
     """
 
     ranks: tuple[int, ...]
     backend: Backend | None
     device: DeviceBackend | None = None
+    way: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "way", "" if self.backend is None else way_of(self.backend.name))
 
     def close(self, *, keep_backend: bool = False) -> None:
         """Release the backends; with ``keep_backend``, the backend for devices alone."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from reigen.engine.counters import EngineCounters
 from reigen.engine.messages import (
     Announcement,
     CacheEviction,
@@ -67,6 +68,8 @@ class RankController:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        #: counts hits and misses of the response cache
+        self.counters = EngineCounters()
         #: submitted and not answered, in order of submission
         self.pending: dict[str, _PendingRequest] = {}
         #: what to say to the coordinator next
@@ -95,13 +98,16 @@ class RankController:
         if cached is not None and cached.operation == operation:
             self.pending[name] = _PendingRequest(operation, cached.slot)
             self.outgoing.append(cached.slot)
+            self.counters.cache_hits += 1
         else:
+            self.counters.cache_misses += 1
             self.pending[name] = _PendingRequest(operation, -1)
             self.outgoing.append(SubmitRequest(operation))
 
     def submitted_eagerly(self, cached: CachedResponse) -> None:
         """Step O: the coordinator knows, or will, that this rank is ready; nothing else is pending."""
         self.pending[cached.operation.name] = _PendingRequest(cached.operation, cached.slot)
+        self.counters.cache_hits += 1
 
     def answered_eagerly(self, name: str) -> None:
         """Step O: it is being carried out."""

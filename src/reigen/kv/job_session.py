@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 
 from reigen.config import VARIABLES, Config, load_config
+from reigen.context import report_metrics
 from reigen.errors import ArgumentError, ReigenError
 from reigen.kv.client.dist_store import DistStore
 from reigen.kv.membership.scheduler_client import SchedulerClient
@@ -107,6 +108,7 @@ def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) 
             _session = JobSession(join_as_worker(os.environ, knobs))
             atexit.register(_at_exit)
             _register_fork_handler()
+            report_metrics(os.environ, load_config(os.environ, knobs))
         config = load_config(os.environ, knobs)
         return _session.store(kind, staleness, config, begun + config.start_timeout_seconds)
 

@@ -13,11 +13,13 @@ from reigen import log
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
 from reigen.cluster.membership.messages import SavedJob
 from reigen.config import LOG_LEVELS, Config, load_config
+from reigen.context import report_metrics
 from reigen.errors import ConfigError, ReigenError
 from reigen.kv.membership.discovery import choose_listen_host
 from reigen.kv.membership.environment import KVRole, ProcessConfig, read_process_config
 from reigen.kv.membership.scheduler import Scheduler
 from reigen.kv.membership.scheduler_client import SavedJobFinder, SchedulerClient
+from reigen.observe.metrics import add_source
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +110,8 @@ def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
                 text = "%s has snapshots of earlier jobs with this secret, which this one does not read: job-*-%s"
                 _log.warning(text, directory, ", ".join(earlier))
             # What was imported stays, and what serves requests leaves no cycles: there is little to be collected.
+            add_source(server)
+            report_metrics(environ, settings.config, "server")
             gc.freeze()
             gc.set_threshold(_OBJECTS_TILL_COLLECTION)
             return server.serve()

@@ -14,10 +14,10 @@ from reigen.backends.null import NullBackend
 from reigen.cluster.local_peers import LocalPeers
 from reigen.context import Context
 from reigen.engine.coordinator import Coordinator
+from reigen.engine.counters import EngineCounters
 from reigen.engine.engine import Engine
 from reigen.engine.handle import Handle, TensorTableEntry
 from reigen.engine.messages import MAX_NOTE_BYTES, Operation, OperationKind, Response, SubmitRequest, Topic
-from reigen.engine.observer import WaitMeter
 from reigen.engine.transport import SingleRankTransport
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 from reigen.types import DTYPES, ReduceOp
@@ -302,50 +302,73 @@ def test_notes_reach_rank_zero_and_from_it_all_others_in_order() -> None:
     assert others == [[(0, both[0]), (0, both[1])]] * 2
 
 
-def test_waiting_is_measured_where_a_job_wants_it() -> None:
+def test_what_a_rank_does_is_counted_where_a_job_wants_it() -> None:
     """Rank 1 comes when rank 0 waits."""
-    num_begun = [0, 0]
     is_waiting = threading.Event()
 
-    class Meter(WaitMeter):
-        def __init__(self, rank: int) -> None:
-            super().__init__()
-            self.rank = rank
+    class Counters(EngineCounters):
+        def begin_wait(self, name: str) -> None:
+            super().begin_wait(name)
+            is_waiting.set()
 
-        def begin(self) -> None:
-            super().begin()
-            num_begun[self.rank] += 1
-            if not self.rank:
-                is_waiting.set()
-
-    def act(job: Context) -> tuple[float, int]:
-        meter = Meter(job.rank)
-        job.measure_waits(meter)
+    def act(job: Context) -> Counters:
+        counters = Counters()
+        job._engine.count_in(counters)
         if job.rank:
             assert is_waiting.wait(60)
         x = np.ones(3, np.float32)
         job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name="x").wait()
-        return meter.seconds, num_begun[job.rank]
+        return counters
 
-    (seconds, begun), (_, other_begun) = between(2, act)
-    assert begun == 1
-    assert other_begun <= 1  # the result may be there
-    assert seconds > 0
+    first, second = between(2, act)
+    assert first.waits_for == "x"
+    assert first.blocked_seconds > 0
+    assert second.waits_for in {"x", ""}  # the result may be there
+    for counters in (first, second):
+        assert not counters.is_waiting
+        assert (counters.operations[OperationKind.ALLREDUCE], counters.cache_misses) == (1, 1)
 
 
-def test_waits_of_several_threads_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 13.0, 20.0, 21.0])
-    monkeypatch.setattr("reigen.engine.observer.time.monotonic", lambda: next(now))
-    meter = WaitMeter()
-    meter.begin()
-    meter.begin()
-    meter.end()
-    assert meter.seconds == 0
-    meter.end()
-    assert meter.seconds == 3
-    meter.begin()
-    meter.end()
-    assert meter.seconds == 4
+def test_operations_bytes_fusion_and_cached_responses_are_counted() -> None:
+    def act(job: Context) -> dict[tuple[str, tuple[str, ...]], float]:
+        x, y = np.ones(1000, np.float32), np.ones(3, np.float64)
+        for _ in range(3):
+            with_two = job.grouped_allreduce([x, y], [x, y], [FLOAT, DTYPES["float64"]], op=ReduceOp.SUM, name="two")
+            with_two.wait()
+        job.broadcast(x, x, FLOAT, root_rank=0, name="b").wait()
+        job.barrier(blocking=True).wait()
+        return {(name, labels): value for name, labels, value in job.samples()}
+
+    for found in between(2, act):
+        assert found["reigen_operations_total", ("allreduce",)] == 3
+        assert found["reigen_operations_total", ("broadcast",)] == 1
+        assert found["reigen_operations_total", ("barrier",)] == 1
+        assert found["reigen_bytes_total", ("allreduce", "shared_memory")] == 3 * (4000 + 24)
+        assert found["reigen_bytes_total", ("broadcast", "shared_memory")] == 4000
+        assert found["reigen_batches_total", ()] == 5
+        assert found["reigen_response_cache_misses_total", ()] == 3
+        assert found["reigen_response_cache_hits_total", ()] == 2
+        assert found["reigen_queue_length", ("outstanding",)] == 0
+        assert found["reigen_ranks", ()] == 2
+        assert found["reigen_memory_bytes", ("segment",)] > 0
+
+
+def test_what_is_fused_and_what_is_eager_is_counted() -> None:
+    def act(job: Context) -> dict[tuple[str, tuple[str, ...]], float]:
+        x = np.ones(1000, np.float32)
+        for _ in range(20):
+            job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name="small", blocking=True).wait()
+        job.barrier(blocking=True).wait()
+        return {(name, labels): value for name, labels, value in job.samples()}
+
+    for found in between(2, act):
+        assert found["reigen_operations_total", ("allreduce",)] == 20
+        assert found["reigen_bytes_total", ("allreduce", "shared_memory")] == 20 * 4000
+        num_eager = found["reigen_eager_operations_total", ()]
+        assert 0 <= num_eager <= 19
+        assert found["reigen_batches_total", ()] == 21
+        assert found["reigen_response_cache_hits_total", ()] == 19
+        assert found["reigen_fused_operations_total", ()] == 0
 
 
 def test_an_observer_is_told_what_becomes_of_every_submission() -> None:

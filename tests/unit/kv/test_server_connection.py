@@ -20,6 +20,7 @@ from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection
 from reigen.kv.connection import KVConnection
+from reigen.kv.counters import StoreCounters
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,
@@ -144,7 +145,7 @@ class Bench:
     def __init__(self, *, resend_seconds: float | None = None, host_id: str = "") -> None:
         self.server, self.owner = Server(), Owner()
         hello = KVHello(1, 9, "w", host_id)
-        member: Any = SimpleNamespace(number=1, secret=SECRET, tls=None)
+        member: Any = SimpleNamespace(number=1, secret=SECRET, tls=None, counters=StoreCounters())
         config = Config(kv_resend=resend_seconds is not None, kv_resend_timeout_ms=int(1000 * (resend_seconds or 1)))
         self.upstream = ServerConnection(
             ServerInfo(3, self.server.address, 1, "h"), member, config, hello, 5, self.owner

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reigen import context as contexts
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.compression import Codec, Residual, add_up
 from reigen.context import Handle
@@ -51,6 +52,9 @@ class CompressedBuckets:
         """Encode a bucket and submit its codes; its gradients are left as they are until `receive`."""
         bucket = self._buckets[number]
         self._codec.encode(bucket.array, bucket.residual, bucket.codes)
+        counters = contexts.current().counters
+        counters.encoded_bytes += bucket.array.nbytes
+        counters.code_bytes += bucket.codes.nbytes
         return self._reduce_group.gather(bucket.codes, part, bucket.gathered, blocking=blocking)
 
     def receive(self, number: int) -> None:

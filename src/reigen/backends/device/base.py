@@ -181,6 +181,11 @@ class DeviceArray:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * self.dtype.itemsize
+
     def reshape(self, extent: int) -> DeviceArray:
         """Return the same as a vector. ``extent`` is -1, or the number of elements: what NumPy calls for."""
         assert extent in (-1, self.size)

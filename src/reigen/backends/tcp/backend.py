@@ -76,6 +76,11 @@ class TcpNetwork:
         self._loop = TcpEventLoop(mesh, failure, num_sockets, dict(enumerate(hosts)))
         self._algorithm, self._num_sockets = algorithm, num_sockets
 
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes that were sent, ever, by all backends of this network."""
+        return self._loop.num_sent_bytes
+
     def among(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend:
         if len(ranks) == 1:
             return NullBackend()

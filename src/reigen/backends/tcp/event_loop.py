@@ -72,6 +72,8 @@ class TcpEventLoop:
         #: how many ranks messages are leaving for
         self._breadth = 0
         self._num_pending = 0
+        #: bytes of messages that were given to links, ever
+        self.num_sent_bytes = 0
         self._deadline = 0.0
         self._ranks_missing: MissingRanksCallback | None = None
         self._progress_hook: ProgressHook | None = None
@@ -236,7 +238,9 @@ class TcpEventLoop:
             if len(connection.sending) >= self._depth or (not peer.num_leaving and self._breadth >= _BREADTH):
                 return
             queue.popleft()
-            connection.link.post_send(place() if callable(place) else place)
+            data = place() if callable(place) else place
+            connection.link.post_send(data)
+            self.num_sent_bytes += data.nbytes
             connection.sending.append(then)
             peer.num_given += 1
             self._breadth += not peer.num_leaving

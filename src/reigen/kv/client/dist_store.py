@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ import numpy as np
 
 from reigen import optim
 from reigen.api.adapter import Array
+from reigen.cluster.metrics import MetricSample
 from reigen.compression import from_params, means_none
 from reigen.config import Config
 from reigen.errors import ArgumentError, WireError
@@ -38,6 +39,7 @@ from reigen.kv.values import (
     tensor_spec,
     write_tensor,
 )
+from reigen.observe.metrics import add_source
 
 
 class DistStore(KVStore):
@@ -68,6 +70,9 @@ class DistStore(KVStore):
         self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
         self._factory = RequestFactory(self._worker)
         self._key_init = KeyInitializer(self._worker, self._factory, config)
+        self.started = member.counters.started
+        add_source(member.counters)
+        add_source(self)
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -76,6 +81,12 @@ class DistStore(KVStore):
     @property
     def num_workers(self) -> int:  # type: ignore[override]
         return self._member.place()[1]
+
+    def samples(self) -> Iterator[MetricSample]:
+        """Yield the metrics of this store alone, for `reigen.observe.metrics`; any thread."""
+        yield from self._worker.samples()
+        behind = (entry.round - min(entry.done, default=entry.round) for entry in list(self._keys.values()))
+        yield "reigen_staleness_rounds", (), max(behind, default=0)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +248,9 @@ class DistStore(KVStore):
         """Begin a call: push ``values`` of keys, if any, and fill ``outs`` of the same keys, if any."""
         self._check(pushes=values is not None)
         keys = [key for key, _ in values or outs or ()]
+        counters = self._member.counters
+        counters.num_pushes += len(values or ())
+        counters.num_pulls += len(outs or ())
         targets = [_PullTarget(several) for _, several in outs or ()]
 
         def finish() -> None:

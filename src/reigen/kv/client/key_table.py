@@ -215,6 +215,9 @@ class RequestFactory:
         else:
             request.body, request.block = self._worker.arena.take(nbytes)
             codec.encode(part, entry.residuals[place.index], request.body)
+        counters = self._worker.member.counters
+        counters.encoded_bytes += part.nbytes
+        counters.code_bytes += nbytes
 
 
 def collect_residuals(entry: KeyState, owner: str) -> Residuals:

@@ -40,6 +40,7 @@ from reigen.kv.protocol import (
     MAX_CONTROL_BYTES,
     NOTICE_CODEC,
     PURPOSE,
+    PUSH_KINDS,
     REMOTE_ERROR_CODEC,
     KVHello,
     MessageFlag,
@@ -159,6 +160,7 @@ class ServerConnection:
         self._unread = ""
         #: until when a failed handshake may be that of a server that ended just then
         self._accept_failed_auth_until = 0.0
+        self._counters = member.counters
         self._drops = MessageDropper(config.kv_drop_percent, seed=member.number * 1009 + peer.number)
 
     @property
@@ -361,6 +363,9 @@ class ServerConnection:
             return
         header, body = request.message(is_read=self._is_read, can_read=self._arena is not None, again=again)
         request.is_received = False
+        if header.kind in PUSH_KINDS:
+            is_memory = bool(header.flags & _IN_MEMORY)
+            self._counters.pushed(header.memory_bytes if is_memory else len(body), is_memory=is_memory)
         if self._resend_seconds is None:
             request.sent_at = time.monotonic()
             self._line.send(header, body, priority=request.header.priority)
@@ -481,6 +486,9 @@ class ServerConnection:
 
     def _answered(self, header: MessageHeader, body: memoryview) -> None:
         request = self.outstanding.get(header.request)
+        if header.kind == _VALUE:
+            is_memory = bool(header.flags & _IN_MEMORY)
+            self._counters.pulled(header.memory_bytes if is_memory else header.body_bytes, is_memory=is_memory)
         if header.flags & _IN_MEMORY:
             self._copied.append(header.request)
             self._num_copied_bytes += header.memory_bytes

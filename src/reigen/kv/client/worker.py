@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned
 from reigen.cluster.membership.rendezvous import split_address
+from reigen.cluster.metrics import MetricSample
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
@@ -239,6 +240,11 @@ class KVWorker:
         """Incarnation of each server when this worker was last connected to it."""
         return [connection.incarnation for connection in self._servers]
 
+    def samples(self) -> Iterator[MetricSample]:
+        """Yield the metrics of this store alone; any thread."""
+        yield "reigen_queue_length", ("store",), self._num_outstanding
+        yield "reigen_memory_bytes", ("arena",), self.arena.segment.size
+
     # -- for the store ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -443,12 +449,17 @@ class KVWorker:
 
     def _drive_until(self, what: KVOperation | str, is_done: Callable[[], bool], until: float | None) -> None:
         """Return when something is done, or nothing works any more; see `_drive`."""
-        is_woken = not is_done()
-        while is_woken:
-            with self._driving:
-                is_woken = self._drive(what, is_done, until)
-            if is_woken:
-                self._closing.wait(_YIELD_SECONDS)  # another thread waits for the lock
+        if is_done():
+            return
+        since, is_woken = time.monotonic(), True
+        try:
+            while is_woken:
+                with self._driving:
+                    is_woken = self._drive(what, is_done, until)
+                if is_woken:
+                    self._closing.wait(_YIELD_SECONDS)  # another thread waits for the lock
+        finally:
+            self.member.counters.waited_seconds += time.monotonic() - since
 
     def _leave_to_thread(self) -> None:
         """Have the store's thread drive pending requests."""

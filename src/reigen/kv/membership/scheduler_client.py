@@ -28,6 +28,7 @@ from reigen.cluster.membership import messages
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.cluster.membership.view import BarrierEntry, JobView
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
+from reigen.kv.counters import StoreCounters
 from reigen.kv.membership.discovery import SchedulerLocator
 from reigen.kv.membership.environment import ProcessConfig
 from reigen.net import auth
@@ -119,6 +120,7 @@ class SchedulerClient:
         secret: the job's 32 bytes.
         tls: encrypts all connections; None: nothing is encrypted.
         host: the name of this host.
+        counters: of all stores of a worker.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class SchedulerClient:
         self.secret = b""
         self.tls = settings.create_tls_context()
         self.host = host_identity(config.host_id or "")[1]
+        self.counters = StoreCounters()
         self.number, self.job, self.is_recovery = -1 if settings.number is None else settings.number, 0, False
         counts: dict[messages.MemberRole, int] = {"worker": settings.num_workers, "server": settings.num_servers}
         me = messages.RegisterMember(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -49,6 +50,8 @@ class RequestHandler:
 
     def __init__(self, store: ServerStore) -> None:
         self.store = store
+        #: requests so far, by kind
+        self.num_requests: Counter[int] = Counter()
         self._batches = BatchHandler(store)
         self._handlers: dict[int, Callable[[WorkerRequest, NDArray[np.uint8]], None]] = {
             MessageKind.DECLARE: self._declare,
@@ -97,6 +100,7 @@ class RequestHandler:
             if self.store.context.acknowledges:
                 connection.send(header.answer(_RECEIVED))
             return
+        self.num_requests[header.kind] += 1
         request = WorkerRequest(connection, header, time.monotonic())
         connection.open_requests[header.request] = request
         if header.kind not in CONTROL_KINDS and header.body_bytes:

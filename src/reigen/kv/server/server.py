@@ -12,6 +12,8 @@ import math
 import os
 import socket
 import time
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -26,6 +28,7 @@ from reigen.cluster.membership.messages import (
     MembershipEvent,
     WorkerRoster,
 )
+from reigen.cluster.metrics import MetricSample
 from reigen.config import Config
 from reigen.errors import MismatchError, PeerLostError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
@@ -145,6 +148,8 @@ class KVServer:
             saves and (config.kv_snapshot_seconds == 0 or self._is_elastic), LossPolicy(config.kv_on_worker_loss),
             ServerRoster(), config.deadline_seconds, config.kv_resend,
         )  # fmt: skip
+        #: since when it serves, for `reigen.observe.metrics`
+        self.started = time.monotonic()
         self._stores: dict[int, ServerStore] = {}
         self._handlers: dict[int, RequestHandler] = {}
         #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
@@ -252,6 +257,19 @@ class KVServer:
         connection.send(MessageHeader(MessageKind.WELCOME, store=header.store, body_bytes=len(welcome)), welcome)
         if unread:
             client.notify(header.store, ServerNotice("unread", hello.number, hello.host, unread))
+
+    def samples(self) -> Iterator[MetricSample]:
+        """Yield the metrics of this server; any thread."""
+        requests: Counter[int] = Counter()
+        keys = set()
+        for number, handler in list(self._handlers.items()):
+            requests += Counter(dict(handler.num_requests))
+            keys |= {(number, key) for key, _ in list(handler.store.shards)}
+        for kind, count in requests.items():
+            yield "reigen_server_requests_total", (MessageKind(kind).name.lower(),), count
+        yield "reigen_server_keys", (), len(keys)
+        if self._arena is not None:
+            yield "reigen_memory_bytes", ("arena",), self._arena.segment.size
 
     # ---- the loop
 
