@@ -1,6 +1,6 @@
 """CUDA tensors on a real GPU, with a real NCCL. Two ranks share one GPU; each has its own NCCL_HOSTID, as NCCL demands.
 
-Skipped, with the reason, where there is no GPU: nothing here has run yet.
+Skipped, with the reason, where there is no GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(not nccl_library()[0], reason=nccl_library()[1]),
     pytest.mark.slow,
 ]
+#: Asked before any test begins: the question opens the driver's files.
+_NUM_GPUS = torch.cuda.device_count()
 
 
 def on_a_gpu(body: Callable[[torch.device], Any]) -> Any:
@@ -176,6 +178,6 @@ def test_a_rank_that_dies_on_a_gpu_is_named() -> None:
 
 
 def test_ranks_on_one_gpu_without_host_ids_are_told(rank_pool: Callable[[int], RankPool]) -> None:
-    if torch.cuda.device_count() > 1:
+    if _NUM_GPUS > 1:
         pytest.skip("there is a GPU for each of two ranks")
     rank_pool(2).run(share_without_saying_so, timeout=170, init=True)

@@ -16,6 +16,7 @@ Written for NCCL, and run over it on a GPU, and over Gloo.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -52,7 +53,13 @@ def connect_nccl(store: ReplicatedStore, rank: int, size: int, device: torch.dev
         with _environment_lock, env(**_ENVIRONMENT):
             group: Any = nccl(shared, rank, size, options)
         group.eager_connect_single_device(device)
-    return C10dGroup(group, shared, rank, group.abort)
+
+    def abort() -> None:
+        # The destructor joins torch's watchdog, which may be busy with the error for minutes: it is never called.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        group.abort()
+
+    return C10dGroup(group, shared, rank, abort)
 
 
 class SharedStore(c10d.Store):
