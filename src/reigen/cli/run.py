@@ -25,6 +25,7 @@ from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
 from reigen.launch.hosts import HostInfo, is_this_host, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
+from reigen.launch.metrics.options import MetricsAddress, MetricsOptions
 from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
@@ -173,6 +174,7 @@ def _options(
         binding_args=split_words("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
         gpus_per_rank=chosen.gpus_per_rank,
+        metrics=_metrics(chosen, choice.launcher, environ),
     )
 
 
@@ -206,6 +208,14 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         if value is not None and not request.is_elastic:
             raise ConfigError(f"{name} is about elastic jobs: --min-np makes one")
     return request
+
+
+def _metrics(chosen: argparse.Namespace, launcher: str, environ: Mapping[str, str]) -> MetricsOptions:
+    address = None if chosen.metrics_port is None else MetricsAddress.parse(chosen.metrics_port, environ)
+    options = MetricsOptions(address, chosen.metrics_file)
+    if options.is_wanted and launcher == "mpi":
+        raise ConfigError("--metrics-port, --metrics-file: mpirun starts these ranks, and know no launcher of ours")
+    return options
 
 
 def _witness(chosen: argparse.Namespace) -> str:

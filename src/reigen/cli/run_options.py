@@ -59,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_general(parser.add_argument)
     add_output_options(parser.add_argument_group("output").add_argument)
+    _add_metrics(parser.add_argument_group("metrics").add_argument)
     _add_hosts(parser)
     _add_servers(parser.add_argument_group("parameter servers").add_argument)
     hosts = parser.add_argument_group("other hosts").add_argument
@@ -154,6 +155,16 @@ def add_output_options(add: AddArgument) -> None:
         metavar="DIR",
         help="keep what each rank prints in DIR/rank.N/stdout and DIR/rank.N/stderr, too",
     )
+
+
+def _add_metrics(add: AddArgument) -> None:
+    add(
+        "--metrics-port",
+        metavar="[HOST:]PORT",
+        help="serve the metrics of all ranks for Prometheus, at http://127.0.0.1:PORT/metrics; 0: any port. For other "
+        "hosts: an address, and REIGEN_METRICS_TOKEN",
+    )
+    add("--metrics-file", type=Path, metavar="FILE", help="write them as JSON lines, one for each rank and second")
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from reigen.kv.membership.discovery import choose_listen_host
 from reigen.kv.membership.environment import KVRole, ProcessConfig, read_process_config
 from reigen.kv.membership.scheduler import Scheduler
 from reigen.kv.membership.scheduler_client import SavedJobFinder, SchedulerClient
-from reigen.observe.metrics import add_source
+from reigen.observe.metrics import add_source, finish_reporting
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,10 @@ def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
             report_metrics(environ, settings.config, "server")
             gc.freeze()
             gc.set_threshold(_OBJECTS_TILL_COLLECTION)
-            return server.serve()
+            try:
+                return server.serve()
+            finally:
+                finish_reporting()
 
 
 def _join_job(

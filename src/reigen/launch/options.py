@@ -15,6 +15,7 @@ from reigen.launch.elastic.options import MOST_RANKS, ElasticOptions
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import FinishJob, ProcessExited
 from reigen.launch.local_plan import JobServices, ProcessOptions
+from reigen.launch.metrics.options import MetricsOptions
 from reigen.launch.payload import InheritedDescriptors
 from reigen.launch.ps_processes import FIRST_ELASTIC_NUMBER, ServerOptions
 from reigen.launch.ssh.command import SshOptions
@@ -121,6 +122,7 @@ class LaunchOptions:
         elastic: what makes the job elastic; None: its processes are the same from beginning to end.
         continues: an elastic job goes on when its launcher is lost.
         requeue_on_notice: when the job has ended after its engine had announced an end, have the engine run it again.
+        metrics: of the job's processes, for whom.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -148,6 +150,7 @@ class LaunchOptions:
     elastic: ElasticOptions | None = None
     continues: bool = False
     requeue_on_notice: bool = False
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
 
     def __post_init__(self) -> None:
         if not self.command:

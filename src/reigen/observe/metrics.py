@@ -199,10 +199,11 @@ def start_reporting(make: Callable[[], MetricsReporter]) -> None:
         return
     _reporter = make()
     _reporter.start()
-    atexit.register(_finish_reporting)
+    atexit.register(finish_reporting)
 
 
-def _finish_reporting() -> None:
+def finish_reporting() -> None:
+    """Report for the last time; at the end of the process that is done by itself. Does nothing where nothing is."""
     global _reporter  # see above
     reporter, _reporter = _reporter, None
     if reporter is not None and reporter.pid == os.getpid():

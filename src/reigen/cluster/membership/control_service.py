@@ -200,7 +200,7 @@ class ControlService:
         must_speak: bool = False,
         port_is_held: bool = False,
         tls: TlsContext | None = None,
-        on_put: Callable[[str, bytes], None] = lambda key, value: None,
+        on_put: Callable[[str, bytes], object] = lambda key, value: None,
     ) -> None:
         self._on_put = on_put
         self._store, self._members = RendezvousStore(), table or GroupTable()

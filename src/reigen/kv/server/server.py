@@ -150,6 +150,8 @@ class KVServer:
         )  # fmt: skip
         #: since when it serves, for `reigen.observe.metrics`
         self.started = time.monotonic()
+        #: requests of all stores, by kind
+        self._num_requests: Counter[int] = Counter()
         self._stores: dict[int, ServerStore] = {}
         self._handlers: dict[int, RequestHandler] = {}
         #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
@@ -251,6 +253,7 @@ class KVServer:
                 self._drop(other)  # its end has not been noticed yet
         client.connection = connection
         client.handler = self._handlers.setdefault(header.store, RequestHandler(store))
+        client.handler.num_requests = self._num_requests
         self._listener.confirm(client.accepted)
         store.connected(connection)
         welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
@@ -260,14 +263,10 @@ class KVServer:
 
     def samples(self) -> Iterator[MetricSample]:
         """Yield the metrics of this server; any thread."""
-        requests: Counter[int] = Counter()
-        keys = set()
-        for number, handler in list(self._handlers.items()):
-            requests += Counter(dict(handler.num_requests))
-            keys |= {(number, key) for key, _ in list(handler.store.shards)}
-        for kind, count in requests.items():
+        for kind, count in list(self._num_requests.items()):
             yield "reigen_server_requests_total", (MessageKind(kind).name.lower(),), count
-        yield "reigen_server_keys", (), len(keys)
+        shards = [(number, each) for number, store in list(self._stores.items()) for each in list(store.shards)]
+        yield "reigen_server_keys", (), len({(number, key) for number, (key, _) in shards})
         if self._arena is not None:
             yield "reigen_memory_bytes", ("arena",), self._arena.segment.size
 

@@ -44,6 +44,7 @@ from reigen.launch.elastic.supervision import ElasticSupervision, parse_worker_r
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.hosts import HostInfo
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
+from reigen.launch.metrics.service import MetricsService, report_environ
 from reigen.launch.options import JobListener, LaunchOptions, complain, notice_grace_seconds
 from reigen.launch.output.output_mux import OutputMux
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
@@ -118,6 +119,7 @@ def _run_supervised(
     options = launcher.options
     kept = {name: text for name, text in environ.items() if name not in {TERMINAL_VARIABLE, PREFIXED_VARIABLE}}
     environ = without_elastic_variables(kept) | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
+    environ = report_environ(options.metrics, environ)
     with ExitStack() as stack:
         stack.callback(_close_launcher, launcher, listener)
         supervisor = stack.enter_context(Supervisor(options, watchdog_pipe, listener, environ, continued))
@@ -141,7 +143,11 @@ def _start_ranks(
     stack.callback(start.close)
     network = options.network
     server = ControlService(
-        secret, start.call() or _LOOPBACK, peer_timeout_seconds=network.peer_timeout_seconds, tls=network.make_tls()
+        secret,
+        start.call() or _LOOPBACK,
+        peer_timeout_seconds=network.peer_timeout_seconds,
+        tls=network.make_tls(),
+        on_put=supervisor.metrics.receive,
     )
     stack.callback(server.close)
     if options.verbose and start.reason:
@@ -155,6 +161,7 @@ def _start_ranks(
     start.start(services, server.heard_at)
     supervisor.is_starting = False
     server.start()
+    supervisor.metrics.start()
     return services
 
 
@@ -177,7 +184,12 @@ def _start_elastic(
     hosts = (
         options.hosts or listed or [HostInfo("localhost", min(elastic.max_ranks, options.num_ranks) + elastic.spares)]
     )
-    network = options.network
+    network, metrics = options.network, supervisor.metrics
+
+    def on_put(key: str, value: bytes) -> None:
+        if not metrics.receive(key, value):
+            part.announce(key, value)
+
     secret = secrets.token_bytes(SECRET_BYTES) if continued is None else continued.secret
     takes_over = continued is not None and continued.takes_over
     server = ControlService(
@@ -185,7 +197,7 @@ def _start_elastic(
         continued.file.record.service if continued is not None and takes_over else part.find_hosts(hosts),
         peer_timeout_seconds=network.peer_timeout_seconds,
         tls=network.make_tls(),
-        on_put=part.announce,
+        on_put=on_put,
     )
     stack.callback(server.close)
     if elastic.witness.startswith("dir:"):
@@ -194,6 +206,7 @@ def _start_elastic(
     services = JobServices(server.address, secret, port, split_address(server.address)[0])
     services = _add_scheduler(services, options, environ, stack)
     server.start()
+    metrics.start()
     if takes_over:
         with supervisor.held_events():
             part.job.restore(part.attach(server.address), time.monotonic())
@@ -235,6 +248,10 @@ class Supervisor:
         loop: waits for everything.
         agents: those on other hosts, by the name of the host.
         is_starting: the hosts are being prepared; the job has not begun, and a signal ends it as an error.
+        metrics: of the job's processes.
+
+    Raises:
+        ConfigError: metrics cannot be served or written as the options say.
     """
 
     def __init__(
@@ -269,6 +286,7 @@ class Supervisor:
         self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain, appends=takes_over)
         self.printed, self.closed = self._display.printed, self._display.closed
         self._local = LocalProcesses(self.loop, self)
+        self.metrics = MetricsService(options.metrics, listener.complain)
         #: Groups of which something may be left, while sweeping.
         self._unswept: set[HostProcesses] = set()
         inherited = options.inherited
@@ -305,6 +323,7 @@ class Supervisor:
             agent.begin_close()
         for agent in self._all_agents:
             agent.close()
+        self.metrics.close()
         if self._channel is not None:
             self._channel.close()
         os.close(self._departures)
