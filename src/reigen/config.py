@@ -77,6 +77,7 @@ _SECONDS_FROM_ZERO = _Kind("a number of seconds, at least 0", float, lambda valu
 _SECONDS_OR_OFF = _Kind("a number of seconds, 0 for off", float, lambda value: 0 <= value < 1e9)
 _COUNT = _Kind("a whole number, at least 0", int, lambda value: value >= 0)
 _COUNT_ABOVE_0 = _Kind("a whole number, at least 1", int, lambda value: value >= 1)
+_REPLICAS = _Kind("1 or 2", int, lambda value: value in {1, 2})
 _PERCENT = _Kind("a number of percent, at least 0 and less than 100", float, lambda value: 0 <= value < 100)
 _BYTES = _Kind(
     "a number of bytes, such as 0, 1048576, 64MiB (or 64m, both 2**20 each) or 64MB (10**6 each)", _parse_bytes
@@ -149,6 +150,7 @@ class Config:
         kv_on_worker_loss: policy for the loss of a worker.
         kv_snapshot_dir: directory for servers' snapshots, None for none.
         kv_snapshot_seconds: how often; 0: before every acknowledgement.
+        kv_replicas: 2: what a server holds is also in the memory of another one.
         kv_update_on_kvstore: a Trainer without that argument lets the store update the weights.
         log_level: the least severe messages that are shown.
         log_hide_time: messages do not begin with the time.
@@ -203,6 +205,7 @@ class Config:
     kv_on_worker_loss: str = _knob("abort", _choice_of(WORKER_LOSS_POLICIES), "REIGEN_KV_ON_WORKER_LOSS")
     kv_snapshot_dir: str | None = _knob(None, _TEXT, "REIGEN_KV_SNAPSHOT_DIR")
     kv_snapshot_seconds: float = _knob(30.0, _SECONDS_OR_OFF, "REIGEN_KV_SNAPSHOT_SECONDS")
+    kv_replicas: int = _knob(1, _REPLICAS, "REIGEN_KV_REPLICAS")
     kv_update_on_kvstore: bool = _knob(True, _SWITCH, "REIGEN_KV_UPDATE_ON_KVSTORE MXNET_UPDATE_ON_KVSTORE")
     log_level: str = _knob("warning", _choice_of(LOG_LEVELS), "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
     log_hide_time: bool = _knob(False, _SWITCH, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")

@@ -149,14 +149,20 @@ def test_workers_are_killed_at_random_moments(ledger: Ledger, kind: str) -> None
 
 
 @pytest.mark.timeout(120 + 40 * KILLS)
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-def test_servers_are_killed_at_random_moments(tmp_path: Path, ledger: Ledger, kind: str) -> None:
-    """Every other one together with a worker."""
+@pytest.mark.parametrize(
+    ("kind", "place"), [("dist_sync", "memory"), ("dist_async", "a disk"), ("dist_async", "memory")]
+)
+def test_servers_are_killed_at_random_moments(tmp_path: Path, ledger: Ledger, kind: str, place: str) -> None:
+    """Every other one together with a worker. A server is killed when the other one has got its copy anew."""
     chance = random.Random(f"servers {kind} {KILLS}")
-    snapshots = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path / "snapshots")}
-    with start(ledger, kind, "--server-restarts", str(1 + KILLS), **snapshots) as job:
+    snapshots = tmp_path / "snapshots"
+    snapshots.mkdir(mode=0o700)
+    options = ["--server-restarts", str(1 + KILLS)]
+    options += ["--replicate-servers", "2"] if place == "memory" else []
+    environ = {"REIGEN_KV_SNAPSHOT_DIR": str(snapshots)} if place == "a disk" else {}
+    with start(ledger, kind, *options, **environ) as job:
         for number in range(1 + KILLS):
-            pushes_more(ledger, 3, chance.randrange(200))
+            pushes_more(ledger, 3, chance.randrange(50, 200))
             victims = [chance.choice(processes_of(job, "server"))]
             victims += [ledger.pid(chance.choice(ledger.training()))] if number % 2 else []
             for pid in victims:
@@ -167,7 +173,19 @@ def test_servers_are_killed_at_random_moments(tmp_path: Path, ledger: Ledger, ki
     assert status == 0, err
     assert err.count("killed by SIGKILL; it is started again") == 1 + KILLS
     ledger.check()
-    assert not any((tmp_path / "snapshots").iterdir()), "nobody needs them any more"
+    assert not any(snapshots.iterdir()), "nobody needs them any more"
+
+
+def test_two_servers_that_die_at_once_have_no_copy_of_each_other(ledger: Ledger) -> None:
+    with start(ledger, "dist_sync", "--replicate-servers", "2") as job:
+        pushes_more(ledger, 3, 10)
+        for pid in processes_of(job, "server"):
+            os.kill(pid, signal.SIGKILL)
+        status, _, err = job.finish()
+    assert status == 1
+    assert re.search(r"^reigen run: server [01] failed first: exit code 1$", err, re.MULTILINE), err
+    assert re.search(r"what server ([01]) held is lost: its backup, server (?!\1)[01], has died, too", err), err
+    assert "REIGEN_KV_SNAPSHOT_DIR would have kept it" in err
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"] if KILLS > 1 else ["server"])

@@ -14,10 +14,12 @@ from reigen import optim
 from reigen.cluster.membership.messages import MemberLeft, MemberLost, MemberReturned, WorkerRoster
 from reigen.errors import PeerLostError
 from reigen.kv.client.dist_store import DistStore
-from tests.kv.threaded import Job, job
+from reigen.kv.server.replicas import HeldCopy
+from tests.kv.threaded import Job, job, wait_until
 
 SIZE = 3000
-CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
+COPIED: dict[str, Any] = {"kv_replicas": 2}
+CUT: dict[str, Any] = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
 
 
 @pytest.fixture
@@ -26,11 +28,11 @@ def made() -> Iterator[Job]:
         yield one
 
 
-@pytest.fixture
-def saving(tmp_path: Path) -> Iterator[Job]:
+@pytest.fixture(params=["a disk", "memory"])
+def saving(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     """Servers that can be started again; that they save seldom makes no difference."""
-    knobs = {"kv_snapshot_dir": str(tmp_path), "kv_snapshot_seconds": 1000.0}
-    with job(3, 2, kv_on_worker_loss="elastic", **CUT, **knobs) as one:
+    on_disk: dict[str, Any] = {"kv_snapshot_dir": str(tmp_path), "kv_snapshot_seconds": 1000.0}
+    with job(3, 2, kv_on_worker_loss="elastic", **CUT, **(on_disk if request.param == "a disk" else COPIED)) as one:
         yield one
 
 
@@ -151,10 +153,21 @@ def test_the_value_survives_all_workers(made: Job) -> None:
     newcomer.close()
 
 
+def replace_server(made: Job, server: int) -> None:
+    made.replace_server(server)
+    if made.config.kv_replicas == 2:  # the others copy what they have to the next process
+        wait_until(lambda: copy_held_by(made, server).is_complete)
+
+
+def copy_held_by(made: Job, server: int) -> HeldCopy:
+    """What a server has of the other one."""
+    return made.servers[server]._holder.held.get(1 - server, HeldCopy())
+
+
 def replace_servers(made: Job, *present: int) -> None:
     """All servers die, one after the other, and are told who of the workers, with these incarnations, is there."""
     for server in range(made.num_servers):
-        made.replace_server(server)
+        replace_server(made, server)
     made.tell(WorkerRoster(tuple(one - 10 for one in present), is_open=True, incarnations=present))
 
 
@@ -192,7 +205,7 @@ def test_a_newcomer_takes_the_place_of_one_that_died_while_servers_are_away(savi
     push(first, 1.0)
     second.abandon()
     for server in range(saving.num_servers):
-        saving.replace_server(server)
+        replace_server(saving, server)
     saving.tell(WorkerRoster((0, 1), is_open=True, incarnations=(10, 12)))
     assert pull(first) == 6.0  # what may be of the one before is not waited for
     newcomer = store_of(saving, 1, 12)

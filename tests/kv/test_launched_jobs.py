@@ -174,12 +174,16 @@ def test_of_a_worker_that_fails_each_time_the_first_failure_is_reported() -> Non
     )
 
 
-@pytest.mark.parametrize(("role", "name"), [("server", "server 1"), ("scheduler", "scheduler")])
+@pytest.mark.parametrize(
+    ("role", "name", "place"),
+    [("server", "server 1", "a disk"), ("server", "server 1", "memory"), ("scheduler", "scheduler", "")],
+)
 def test_a_killed_server_with_snapshots_and_a_killed_scheduler_are_started_again(
-    role: str, name: str, rest: Path, tmp_path: Path
+    role: str, name: str, place: str, rest: Path, tmp_path: Path
 ) -> None:
-    keeps = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "REIGEN_KV_SNAPSHOT_SECONDS": "0"}
-    with launched(*JOB, *PROGRAM, str(rest), env={**BOUND, **(keeps if role == "server" else {})}) as job:
+    keeps = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "REIGEN_KV_SNAPSHOT_SECONDS": "0"} if place == "a disk" else {}
+    copies = ("--replicate-servers", "2") if place == "memory" else ()
+    with launched(*JOB, *copies, *PROGRAM, str(rest), env={**BOUND, **keeps}) as job:
         assert sorted(job.lines(2)) == ["[0] resting", "[1] resting"]
         first = process_of(job, role, int(role == "server"))
         os.kill(first, signal.SIGKILL)

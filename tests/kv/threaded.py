@@ -75,6 +75,7 @@ class Job:
         self.peers: list[ServerInfo] = []
         self._places: dict[int, tuple[Member, threading.Thread]] = {}
         self.members: list[Member] = []
+        self.servers: dict[int, KVServer] = {}
         for number in range(num_servers):
             self.peers.append(self.start_server(number))
 
@@ -82,7 +83,7 @@ class Job:
         member = Member(self, "server", number, incarnation)
         member.is_recovery = incarnation > 1
         listener, address = open_listening_socket("127.0.0.1")
-        server = KVServer(member, self.config, listener)
+        server = self.servers[number] = KVServer(member, self.config, listener)
         thread = threading.Thread(target=server.serve, name=f"server-{number}")
         thread.start()
         self._places[number] = member, thread
@@ -90,6 +91,7 @@ class Job:
 
     def stop_server(self, number: int, exit_code: int = 0) -> None:
         member, thread = self._places.pop(number)
+        self.servers.pop(number)
         member.tell(JobEnded(exit_code, "the test wants it"))
         thread.join(SECONDS)
         assert not thread.is_alive()

@@ -125,11 +125,14 @@ time.sleep(300)
     )
 
 
+WHERE = "in the memory of another one (--replicate-servers 2) or on a disk (REIGEN_KV_SNAPSHOT_DIR)"
+
+
 @pytest.mark.parametrize(
     ("how", "exit_code", "reason"),
     [
         ("sys.exit(3)", 3, "it has ended by itself"),
-        ("os.kill(os.getpid(), 9)", 137, "a server is only where it keeps snapshots (REIGEN_KV_SNAPSHOT_DIR)"),
+        ("os.kill(os.getpid(), 9)", 137, f"a server is only where it keeps snapshots, {WHERE}"),
     ],
 )
 def test_a_server_that_dies_without_snapshots_ends_the_job_by_name(how, exit_code, reason):

@@ -80,6 +80,7 @@ VARIABLES = {
     "REIGEN_KV_ON_WORKER_LOSS": ("kv_on_worker_loss", "Continue", "continue"),
     "REIGEN_KV_SNAPSHOT_DIR": ("kv_snapshot_dir", "/tmp/s", "/tmp/s"),
     "REIGEN_KV_SNAPSHOT_SECONDS": ("kv_snapshot_seconds", "0", 0.0),
+    "REIGEN_KV_REPLICAS": ("kv_replicas", "2", 2),
     "REIGEN_KV_UPDATE_ON_KVSTORE": ("kv_update_on_kvstore", "0", False),
     "MXNET_UPDATE_ON_KVSTORE": ("kv_update_on_kvstore", "0", False),
 }

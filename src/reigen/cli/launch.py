@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         if _is_submitted(chosen):
             return _submit(chosen, _request(chosen, list(arguments), environ, tuple(exports)))
         options = _options(chosen, NetworkOptions.from_environ(environ), tuple(exports))
+        environ |= {} if options.servers is None else options.servers.variables
         environ = as_mxnet(environ) if chosen.as_mxnet else environ
         if chosen.launcher == NODES_LAUNCHER:
             code = SelfStart(os.environ, options.num_ranks).run(options, environ)
@@ -194,6 +195,7 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         round_robin_workers=True,
         num_restarts=chosen.server_restarts,
         uses_reigen_scheduler=chosen.as_mxnet,
+        replicas=chosen.replicate_servers,
     )
     return LaunchOptions(
         **common,

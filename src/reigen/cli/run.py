@@ -70,6 +70,7 @@ def run_arguments(arguments: Sequence[str], continued: ContinuedJob | None) -> i
         if options.continues and launcher not in {DEFAULT_LAUNCHER, "local"}:
             raise ConfigError(f"--on-launcher-loss continue: agents of --launcher {launcher} end with this command")
         _print_translation(translation)
+        environ |= {} if options.servers is None else options.servers.variables
         seen = _with_compat_path(environ, chosen)
         if options.continues and continued is None:
             continued = ContinuedJob.create(arguments, os.environ)
@@ -229,9 +230,13 @@ def _servers(chosen: argparse.Namespace) -> ServerOptions | None:
     if chosen.num_servers is None:
         if chosen.server_hosts is not None:
             raise ConfigError("--server-hosts needs -s: how many servers?")
+        if chosen.replicate_servers is not None:
+            raise ConfigError("--replicate-servers needs -s: how many servers?")
         return None
     hosts = () if chosen.server_hosts is None else tuple(host.name for host in parse_hosts(chosen.server_hosts))
-    return ServerOptions(chosen.num_servers, hosts, num_restarts=chosen.server_restarts)
+    return ServerOptions(
+        chosen.num_servers, hosts, num_restarts=chosen.server_restarts, replicas=chosen.replicate_servers
+    )
 
 
 def _read_config_file(path: Path | None) -> object:

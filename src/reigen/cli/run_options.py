@@ -109,7 +109,13 @@ def _add_servers(add: AddArgument) -> None:
 
 
 def add_restart_option(add: AddArgument) -> None:
-    """Add the option for restarts of servers."""
+    """Add the options for restarts of servers."""
+    add(
+        "--replicate-servers",
+        type=int,
+        metavar="N",
+        help="2: what a server holds is in the memory of another one, too, from which it is started again (default: 1)",
+    )
     add(
         "--server-restarts",
         type=int,

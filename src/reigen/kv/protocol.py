@@ -53,6 +53,8 @@ l. PUSH, PUSHPULL and PULL of several keys in one message, with `MessageFlag.BAT
    elements in the same order. Otherwise each key has an answer of its own, as soon as it is done: the keys' ids are
    those behind the id of the batch, in order. QUERY of a batch is answered by `MessageFlag.UNKNOWN`, unless something
    of it is open.
+m. BEGIN_COPY, COPY_SHARD, COPY_STORE, DROP_COPY, COMPLETE_COPY and FETCH_COPY are what servers say to each other, over
+   connections of their own (`reigen.kv.server.replicas`).
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ _COUNTS = np.dtype([("key", "<u8"), ("shard", "<u8"), ("count", "<u8")])
 
 
 class MessageKind(IntEnum):
-    """Kind of a message. Requests of workers are below 64, answers of servers from there on."""
+    """Kind of a message. Requests of workers, and of servers to others, are below 64, answers from there on."""
 
     HELLO = 1
     DECLARE = 2
@@ -116,6 +118,12 @@ class MessageKind(IntEnum):
     GET_STATES = 13
     PUT_STATES = 14
     GOODBYE = 15
+    BEGIN_COPY = 16
+    COPY_SHARD = 17
+    COPY_STORE = 18
+    DROP_COPY = 19
+    COMPLETE_COPY = 20
+    FETCH_COPY = 21
     WELCOME = 64
     DECLARED = 65
     DONE = 66

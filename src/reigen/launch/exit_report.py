@@ -116,7 +116,10 @@ def _describe_restarts(name: str, failure: JobFailure) -> str:
     if failure.rank >= FIRST_ELASTIC_NUMBER and not name.startswith("server"):
         return "it was not started again: that of an elastic job cannot be replaced, and no worker could join any more"
     if name.startswith("server"):
-        return f"it was not started again: a server is only where it keeps snapshots ({SNAPSHOT_VARIABLE})"
+        return (
+            "it was not started again: a server is only where it keeps snapshots, in the memory of another one "
+            f"(--replicate-servers 2) or on a disk ({SNAPSHOT_VARIABLE})"
+        )
     return "it was not started again"
 
 

@@ -16,6 +16,8 @@ from reigen.errors import ConfigError
 
 #: Directory of servers' snapshots: without it, one that is started again would have lost its keys.
 SNAPSHOT_VARIABLE = "REIGEN_KV_SNAPSHOT_DIR"
+#: 2: what a server holds is in the memory of another one, too.
+REPLICAS_VARIABLE = "REIGEN_KV_REPLICAS"
 #: Policy when a worker is lost: abort (the default), continue, or wait for another one.
 WORKER_LOSS_VARIABLE = "REIGEN_KV_ON_WORKER_LOSS"
 DEADLINE_VARIABLE = "REIGEN_DEADLINE"
@@ -50,6 +52,7 @@ class ServerOptions:
         worker_environ: variables of the ranks alone.
         round_robin_workers: the ranks go to the hosts in turn, too, behind the servers; not host by host.
         num_restarts: how often each process that may be is started again.
+        replicas: 2: what a server holds is in the memory of another one, too; None: as the environment says.
         uses_reigen_scheduler: the scheduler is Reigen's in any case. A command may also be a program for MXNet's own
             servers, and their scheduler could not listen at a port that is held against other users.
 
@@ -65,12 +68,22 @@ class ServerOptions:
     round_robin_workers: bool = False
     num_restarts: int = 3
     uses_reigen_scheduler: bool = True
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         if self.num < 1:
             raise ConfigError(f"the number of servers must be at least 1, not {self.num}: without, there is no store")
         if self.num_restarts < 0:
             raise ConfigError(f"a server cannot be started again {self.num_restarts} times")
+        if self.replicas not in {None, 1, 2}:
+            raise ConfigError(f"--replicate-servers {self.replicas}: there is 1, and 2 for a copy of each server")
+        if self.replicas == 2 and self.num < 2:
+            raise ConfigError("--replicate-servers 2: the copies are in the memory of another server: use -s 2 or more")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return variables of all processes of the job."""
+        return {} if self.replicas is None else {REPLICAS_VARIABLE: str(self.replicas)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +175,16 @@ def choose_restart_policy(
 ) -> RestartPolicy:
     """Choose the policy for a job whose processes inherit ``environ``.
 
-    A server is started again only where it keeps snapshots: one that has forgotten everything is worse than none.
+    A server is started again only where it keeps snapshots, on a disk or in the memory of another server: one that has
+    forgotten everything is worse than none.
     The scheduler learns everything anew from its members; but not that of an elastic job. A worker is started again
     where the servers wait for one.
     """
     if servers is None:
         return RestartPolicy()
-    of_servers = servers.num_restarts if {**environ, **servers.environ}.get(SNAPSHOT_VARIABLE) else 0
+    variables = {**environ, **servers.environ}
+    keeps = variables.get(SNAPSHOT_VARIABLE) or variables.get(REPLICAS_VARIABLE, "1") == "2"
+    of_servers = servers.num_restarts if keeps else 0
     of_scheduler = 0 if is_elastic else servers.num_restarts
     restarts = {
         process.number: of_scheduler if process.role is PsRole.SCHEDULER else of_servers

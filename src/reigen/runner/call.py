@@ -59,6 +59,7 @@ def run(
     launcher: str | None = None,
     num_servers: int = 0,
     eject_stragglers: str | None = None,
+    replicate_servers: int | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -103,6 +104,8 @@ def run(
         num_servers: parameter servers that run beside the ranks, on their hosts in turn, for `reigen.kv`.
         eject_stragglers: of an elastic job, ``"FACTOR/STEPS"``, as ``"3/50"``: replace a process that has made so many
             steps in a row so much slower for all; by default that is only reported.
+        replicate_servers: 2: what a server holds is in the memory of another one, too, from which it is started again
+            when it dies.
 
     Returns:
         The values that the processes returned, by rank; of an elastic job, those of the last members.

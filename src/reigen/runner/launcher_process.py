@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         if settings.network_interfaces is not None:
             environ["REIGEN_NETWORK_INTERFACES"] = settings.network_interfaces
         options = _options(settings, inherited, environ)
+        environ |= {} if options.servers is None else options.servers.variables
         if not of_engine:
             return run_job(options, environ, _listener(channel), launcher=settings.launcher)
         return _run_on_engine(options, environ, _listener(channel), of_engine)
@@ -89,7 +90,9 @@ def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Ma
         grace_seconds=settings.grace_seconds,
         inherited=inherited,
         hosts=settings.hosts,
-        servers=ServerOptions(settings.num_servers) if settings.num_servers else None,
+        servers=ServerOptions(settings.num_servers, replicas=settings.replicate_servers)
+        if settings.num_servers
+        else None,
         elastic=settings.elastic,
         ssh=ssh if settings.executable is None else replace(ssh, python=settings.executable),
         network=NetworkOptions.from_environ(environ),

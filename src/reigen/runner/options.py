@@ -30,6 +30,7 @@ class RunSettings(msgspec.Struct, frozen=True):
         network_interfaces: those that may be used, with commas between them; None: as in the environment.
         elastic: what makes the job elastic; None: it is not.
         num_servers: parameter servers that run beside the ranks.
+        replicate_servers: 2: what a server holds is in the memory of another one, too; None: as in the environment.
     """
 
     num_ranks: int
@@ -47,6 +48,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     grace_seconds: float = 5.0
     elastic: ElasticOptions | None = None
     num_servers: int = 0
+    replicate_servers: int | None = None
 
 
 def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
@@ -90,6 +92,7 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         launcher,
         elastic=elastic,
         num_servers=check_num_servers(arguments["num_servers"]),
+        replicate_servers=_check_replicas(arguments["replicate_servers"], arguments["num_servers"]),
     )
     unused = _WITHOUT_EFFECT + (_ELASTIC_ONLY if elastic is None else ())
     without_effect = [name for name in unused if arguments[name] not in (None, False)]
@@ -126,6 +129,15 @@ def _join_interfaces(*spellings: object) -> str | None:
         elif isinstance(value, Sequence):
             names += map(str, value)
     return ",".join(names) or None
+
+
+def _check_replicas(replicas: int | None, num_servers: int) -> int | None:
+    if replicas not in {None, 1, 2} or (replicas == 2 and num_servers < 2):
+        raise ConfigError(
+            f"replicate_servers={replicas!r} with num_servers={num_servers}: 2 has the memory of another server hold a "
+            "copy of each, and needs two or more; 1 is the default"
+        )
+    return replicas
 
 
 def check_num_servers(num_servers: SupportsIndex, is_elastic: bool = False) -> int:

@@ -39,6 +39,10 @@ def test_what_makes_no_sense():
         ServerOptions(0)
     with pytest.raises(ConfigError, match="-1 times"):
         ServerOptions(1, num_restarts=-1)
+    with pytest.raises(ConfigError, match="--replicate-servers 3: there is 1, and 2"):
+        ServerOptions(3, replicas=3)
+    with pytest.raises(ConfigError, match="in the memory of another server: use -s 2 or more"):
+        ServerOptions(1, replicas=2)
 
 
 def test_a_server_is_started_again_only_where_it_keeps_snapshots():
@@ -48,6 +52,8 @@ def test_a_server_is_started_again_only_where_it_keeps_snapshots():
     assert choose_restart_policy(1, ServerOptions(2), keeps) == RestartPolicy({1: 3, 2: 3, 3: 3})
     assert choose_restart_policy(1, ServerOptions(1, environ=keeps, num_restarts=1), {}) == RestartPolicy({1: 1, 2: 1})
     assert choose_restart_policy(1, ServerOptions(1, num_restarts=0), keeps) == RestartPolicy({1: 0, 2: 0})
+    replicated = ServerOptions(2, replicas=2)
+    assert choose_restart_policy(1, replicated, replicated.variables) == RestartPolicy({1: 3, 2: 3, 3: 3})
 
 
 def test_what_servers_do_without_a_worker_is_what_the_launcher_does():
@@ -171,7 +177,10 @@ def test_a_server_that_failed_is_named_with_what_to_do():
         "  the last lines of its stderr:",
         "    its last line",
         f"  {SIGKILL_HINT}",
-        "  it was not started again: a server is only where it keeps snapshots (REIGEN_KV_SNAPSHOT_DIR)",
+        (
+            "  it was not started again: a server is only where it keeps snapshots, in the memory of another one "
+            "(--replicate-servers 2) or on a disk (REIGEN_KV_SNAPSHOT_DIR)"
+        ),
         "  2 ranks were stopped because of it",
     ]
 

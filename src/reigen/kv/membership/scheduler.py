@@ -68,7 +68,7 @@ class Scheduler(ControlService):
             settings.num_workers,
             settings.num_servers,
             policy=LossPolicy(config.kv_on_worker_loss),
-            servers_return=config.kv_snapshot_dir is not None,
+            servers_return=config.kv_snapshot_dir is not None or config.kv_replicas > 1,
             heartbeat_timeout_seconds=heartbeat_timeout or math.inf,
             return_seconds=settings.elastic_timeout_seconds or config.start_timeout_seconds,
             start_seconds=config.start_timeout_seconds,

@@ -30,7 +30,7 @@ from reigen.cluster.membership.messages import (
 )
 from reigen.cluster.metrics import MetricSample
 from reigen.config import Config
-from reigen.errors import MismatchError, PeerLostError, ReigenError, WireError
+from reigen.errors import ConfigError, MismatchError, PeerLostError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
 from reigen.kv.connection import KVConnection, MessageDropper
 from reigen.kv.membership.scheduler_client import SchedulerClient
@@ -46,9 +46,10 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.flow_control import MAX_LEAD_BYTES, SILENT_SECONDS, WINDOW_STEP_BYTES, ReceiveRate, should_pause
+from reigen.kv.server.replicas import COPIES_PURPOSE, CopyHolder, ServerCopies
 from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
-from reigen.kv.server.snapshots import SnapshotDirectory
+from reigen.kv.server.snapshots import SnapshotDirectory, SnapshotStorage
 from reigen.kv.server.stalls import StallReporter
 from reigen.kv.server.store import ServerContext, ServerRoster, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
@@ -117,6 +118,22 @@ class _ClientConnection:
         self.handler.arrived(self.connection, header, np.frombuffer(body, np.uint8))
 
 
+def _open_storage(member: SchedulerClient, config: Config) -> tuple[SnapshotDirectory | None, ServerCopies | None]:
+    """Return where this server's snapshots are: on a disk, or in the memory of another server; neither where nowhere.
+
+    Raises:
+        ConfigError: they cannot be kept there, or not in both.
+    """
+    if config.kv_replicas > 1 and config.kv_snapshot_dir is not None:
+        raise ConfigError(
+            "REIGEN_KV_REPLICAS=2 (--replicate-servers 2) and REIGEN_KV_SNAPSHOT_DIR: a server is started again from "
+            "the memory of another one, or from a disk: choose one"
+        )
+    if config.kv_snapshot_dir is not None:
+        return SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number), None
+    return None, ServerCopies(member) if config.kv_replicas > 1 else None
+
+
 class KVServer:
     """Server, from its start to the end of the job.
 
@@ -134,9 +151,10 @@ class KVServer:
     def __init__(self, member: SchedulerClient, config: Config, listening: socket.socket) -> None:
         self._member, self._config = member, config
         self._is_elastic = LossPolicy(config.kv_on_worker_loss) is LossPolicy.ELASTIC
-        snapshots = None
-        if config.kv_snapshot_dir is not None:
-            snapshots = SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number)
+        self._directory: SnapshotDirectory | None
+        self._copies: ServerCopies | None
+        self._directory, self._copies = _open_storage(member, config)
+        snapshots: SnapshotStorage | None = self._directory or self._copies
         self.host_id = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
         self._arena = ShmArena(f"reigen-kv-server-{member.number}") if self.host_id else None
         saves, num_cores = snapshots is not None, len(os.sched_getaffinity(0))
@@ -145,8 +163,8 @@ class KVServer:
         self._workers = ComputeThreads(num_threads)
         self._context = ServerContext(
             member.number, member.num_workers, ValueAllocator(self._arena), BufferPool(), self._workers, snapshots,
-            saves and (config.kv_snapshot_seconds == 0 or self._is_elastic), LossPolicy(config.kv_on_worker_loss),
-            ServerRoster(), config.deadline_seconds, config.kv_resend,
+            saves and (config.kv_snapshot_seconds == 0 or self._is_elastic or self._directory is None),
+            LossPolicy(config.kv_on_worker_loss), ServerRoster(), config.deadline_seconds, config.kv_resend,
         )  # fmt: skip
         #: since when it serves, for `reigen.observe.metrics`
         self.started = time.monotonic()
@@ -181,6 +199,10 @@ class KVServer:
             member.secret, me, _HANDSHAKE_BYTES, member.tls, config.peer_timeout_seconds, bulk=True
         )
         self._listener = Listener(self._loop, listening, options, self._on_authenticated)
+        self._holder = CopyHolder(self._loop, self._listener.confirm, is_restarted=member.is_recovery)
+        #: a copy of this server is being fetched: workers wait
+        self._is_fetching = False
+        self._early_events: list[MembershipEvent] = []
         if snapshots is not None:
             self._restore(snapshots)
 
@@ -193,6 +215,8 @@ class KVServer:
             with ignore_float_errors():
                 while self._exit_code is None:
                     self._turn()
+            if self._copies is not None:
+                self._copies.give_up()
             self._workers.close()  # which may be saving
             self._leave_snapshots()
         finally:
@@ -203,12 +227,16 @@ class KVServer:
         """End all connections and threads. May be called twice."""
         for client in list(self._connections):
             self._drop(client)
+        self._holder.close()
         self._listener.close()
+        if self._copies is not None:
+            self._copies.give_up()
         self._workers.close()
         self._loop.close()
         self._events.close()
-        if self._context.snapshots is not None:
-            self._context.snapshots.close()
+        for storage in (self._directory, self._copies):
+            if storage is not None:
+                storage.close()
         self._stores.clear()
         self._handlers.clear()
         if self._arena is not None:
@@ -286,7 +314,7 @@ class KVServer:
         for store in self._stores.values():
             store.save()  # before it is announced
         for client in list(self._connections):
-            if client.connection is not None and client.connection.must_flush:
+            if client.connection is not None and client.connection.must_flush and not self._is_held(client):
                 client.connection.must_flush = False
                 self._flush(client)
         now = time.monotonic()
@@ -310,8 +338,14 @@ class KVServer:
         if text := self._stalls.report(waiting, now):
             _log.warning("%s", text)
 
+    def _is_held(self, client: _ClientConnection) -> bool:
+        """Return whether a connection's answers must wait until the facts of its store are saved."""
+        return client.connection is not None and self._stores[client.connection.store].is_saving
+
     def _on_authenticated(self, accepted: Connection) -> Callback | None:
         worker = accepted.peer.rank
+        if accepted.peer.purpose == COPIES_PURPOSE:
+            return self._holder.accept(accepted)
         drops = None
         if self._config.kv_drop_percent:
             drops = MessageDropper(self._config.kv_drop_percent, self._member.number * 1009 + worker)
@@ -324,8 +358,9 @@ class KVServer:
             accepted.close()
             return None
         self._connections.add(client)
-        self._watch(client)
-        self._busy.add(client)
+        if not self._is_fetching:
+            self._watch(client)
+            self._busy.add(client)
         return partial(self._drop, client)
 
     def _receive(self, client: _ClientConnection) -> None:
@@ -373,7 +408,7 @@ class KVServer:
         self._watch(client)
 
     def _flush(self, client: _ClientConnection) -> None:
-        if client not in self._connections:
+        if client not in self._connections or self._is_held(client):
             return
         try:
             client.line.advance_sends()
@@ -384,7 +419,7 @@ class KVServer:
 
     def _watch(self, client: _ClientConnection) -> None:
         """Have the loop wait for the events that the connection needs now."""
-        reads, writes = client not in self._waiting, client.line.wants_to_send
+        reads, writes = client not in self._waiting, client.line.wants_to_send and not self._is_held(client)
         if reads or writes:
             receive = partial(self._receive, client) if reads else None
             self._loop.watch(client.line, receive, partial(self._flush, client) if writes else None)
@@ -434,7 +469,10 @@ class KVServer:
 
     def _handle_membership_events(self) -> None:
         """Take in what has happened to workers, and the end of the job."""
-        for event in self._events.take():
+        events, self._early_events = [*self._early_events, *self._events.take()], []
+        for event in events:
+            if isinstance(event, MemberReturned) and event.role == "server":
+                self._server_returned(event)
             is_failure = isinstance(event, JobEnded) and event.exit_code != 0
             _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
             if isinstance(event, JobEnded):
@@ -453,6 +491,16 @@ class KVServer:
             elif isinstance(event, MemberLeft) and event.role == "worker":
                 for store in self._stores.values():
                     store.has_left(event.number, event.host)
+
+    def _server_returned(self, event: MemberReturned) -> None:
+        """Have the copy made anew where this server's backup is another process."""
+        if self._copies is None or event.number != self._copies.backup().number:
+            return
+        stores = self._stores.values()
+        shards = [(store.number, shard) for store in stores for shard in store.shards]
+        self._copies.copy_anew(event.incarnation, [*shards, *((store.number, None) for store in stores)])
+        for store in stores:
+            store.save_anew()
 
     def _follow(self, event: MembershipEvent) -> None:
         """Take in what has happened to workers of an elastic job."""
@@ -485,7 +533,7 @@ class KVServer:
 
     def _leave_snapshots(self) -> None:
         """Remove the snapshots at the end of the job; those of a job that failed stay."""
-        snapshots = self._context.snapshots
+        snapshots = self._directory
         if snapshots is None:
             return
         some_lost = self._lost or any(store.losses for store in self._stores.values())
@@ -517,9 +565,28 @@ class KVServer:
         hello = KVHello(member.number, member.incarnation, member.host, is_empty=is_empty, staleness=staleness)
         return self._arena.announced(hello, self.host_id) if shares and self._arena is not None else hello
 
-    def _restore(self, snapshots: SnapshotDirectory) -> None:
+    def _fetch(self, copies: ServerCopies) -> None:
+        """Get the copy of the process before this one; other servers may ask for theirs meanwhile, workers wait."""
+        self._is_fetching, ended = True, list[BaseException | None]()
+        self._loop.watch(self._workers.fileno(), self._workers.collect)
+        self._workers.begin(lambda _: copies.fetch(), ended.append)
+        while not ended:
+            self._loop.wait(_TICK_SECONDS)
+            self._early_events += self._events.take()
+            if any(isinstance(event, JobEnded) for event in self._early_events):
+                copies.give_up()
+        self._is_fetching = False
+        for client in self._connections:
+            self._watch(client)
+            self._busy.add(client)
+        if ended[0] is not None:
+            raise ended[0]
+
+    def _restore(self, snapshots: SnapshotStorage) -> None:
         """Take the place of the process that this server was before, if there was one."""
         try:
+            if self._copies is not None and self._member.is_recovery:
+                self._fetch(self._copies)
             for number, facts, shards in snapshots.load():
                 store = ServerStore(number, math.inf if facts.staleness is None else facts.staleness, self._context)
                 store.restore(facts, shards)

@@ -23,7 +23,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from numpy.typing import NDArray
@@ -67,6 +67,31 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 LoadedShard = tuple[ShardSnapshot, dict[str, NDArray[Any]]]
 
 
+class SnapshotStorage(Protocol):
+    """Storage of a server's snapshots: `SnapshotDirectory`, or `reigen.kv.server.replicas.ServerCopies`.
+
+    Attributes:
+        is_remote: saving waits for another process.
+    """
+
+    is_remote: bool
+
+    def save_store(self, store: int, facts: StoreSnapshot) -> None:
+        """Replace the facts of a store; raises OSError if they cannot be kept."""
+
+    def save_shard(self, store: int, shard: ShardId, contents: list[Buffer]) -> None:
+        """Replace a shard; raises OSError if it cannot be kept."""
+
+    def forget_shard(self, store: int, shard: ShardId) -> None:
+        """Remove a shard."""
+
+    def is_stale(self, store: int, shard: ShardId | None) -> bool:
+        """Return whether a shard, or the facts of a store, are to be saved once more, though they were."""
+
+    def load(self) -> Iterator[tuple[int, StoreSnapshot, Iterator[LoadedShard]]]:
+        """Yield each store: number, facts, and shards with their arrays; WireError names damage."""
+
+
 class SnapshotDirectory:
     """Files of one server. Different shards may be saved by different threads.
 
@@ -78,6 +103,8 @@ class SnapshotDirectory:
     Raises:
         ConfigError: the directory cannot be made, is not as private as it must be, or another process saves there.
     """
+
+    is_remote = False
 
     def __init__(self, directory: str, secret: bytes, job: int, number: int) -> None:
         self.directory = Path(directory) / f"{_directory_prefix(secret)}{job:016x}" / f"server-{number}"
@@ -133,6 +160,10 @@ class SnapshotDirectory:
         """Remove the file of a shard."""
         with contextlib.suppress(FileNotFoundError):
             self._shard(store, shard).unlink()
+
+    def is_stale(self, store: int, shard: ShardId | None) -> bool:
+        """Return False: files stay."""
+        return False
 
     def load(self) -> Iterator[tuple[int, StoreSnapshot, Iterator[LoadedShard]]]:
         """Yield each saved store: number, facts, and shards with their arrays; WireError names a damaged file."""

@@ -68,7 +68,7 @@ from reigen.kv.server.shard import (
     ValueUpdate,
     shard_bytes,
 )
-from reigen.kv.server.snapshots import LoadedShard, SnapshotDirectory, StoreSnapshot
+from reigen.kv.server.snapshots import LoadedShard, SnapshotStorage, StoreSnapshot
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.server.store_settings import StoreSettings
 from reigen.kv.server.thread_pool import ComputeTask, ComputeThreads
@@ -129,7 +129,7 @@ class ServerContext:
     memory: ValueAllocator
     buffers: BufferPool
     workers: ComputeThreads
-    snapshots: SnapshotDirectory | None = None
+    snapshots: SnapshotStorage | None = None
     saves_always: bool = False
     policy: LossPolicy = LossPolicy.ABORT
     roster: ServerRoster = field(default_factory=ServerRoster)
@@ -153,6 +153,7 @@ class ServerStore:
         losses: workers that are lost: on which host, and how it was noticed, in words.
         must_save: something has changed that is no shard's, and is in no snapshot.
         is_unsaved: such a snapshot could not be written.
+        is_saving: a thread writes one; nothing leaves until it is there.
         layout_version: grows whenever a shard comes or goes.
     """
 
@@ -169,6 +170,7 @@ class ServerStore:
     losses: dict[int, str] = field(default_factory=dict)
     must_save: bool = True
     is_unsaved: bool = False
+    is_saving: bool = False
     layout_version: int = 0
 
     def __post_init__(self) -> None:
@@ -490,7 +492,7 @@ class ServerStore:
 
         def done(error: BaseException | None) -> None:
             if error is None:
-                shard.is_dirty = False
+                shard.is_dirty = snapshots.is_stale(self.number, shard.id)
                 return
             _log.error("no snapshot of key %r: %s", shard.spec.name, str(error))
             if self.context.saves_always:
@@ -576,8 +578,9 @@ class ServerStore:
             self._advance(shard)
 
     def save(self) -> None:
-        """Save the facts of the store that are no shard's."""
-        if self.context.snapshots is None or not self.must_save:
+        """Save the facts of the store that are no shard's; where that waits for another process, in a thread."""
+        snapshots = self.context.snapshots
+        if snapshots is None or not self.must_save or self.is_saving:
             return
         self.must_save = False
         staleness = None if math.isinf(self.staleness) else int(self.staleness)
@@ -586,13 +589,31 @@ class ServerStore:
             staleness, self.settings.state(), self.declarations.initialised(), tuple(sorted(self.left)), missed,
             dict(self.incarnations), tuple(sorted(self.context.roster.excluded)),
         )  # fmt: skip
-        try:
-            self.context.snapshots.save_store(self.number, facts)
-        except OSError as error:
-            _log.error("no snapshot of store %d: %s", self.number, str(error))
-            self.is_unsaved = True
-            if self.context.saves_always:  # what is acknowledged now would be lost
-                self.break_off(RemoteError.of(CollectiveError(f"server could not save a snapshot: {error}")))
+
+        def done(error: BaseException | None) -> None:
+            self.is_saving = False
+            if error is None:
+                self.must_save = self.must_save or snapshots.is_stale(self.number, None)
+            else:
+                _log.error("no snapshot of store %d: %s", self.number, str(error))
+                self.is_unsaved = True
+                if self.context.saves_always:  # what is acknowledged now would be lost
+                    self.break_off(RemoteError.of(CollectiveError(f"server could not save a snapshot: {error}")))
+            for connection in self.connections.values():
+                connection.must_flush = True
+
+        if snapshots.is_remote:
+            self.is_saving = True
+            self.context.workers.begin(lambda _: snapshots.save_store(self.number, facts), done)
+        else:
+            done(self.context.workers.now(lambda _: snapshots.save_store(self.number, facts)))
+
+    def save_anew(self) -> None:
+        """Save everything once more, since it is lost elsewhere."""
+        self.must_save = True
+        for shard in self.shards.values():
+            shard.is_dirty = shard.must_save = True
+            self._advance(shard)
 
     def restore(self, facts: StoreSnapshot, shards: Iterable[LoadedShard]) -> None:
         """Take over a snapshot, before anything else happens; raises ReigenError if it makes no sense."""
