@@ -12,6 +12,7 @@ from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberRetur
 from reigen.config import Config
 from reigen.errors import DeadlineError
 from reigen.kv.client.dist_store import DistStore
+from reigen.kv.counters import StoreCounters
 from reigen.kv.membership.scheduler_client import EventFeed
 from reigen.kv.server.server import KVServer
 from reigen.net.listener import open_listening_socket
@@ -34,6 +35,7 @@ class Member:
         self.num_workers, self.num_servers = job.num_workers, job.num_servers
         self._lock = threading.Lock()
         self._feed = EventFeed(self._lock)
+        self.counters = StoreCounters()
 
     def tell(self, event: MembershipEvent) -> None:
         with self._lock:
