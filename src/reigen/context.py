@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # loaded by those who join a job, or an elastic one: to impor
     from reigen.cluster.membership.place import ElasticPlace
     from reigen.elastic_job import ElasticJob
     from reigen.engine_factory import JobRendezvous
+    from reigen.observe.recorder import EventRecorder
 
 __all__ = [
     "CollectiveResult",
@@ -786,7 +787,14 @@ def mark(name: str) -> None:
     if (job := _current) is not None:
         if name == "STEP":
             job.counters.steps += 1
-        job.timeline.mark(name)
+        if (recorder := job.timeline.recorder) is not None:
+            recorder.mark(name)
+
+
+def timeline_recorder() -> EventRecorder | None:
+    """Return what records this rank's events for a timeline; None: nothing does. Never raises."""
+    job = _current
+    return None if job is None else job.timeline.recorder
 
 
 def current() -> Context:

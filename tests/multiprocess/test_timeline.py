@@ -18,7 +18,7 @@ import pytest
 import reigen
 from reigen import context
 from reigen.errors import ArgumentError
-from reigen.observe.advice import summarize
+from reigen.observe.summary import summarize
 from reigen.observe.trace_reader import read_trace
 from reigen.testing import RankError, RankPool, run_ranks
 from tests.multiprocess.launcher import Launcher, launched, until
@@ -211,4 +211,4 @@ def test_the_file_of_a_job_that_hangs_says_in_what(tmp_path: Path) -> None:
         until(lambda: path.exists() and read_trace(path).pending)
         kill(launcher)
     assert [(one.rank, one.tensor) for one in read_trace(path).pending] == [(0, "alone")]
-    assert "rank(s) 1 had not submitted it" in summarize(read_trace(path)).advice[0]
+    assert "rank(s) 1 had not submitted it" in summarize(read_trace(path)).sentences[0]

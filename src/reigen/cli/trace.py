@@ -1,4 +1,4 @@
-"""`reigen trace FILE`: summary of a timeline, with advice."""
+"""`reigen trace FILE`: summary of a timeline, with a verdict."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reigen.observe.advice import TraceSummary, format_bytes, format_time, summarize
 from reigen.observe.analysis import select_worst
+from reigen.observe.summary import TraceSummary, summarize
 from reigen.observe.trace_reader import TraceError, read_trace
+from reigen.observe.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the summary; returns 0, or 1 for a file that is no timeline."""
     parser = argparse.ArgumentParser(
         prog="reigen trace",
-        description="Say what a timeline tells: what took how long, what was hidden, for whom the others waited.",
+        description="Say what a timeline tells: what took how long, what was hidden, for whom the others waited, and "
+        "what bounded the job.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -72,7 +74,7 @@ def print_summary(summary: TraceSummary, console: Console, top: int) -> None:
     if summary.occurrences:
         console.print(_late_table(summary))
         console.print(_worst_table(summary, top))
-    for sentence in summary.advice:
+    for sentence in summary.sentences:
         console.print(f"* {sentence}", markup=False)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 from reigen.launch.hosts import HostAssignment
 from reigen.launch.ps_processes import WORKER_LOSS_VARIABLE, PsJobSpec, PsProcess, PsRole, ServerOptions
-from reigen.resources.memory import cgroup_directories
+from reigen.resources.cpu import read_cpu_quota
 
 #: Values of `--bind`.
 CPU_BINDINGS = ("cores", "none")
@@ -334,7 +333,7 @@ def detect_cpus(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> Availa
         topology = root / f"devices/system/cpu/cpu{cpu}/topology"
         return _read_int(topology / "physical_package_id"), _read_int(topology / "core_id"), cpu
 
-    return AvailableCpus(tuple(sorted(os.sched_getaffinity(0), key=order)), _read_cpu_quota(proc))
+    return AvailableCpus(tuple(sorted(os.sched_getaffinity(0), key=order)), read_cpu_quota(proc))
 
 
 def _read_int(path: Path) -> int:
@@ -342,15 +341,3 @@ def _read_int(path: Path) -> int:
         return int(path.read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _read_cpu_quota(proc: Path) -> float | None:
-    """Return the least quota of this process's control groups, in processors; None: no limit."""
-    found = []
-    for group in cgroup_directories(proc / "self", "cpu"):
-        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-            with suppress(OSError, ValueError):  # no such file, or no limit: "max", or -1
-                limit, period = " ".join((group / name).read_text() for name in names).split()
-                if int(limit) > 0:
-                    found.append(int(limit) / int(period))
-    return min(found, default=None)

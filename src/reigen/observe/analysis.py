@@ -72,16 +72,21 @@ class MatchedCollective:
     Attributes:
         kind: ALLREDUCE and the like.
         tensor: its name.
-        submitted: when, by rank.
+        executions: by rank.
         last: the rank that came last, or None if that is less than the clocks' errors.
         alone: since when it was the only one that was missing.
     """
 
     kind: str
     tensor: str
-    submitted: dict[int, float]
+    executions: dict[int, CollectiveExecution]
     last: int | None
     alone: Interval
+
+    @property
+    def submitted(self) -> dict[int, float]:
+        """Return the time of each rank's submission."""
+        return {rank: one.submitted for rank, one in self.executions.items() if one.submitted is not None}
 
     @property
     def lateness(self) -> float:
@@ -263,7 +268,7 @@ def straggler_rows(trace: Trace, found: Sequence[MatchedCollective]) -> list[Str
     rows = []
     waits = {rank: merge_intervals(intervals) for rank, intervals in trace.waits.items()}
     for rank in sorted(trace.names):
-        own = [occurrence for occurrence in found if rank in occurrence.submitted]
+        own = [occurrence for occurrence in found if rank in occurrence.executions]
         late = [occurrence for occurrence in own if occurrence.last == rank]
         times = [occurrence.lateness for occurrence in late]
         alone = merge_intervals(occurrence.alone for occurrence in late)
@@ -308,7 +313,7 @@ def _add(
     clock_error = trace.clock_errors.get(before, 0.0) + trace.clock_errors.get(last, 0.0)
     alone = (submitted[before], submitted[last])
     is_clear = alone[1] - alone[0] > clock_error
-    found.append(MatchedCollective(kind, tensor, submitted, last if is_clear else None, alone))
+    found.append(MatchedCollective(kind, tensor, group, last if is_clear else None, alone))
 
 
 def _short_names(executions: Iterable[CollectiveExecution]) -> dict[str, str]:

@@ -15,6 +15,8 @@ from reigen.observe.messages import INSTANT, PHASES, TraceChunk
 START_EVENT = "start_time_since_epoch_in_micros"
 #: Name of regular records that show how far the recording has come: a job that hangs records nothing else.
 UNTIL_EVENT = "recorded_until"
+#: Name of the record of the processors that a rank may use: a mask, hexadecimal, and how many at a time, 0 for all.
+CPUS_EVENT = "allowed_cpus"
 #: Category of the spans of views.
 VIEW = "view"
 #: Numbers of processes: of a rank, less by this for each view behind the first; and of the row of views.
@@ -135,6 +137,8 @@ class TraceMerger:
             where = f"{chunk.host}, view {self._view}" if self._view > 1 else chunk.host
             found.append(metadata_event("process_name", process, {"name": f"rank {rank} ({where})"}))
             found.append(metadata_event("process_sort_index", process, {"sort_index": process}))
+            if chunk.cpus:
+                found.append(metadata_event(CPUS_EVENT, process, {"mask": chunk.cpus, "quota": chunk.cpu_quota}))
         known = self._clocks.get(rank)
         if known is None or chunk.offset != known[0] or not known[1] / 2 <= chunk.error <= 2 * known[1]:
             self._clocks[rank] = (chunk.offset, chunk.error)

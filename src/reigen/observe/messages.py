@@ -78,6 +78,8 @@ class TraceChunk(msgspec.Struct, frozen=True, array_like=True, tag=12):
         labels: name and category of slices.
         arguments: JSON objects.
         slices: in the order in which they were known.
+        cpus: processors that this rank may use: a mask, hexadecimal.
+        cpu_quota: how many of them at a time; 0: all.
     """
 
     session: int
@@ -89,6 +91,8 @@ class TraceChunk(msgspec.Struct, frozen=True, array_like=True, tag=12):
     labels: list[tuple[str, str]]
     arguments: list[bytes]
     slices: list[TraceSlice]
+    cpus: str = ""
+    cpu_quota: float = 0.0
 
 
 class TraceEnd(msgspec.Struct, frozen=True, array_like=True, tag=13):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from reigen.engine.messages import Operation, Response
+from reigen.resources.cpu import ProcessorTime, read_processor_time
 
 #: Kinds of events, with a and b
 SUBMITTED = 0  # operation, None
@@ -21,9 +22,27 @@ FAILED = 3  # name, None
 ANNOUNCED = 4  # None, None
 WAITING = 5  # thread, name
 WAITED = 6  # thread, name
-MARK = 7  # thread, name
+MARK = 7  # thread, (name, processor time until now)
+ANSWERED = 8  # ServerRequest, None
 
 Event = tuple[int, int, Any, Any]
+
+
+class ServerRequest(NamedTuple):
+    """Request to a parameter server that was answered.
+
+    Attributes:
+        kind: PUSH, PULL and the like.
+        server: its number.
+        nbytes: of values, there and back.
+        nanoseconds: from when it was sent until the answer had come.
+    """
+
+    kind: str
+    server: int
+    nbytes: int
+    nanoseconds: int
+
 
 #: Limit of events that wait to be taken out: about 200 bytes each.
 MAX_EVENTS = 100_000
@@ -35,10 +54,16 @@ class EventRecorder:
     Args:
         clock: nanoseconds; never goes back.
         max_events: further events are dropped, and counted, while so many wait to be taken.
+        processor_time: of the calling thread; read at each mark.
     """
 
-    def __init__(self, clock: Callable[[], int], max_events: int = MAX_EVENTS) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], int],
+        max_events: int = MAX_EVENTS,
+        processor_time: Callable[[], ProcessorTime] = read_processor_time,
+    ) -> None:
+        self._clock, self._processor_time = clock, processor_time
         self._max_events = max_events
         self._events: deque[Event] = deque()
         #: phases of the batch that is being carried out; there is one at most, and one thread works on it
@@ -94,4 +119,8 @@ class EventRecorder:
 
     def mark(self, name: str) -> None:
         """Record that the calling thread has come to the end of another ``name``, for example STEP."""
-        self._note(MARK, get_ident(), name)
+        self._note(MARK, get_ident(), (name, self._processor_time()))
+
+    def answered(self, request: ServerRequest) -> None:
+        """Record that a parameter server has just answered a request."""
+        self._note(ANSWERED, request)

@@ -11,6 +11,7 @@ from reigen.observe.clock_sync import ClockOffsetEstimate, TimelineClock, estima
 from reigen.observe.messages import ClockPing, ClockPong, TraceChunk, TraceEnd, encode
 from reigen.observe.recorder import EventRecorder
 from reigen.observe.trace_events import TraceEventBuilder
+from reigen.resources.cpu import read_allowed_cpus
 
 #: Seconds between looks at the recorder, and writes of chunks: programs wait for a file as long as two of these take.
 PERIOD_SECONDS = 0.05
@@ -39,7 +40,7 @@ class TraceRecording:
         self, recorder: EventRecorder, clock: TimelineClock, session: int, host: str, mark_cycles: bool
     ) -> None:
         self.recorder, self.clock, self.session = recorder, clock, session
-        self._host = host
+        self._host, self._cpus = host, read_allowed_cpus()
         self._layout = TraceEventBuilder(mark_cycles)
 
     def pages(self, offset: int, error: int, most: int = _EVENTS_IN_A_PERIOD) -> list[TraceChunk]:
@@ -53,11 +54,14 @@ class TraceRecording:
             num_taken += len(events)
             time.sleep(0)
         self._layout.emit_long(self.clock.read())
-        dropped = self.recorder.num_dropped
+        dropped, (cpus, quota) = self.recorder.num_dropped, self._cpus
         return [
-            TraceChunk(self.session, self._host, offset, error, dropped, c.rows, c.labels, c.arguments, c.slices)
+            TraceChunk(
+                self.session, self._host, offset, error, dropped, c.rows, c.labels, c.arguments, c.slices,
+                f"{cpus:x}", quota,
+            )
             for c in self._layout.take()
-        ]
+        ]  # fmt: skip
 
 
 class TraceSender:

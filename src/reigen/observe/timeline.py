@@ -140,11 +140,10 @@ class Timeline:
         """Return whether this rank records its engine's events."""
         return self._recorder is not None
 
-    def mark(self, name: str) -> None:
-        """Record that the calling thread has come to the end of another ``name``."""
-        recorder = self._recorder
-        if recorder is not None:
-            recorder.mark(name)
+    @property
+    def recorder(self) -> EventRecorder | None:
+        """Return what records this rank's events; None: nothing does."""
+        return self._recorder
 
     def _begin_recording(self) -> EventRecorder:
         self._recorder = EventRecorder(self._clock.read)

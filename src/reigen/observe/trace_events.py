@@ -6,7 +6,8 @@ Slices of a collective, one after the other in one row, with Horovod's names:
 * QUEUE: announced, while another one is being carried out
 * ALLREDUCE: carried out. Within it, in the row of the first tensor of a batch, its phases
 
-and of a thread STEP, from one mark to the next, and within it WAIT: it can do nothing but wait for a collective.
+and of a thread STEP, from one mark to the next, with the processor time in it, and within it WAIT: it can do nothing
+but wait for a collective, or for parameter servers. Of these PUSH, PULL and the like: requests, from sent to answered.
 
 A slice becomes known when it ends. One that takes long is shown as begun already (`TraceEventBuilder.emit_long`), so
 that the file of a job that hangs, or was killed, has the collectives that it was waiting for.
@@ -24,7 +25,8 @@ import msgspec
 from reigen.engine.messages import UNNAMED, Operation, OperationKind, Response
 from reigen.observe import recorder
 from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER, TraceSlice
-from reigen.observe.recorder import Event
+from reigen.observe.recorder import Event, ServerRequest
+from reigen.resources.cpu import ProcessorTime
 
 #: A slice that has not ended after this time is shown as begun.
 LONG_NANOSECONDS = 1_000_000_000
@@ -34,14 +36,17 @@ _MAX_REMEMBERED = 4096
 
 #: Numbers of rows, a trace's "threads". They begin at 1000, because Perfetto takes thread 0 for none, and the thread
 #: that has its process's number for the main one.
-CYCLES, _FIRST_THREAD, FIRST_TENSOR = 1000, 1001, 1100
+CYCLES, _FIRST_THREAD, _FIRST_REQUESTS, FIRST_TENSOR = 1000, 1001, 1050, 1100
 #: Rows that are named after a tensor.
 MAX_NAMED = 200
 FIRST_SHARED = FIRST_TENSOR + MAX_NAMED
 
 #: Categories of slices.
 NEGOTIATION, COLLECTIVE, PHASE, QUEUE = "negotiation", "collective", "phase", "queue"
-THREAD, CYCLE, ERROR = "thread", "cycle", "error"
+THREAD, CYCLE, ERROR, SERVER = "thread", "cycle", "error", "server"
+
+#: Arguments of steps, in microseconds: a `ProcessorTime`.
+PROCESSOR_ARGUMENTS = ("cpu_us", "cpu_delay_us", "process_cpu_us")
 
 #: Limit of a chunk's content, estimated from above, in bytes; one addition more fits into a note.
 CHUNK_BYTES = 24 << 10
@@ -127,6 +132,8 @@ class TrackAllocator:
         #: tensors that have come once
         self._seen: set[str] = set()
         self._busy: set[int] = set()
+        #: when the latest request in each of their rows was answered
+        self._requests: list[int] = []
         #: shared rows that are free, and how many there are in all
         self._free: list[int] = []
         self._num_shared = 0
@@ -135,10 +142,22 @@ class TrackAllocator:
         """Return the row of a thread."""
         row = self._threads.get(thread)
         if row is None:
-            row = self._threads[thread] = min(_FIRST_THREAD + len(self._threads), FIRST_TENSOR - 1)
+            row = self._threads[thread] = min(_FIRST_THREAD + len(self._threads), _FIRST_REQUESTS - 1)
             number = len(self._threads)
             self.new.append((row, "steps and waits" if number == 1 else f"steps and waits, thread {number}"))
         return row
+
+    def request_track(self, begin: int, end: int) -> int:
+        """Return the first row of requests in which nothing has ended behind ``begin``; the last one, of too many."""
+        for number, latest in enumerate(self._requests):
+            if latest <= begin or number == FIRST_TENSOR - _FIRST_REQUESTS - 1:
+                break
+        else:
+            number = len(self._requests)
+            self._requests.append(end)
+            self.new.append((_FIRST_REQUESTS + number, f"requests to servers {number + 1}"))
+        self._requests[number] = max(end, self._requests[number])
+        return _FIRST_REQUESTS + number
 
     def take(self, name: str) -> int:
         """Take a free row for a tensor, until it is given back."""
@@ -198,8 +217,8 @@ class TraceEventBuilder:
         self._executing: list[_OpenSlice] = []
         #: by thread
         self._waiting: dict[int, _OpenSlice] = {}
-        #: by thread and name: time and number of the last mark
-        self._marks: dict[tuple[int, str], tuple[int, int]] = {}
+        #: by thread and name: time and number of the last mark, and the processor time until then
+        self._marks: dict[tuple[int, str], tuple[int, int, ProcessorTime]] = {}
         self._announced = 0
         #: latest arguments by name: of its negotiation, and of which kind it was; and of its execution, alone or with
         #: others
@@ -229,7 +248,9 @@ class TraceEventBuilder:
                 if (wait := self._waiting.pop(a, None)) is not None:
                     self._close(wait, now)
             elif what == recorder.MARK:
-                self._mark(now, a, b)
+                self._mark(now, a, *b)
+            elif what == recorder.ANSWERED:
+                self._answered(now, a)
             else:
                 self._failed(now, a)
 
@@ -306,15 +327,22 @@ class TraceEventBuilder:
             self._pages.add(INSTANT, ("FAILED", ERROR), negotiation.row, now, 0, negotiation.arguments)
             self._rows.give_back(negotiation.row)
 
-    def _mark(self, now: int, thread: int, name: str) -> None:
+    def _mark(self, now: int, thread: int, name: str, processor_time: ProcessorTime) -> None:
         before = self._marks.get((thread, name))
         number = 0 if before is None else before[1] + 1
-        self._marks[thread, name] = (now, number)
+        self._marks[thread, name] = (now, number, processor_time)
         if before is not None:
+            arguments: Arguments = {"number": number}
+            for key, end, begin in zip(PROCESSOR_ARGUMENTS, processor_time, before[2], strict=True):
+                arguments[key] = (end - begin) // 1000
             row = self._rows.thread_track(thread)
-            self._pages.add(
-                COMPLETE, (name, THREAD), row, before[0], now - before[0], encode_arguments({"number": number})
-            )
+            self._pages.add(COMPLETE, (name, THREAD), row, before[0], now - before[0], encode_arguments(arguments))
+
+    def _answered(self, now: int, request: ServerRequest) -> None:
+        begin = now - request.nanoseconds
+        arguments = encode_arguments({"server": request.server, "bytes": request.nbytes})
+        row = self._rows.request_track(begin, now)
+        self._pages.add(COMPLETE, (request.kind, SERVER), row, begin, request.nanoseconds, arguments)
 
     # -- slices -------------------------------------------------------------------------------------------------------
 

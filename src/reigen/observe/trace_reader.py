@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from reigen.errors import ReigenError
-from reigen.observe.chrome_format import START_EVENT, UNTIL_EVENT, VIEW, VIEW_STRIDE
-from reigen.observe.trace_events import COLLECTIVE, ERROR, NEGOTIATION, THREAD, parse_title
+from reigen.observe.chrome_format import CPUS_EVENT, START_EVENT, UNTIL_EVENT, VIEW, VIEW_STRIDE
+from reigen.observe.trace_events import COLLECTIVE, ERROR, NEGOTIATION, PHASE, SERVER, THREAD, parse_title
+from reigen.resources.cpu import AllowedCpus
 
 #: Begin and end.
 Interval = tuple[float, float]
@@ -31,6 +32,12 @@ class _EventArguments(msgspec.Struct, gc=False):
     size: int = 0
     view: int = 0
     change: str = ""
+    server: int = 0
+    cpu_us: float | None = None
+    cpu_delay_us: float = 0.0
+    process_cpu_us: float = 0.0
+    mask: str = "0"
+    quota: float = 0.0
 
 
 class _EventLine(msgspec.Struct, gc=False):
@@ -66,6 +73,7 @@ class CollectiveExecution:
         nbytes: of this rank's tensor.
         batch: the number of tensors in its batch.
         submitted: None when that was not recorded.
+        announced: when all ranks had submitted it and rank 0 had said so; None when that was not recorded.
     """
 
     rank: int
@@ -77,6 +85,28 @@ class CollectiveExecution:
     submitted: float | None
     begun: float
     ended: float
+    announced: float | None = None
+
+
+@dataclass(slots=True)
+class RequestExecution:
+    """Request to a parameter server, from sent to answered; ``nbytes`` of values, there and back."""
+
+    rank: int
+    kind: str
+    server: int
+    nbytes: int
+    begun: float
+    ended: float
+
+
+@dataclass(slots=True)
+class StepProcessorTime:
+    """Processor time of a step, in microseconds; see `reigen.resources.cpu.ProcessorTime`."""
+
+    thread: float
+    delay: float
+    process: float
 
 
 @dataclass(slots=True)
@@ -98,8 +128,13 @@ class Trace:
         executions: in no order.
         failures: rank and tensor of submissions that failed.
         pending: submissions without an answer at the end.
+        phases: by rank and begin of a batch: time of each phase.
+        requests: in no order.
         steps: by rank, in order.
+        processor_times: by rank: of each of its steps; empty where that is unknown.
+        cpus: by rank: which processors it may use.
         waits: by rank: times at which a caller could do nothing but wait.
+        waited_for: by rank and begin of a wait: the tensor.
         clock_errors: by rank: the largest error of its times, in microseconds.
         num_dropped: events, or chunks of them, that are missing.
         end: the last time in the file.
@@ -111,10 +146,15 @@ class Trace:
     size: int = 0
     names: dict[int, str] = field(default_factory=dict)
     executions: list[CollectiveExecution] = field(default_factory=list)
+    phases: dict[tuple[int, float], dict[str, float]] = field(default_factory=dict)
+    requests: list[RequestExecution] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
     pending: list[UnfinishedCollective] = field(default_factory=list)
     steps: dict[int, list[Interval]] = field(default_factory=dict)
+    processor_times: dict[int, list[StepProcessorTime]] = field(default_factory=dict)
+    cpus: dict[int, AllowedCpus] = field(default_factory=dict)
     waits: dict[int, list[Interval]] = field(default_factory=dict)
+    waited_for: dict[tuple[int, float], str] = field(default_factory=dict)
     clock_errors: dict[int, float] = field(default_factory=dict)
     num_dropped: int = 0
     end: float = 0.0
@@ -171,8 +211,10 @@ class _TraceParser:
 
     def __init__(self, size: int) -> None:
         self._trace = Trace(size)
-        #: by rank and tensor: when it was submitted
-        self._submitted: dict[tuple[int, str], float] = {}
+        #: by rank and tensor: when it was submitted, and announced
+        self._submitted: dict[tuple[int, str], Interval] = {}
+        #: by rank and row: when the latest collective in it began
+        self._begun: dict[tuple[int, int], float] = {}
         #: by rank and row: slices that have begun and not ended
         self._open: dict[tuple[int, int], list[_EventLine]] = {}
         self._dropped: dict[tuple[int, str], int] = {}
@@ -197,7 +239,8 @@ class _TraceParser:
                 if line.cat == NEGOTIATION:
                     self._trace.pending.append(UnfinishedCollective(line.pid, _tensor_of(line), line.ts))
                 elif line.cat == THREAD:
-                    self._trace.waits.setdefault(line.pid, []).append((line.ts, self._trace.end))
+                    line.dur = self._trace.end - line.ts
+                    self._add_wait(line)
         self._trace.num_dropped = sum(self._dropped.values())
         return self._trace
 
@@ -205,9 +248,11 @@ class _TraceParser:
         arguments = line.args or _NO_ARGUMENTS
         trace, rank = self._trace, line.pid
         if line.cat == NEGOTIATION:
-            self._submitted[rank, _tensor_of(line)] = line.ts
+            self._submitted[rank, _tensor_of(line)] = (line.ts, line.ts + line.dur)
         elif line.cat == COLLECTIVE:
             tensor = _tensor_of(line)
+            submitted, announced = self._submitted.pop((rank, tensor), (None, None))
+            self._begun[rank, line.tid] = line.ts
             trace.executions.append(
                 CollectiveExecution(
                     rank,
@@ -216,14 +261,32 @@ class _TraceParser:
                     arguments.process_set,
                     arguments.bytes,
                     arguments.batch,
-                    self._submitted.pop((rank, tensor), None),
+                    submitted,
                     line.ts,
                     line.ts + line.dur,
+                    announced,
                 )
             )
+        elif line.cat == PHASE:
+            if (begun := self._begun.get((rank, line.tid))) is not None:
+                phases = trace.phases.setdefault((rank, begun), {})
+                phases[line.name] = phases.get(line.name, 0.0) + line.dur
+        elif line.cat == SERVER:
+            ended = line.ts + line.dur
+            request = RequestExecution(rank, line.name, arguments.server, arguments.bytes, line.ts, ended)
+            trace.requests.append(request)
         elif line.cat == THREAD:
-            kept = trace.steps if line.name == "STEP" else trace.waits if line.name == "WAIT" else {}
-            kept.setdefault(rank, []).append((line.ts, line.ts + line.dur))
+            if line.name == "WAIT":
+                self._add_wait(line)
+            elif line.name == "STEP":
+                trace.steps.setdefault(rank, []).append((line.ts, line.ts + line.dur))
+                if arguments.cpu_us is not None:
+                    of_step = StepProcessorTime(arguments.cpu_us, arguments.cpu_delay_us, arguments.process_cpu_us)
+                    trace.processor_times.setdefault(rank, []).append(of_step)
+
+    def _add_wait(self, line: _EventLine) -> None:
+        self._trace.waits.setdefault(line.pid, []).append((line.ts, line.ts + line.dur))
+        self._trace.waited_for[line.pid, line.ts] = _tensor_of(line)
 
     def _end(self, line: _EventLine) -> None:
         opened = self._open.get((line.pid, line.tid), [])
@@ -242,8 +305,17 @@ class _TraceParser:
             trace.clock_errors[rank] = max(trace.clock_errors.get(rank, 0.0), arguments.error_us)
         elif line.name == UNTIL_EVENT:
             trace.end = max(trace.end, arguments.ts_us)
+        elif line.name == CPUS_EVENT:
+            trace.cpus[rank] = _parse_cpus(arguments)
         elif line.name in ("dropped_events", "dropped_pages"):
             self._dropped[rank, line.name] = arguments.count
+
+
+def _parse_cpus(arguments: _EventArguments) -> AllowedCpus:
+    try:
+        return AllowedCpus(int(arguments.mask, 16), arguments.quota)
+    except ValueError:
+        return AllowedCpus(0)
 
 
 def _tensor_of(line: _EventLine) -> str:

@@ -67,5 +67,7 @@ def test_what_describes_a_rank_is_told_once_and_when_it_changes() -> None:
         ("clock_offset", {"offset_us": 7.0, "error_us": 5.0}),
         ("dropped_events", {"count": 3}),
     ]
+    first = records(merger, 0, page(cpus="f0", cpu_quota=2.5))[2]
+    assert (first["name"], first["args"]) == ("allowed_cpus", {"mask": "f0", "quota": 2.5})
     assert json.loads(merger.lost(1, 9))["args"] == {"count": 9}
     assert json.loads(merger.until(START + 1500))["args"] == {"ts_us": 1.5}

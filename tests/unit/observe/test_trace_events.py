@@ -23,6 +23,7 @@ from reigen.observe.trace_events import (
     make_title,
     parse_title,
 )
+from reigen.resources.cpu import ProcessorTime
 from reigen.types import ReduceOp
 
 US = 1000
@@ -85,16 +86,19 @@ def test_a_batch_shows_every_tensor_and_the_phases_once() -> None:
     assert shown[2][5]["batch"] == 2
 
 
-def test_failures_cycles_steps_and_waits() -> None:
+def test_failures_cycles_steps_waits_and_requests() -> None:
     shown = show(
-        (r.MARK, 0, 77, "STEP"),
+        (r.MARK, 0, 77, ("STEP", ProcessorTime(10 * US, 5 * US, 40 * US))),
         (r.SUBMITTED, 10, A, None),
         (r.WAITING, 20, 77, "a"),
         (r.ANNOUNCED, 30, None, None),
         (r.FAILED, 40, "a", None),
         (r.FAILED, 41, "a", None),
         (r.WAITED, 50, 77, "a"),
-        (r.MARK, 60, 77, "STEP"),
+        (r.ANSWERED, 55, r.ServerRequest("PUSH", 2, 800, 40), None),
+        (r.ANSWERED, 57, r.ServerRequest("PULL", 2, 800, 10), None),
+        (r.ANSWERED, 58, r.ServerRequest("PULL", 0, 8, 2), None),
+        (r.MARK, 60, 77, ("STEP", ProcessorTime(13 * US, 6 * US, 47 * US))),
         (r.WAITING, 70, 78, "b"),
         (r.WAITED, 80, 78, "b"),
         mark_cycles=True,
@@ -104,7 +108,10 @@ def test_failures_cycles_steps_and_waits() -> None:
         (COMPLETE, "NEGOTIATE_ALLREDUCE", 1300, 10, 30, {"tensor": "allreduce.a"}),
         (INSTANT, "FAILED", 1300, 40, 0, {"tensor": "allreduce.a"}),
         (COMPLETE, "WAIT", 1001, 20, 30, {"tensor": "allreduce.a"}),
-        (COMPLETE, "STEP", 1001, 0, 60, {"number": 1}),
+        (COMPLETE, "PUSH", 1050, 15, 40, {"server": 2, "bytes": 800}),
+        (COMPLETE, "PULL", 1051, 47, 10, {"server": 2, "bytes": 800}),
+        (COMPLETE, "PULL", 1050, 56, 2, {"server": 0, "bytes": 8}),
+        (COMPLETE, "STEP", 1001, 0, 60, {"number": 1, "cpu_us": 3, "cpu_delay_us": 1, "process_cpu_us": 7}),
         (COMPLETE, "WAIT", 1002, 70, 10, {"tensor": "b"}),
     ]
 

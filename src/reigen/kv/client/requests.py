@@ -16,6 +16,7 @@ from reigen.compression import Codec
 from reigen.errors import ReigenError, WireError
 from reigen.kv.protocol import PUSH_KINDS, MessageFlag, MessageHeader, MessageKind
 from reigen.kv.shm_arena import ArenaBlock
+from reigen.observe.recorder import ServerRequest
 
 ByteArray = NDArray[np.uint8]
 
@@ -218,6 +219,16 @@ class ClientRequest:
         body = self.body if isinstance(self.body, bytes) else self.body.data
         return structs.replace(self.header, flags=flags, body_bytes=nbytes), body
 
+    @property
+    def num_value_bytes(self) -> int:
+        """Number of bytes of values that it brings and is answered with."""
+        return len(self.body) + (0 if self.into is None else self.into.nbytes)
+
+    def seen(self, now: float) -> ServerRequest:
+        """Return its record for a timeline, answered ``now`` (``time.monotonic()``)."""
+        nanoseconds = int((now - self.sent_at) * 1e9)
+        return ServerRequest(MessageKind(self.header.kind).name, self.server, self.num_value_bytes, nanoseconds)
+
     def query(self) -> MessageHeader:
         """Return the header of the question what has become of it."""
         return structs.replace(self.header, kind=int(MessageKind.QUERY), about=self.header.kind)
@@ -242,6 +253,10 @@ class BatchRequest(ClientRequest):
     @property
     def num_ids(self) -> int:
         return 1 + len(self.numbers)
+
+    @property
+    def num_value_bytes(self) -> int:
+        return len(self.body) + sum(out.nbytes for out in self.outs)
 
     def take(self, data: memoryview) -> None:
         """Take the values of all keys."""

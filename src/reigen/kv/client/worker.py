@@ -26,6 +26,7 @@ from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberRetur
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.cluster.metrics import MetricSample
 from reigen.config import Config
+from reigen.context import timeline_recorder
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection
@@ -406,6 +407,8 @@ class KVWorker:
             self.arena.free(request.block)
             request.block = None
         request.note()
+        if request.sent_at and (recorder := timeline_recorder()) is not None:
+            recorder.answered(request.seen(time.monotonic()))
         self._release(request.header.kind, request.leave())
         self._num_outstanding -= 1
         operation = request.operation
@@ -451,6 +454,10 @@ class KVWorker:
         """Return when something is done, or nothing works any more; see `_drive`."""
         if is_done():
             return
+        recorder = timeline_recorder()
+        name = "" if recorder is None else what if isinstance(what, str) else what.what
+        if recorder is not None:
+            recorder.waiting(name)
         since, is_woken = time.monotonic(), True
         try:
             while is_woken:
@@ -460,6 +467,8 @@ class KVWorker:
                     self._closing.wait(_YIELD_SECONDS)  # another thread waits for the lock
         finally:
             self.member.counters.waited_seconds += time.monotonic() - since
+            if recorder is not None:
+                recorder.waited(name)
 
     def _leave_to_thread(self) -> None:
         """Have the store's thread drive pending requests."""

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from reigen import kv, optim
+from reigen import context, kv, optim
 from reigen.cluster.environ import detect_job
 from reigen.compression import means_none
 from reigen.errors import ArgumentError, ConfigError, StepOrderError
@@ -129,12 +129,14 @@ class Trainer:
             _check_batch(batch_size)
             self._sum(ignore_stale_grad, 1.0 / scale, overflow)
             self._update_locally(batch_size)
+            context.mark("STEP")
             return
         assert self._sync is not None
         gradients = self._gradients.gradients(ignore_stale_grad)
         factor = self._send_optimizer(batch_size) / scale
         self._sync.update([(index, self._gradients.of(index, each, factor, overflow)) for index, each in gradients])
         self._num_steps += 1
+        context.mark("STEP")
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """The first half of a step that updates in the worker: every ``.grad`` becomes the sum over all workers.
