@@ -482,6 +482,10 @@ class Context:
         if self.view:
             yield "reigen_view_epoch", (), self.view
 
+    def when_refused(self, notify: Callable[[], None]) -> None:
+        """Have ``notify`` called with each collective that is refused because nothing works any more, by its thread."""
+        self._engine.refused = notify
+
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note beside the collectives: see `Engine.post`."""
         self._engine.post(topic, data)

@@ -74,6 +74,9 @@ _ABSENT_SHARE = 0.9
 _TELL_SECONDS, _MAX_TIMES = 1.0, 1024
 #: Between looks whether members have finished.
 _LOOK_SECONDS = 0.2
+#: A program that goes on in a view that has ended is given up when it has caught the errors of so many calls, over this
+#: time at least; after `_ABSENT_SHARE` of the deadline so few refused ones are enough.
+_MANY_REFUSED, _REFUSED_SECONDS, _FEW_REFUSED = 100, 10.0, 3
 
 
 #: Why a process ends that keeps the others waiting.
@@ -83,9 +86,19 @@ _ABSENT_TEXT = (
     "and HostsUpdatedInterrupt, which have to leave the function that hvd.elastic.run calls"
 )
 
+#: Why a process ends whose program goes on in a view that has ended.
+_REFUSED_TEXT = (
+    "its program has not come to view {} of the job: for {:.0f} s it has gone on in view {}, which has ended, and has "
+    "caught the errors of {} calls. HorovodInternalError and HostsUpdatedInterrupt have to leave the function that "
+    "hvd.elastic.run calls: no `except` in it may catch them, also not `except Exception`"
+)
+
 
 class ViewContext(Protocol):
     """Context of a view, as far as the job needs it."""
+
+    def when_refused(self, notify: Callable[[], None]) -> None:
+        """Have ``notify`` called with each collective that is refused because the view has ended, by its thread."""
 
     def view_begins(self, size: int, change: str, lost_seconds: float) -> None:
         """Take note that the steps of the view may be run: what has changed, and for how long none could be run."""
@@ -177,6 +190,42 @@ class StepClock:
         return times
 
 
+class RefusedCalls:
+    """Count of the calls of a program that were refused in a view that has ended: does it catch these errors?
+
+    One such error leaves the training function of a program that is right. Others catch it and call again: if only one
+    rank does, the others wait for it in the next view; if all do, nobody waits, and they would go on for ever.
+
+    Args:
+        deadline_seconds: of collectives.
+
+    Attributes:
+        num: how many were refused.
+        seconds: from the first one to the latest.
+    """
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._first_at: float | None = None
+        self._num_caught = 0
+        self.num, self.seconds = 0, 0.0
+
+    def add(self, *, is_caught: bool) -> bool:
+        """Count a refused call; returns whether the program is to be given up.
+
+        Args:
+            is_caught: the program has got the error of the one before, and has called again. It need not have where
+                the runtime of a framework goes ahead of it, or where a step has to submit the rest of its gradients.
+        """
+        now = time.monotonic()
+        self._first_at = now if self._first_at is None else self._first_at
+        self.num, self.seconds = self.num + 1, now - self._first_at
+        self._num_caught += is_caught
+        if self.num >= _FEW_REFUSED and self.seconds >= _ABSENT_SHARE * self._deadline_seconds:
+            return True
+        return self._num_caught >= _MANY_REFUSED and self.seconds >= _REFUSED_SECONDS
+
+
 class ElasticJob(Generic[_Context]):
     """The job; `ViewDriver` calls it as its `ViewPlane`.
 
@@ -237,6 +286,9 @@ class ElasticJob(Generic[_Context]):
         self.step_state: StepState | None = None
         #: all members stop at the step that the program has applied last: some may be in it still
         self._has_stopped = False
+        #: of the view that the program has; and the program's thread
+        self._refused = RefusedCalls(math.inf)
+        self._thread_id = 0
         self._driver: ViewDriver
         self._service: ViewService
         self.launcher_rendezvous: Callable[[], Rendezvous]
@@ -313,8 +365,17 @@ class ElasticJob(Generic[_Context]):
             self._entered, self.epoch, self._step = view, view.epoch, view.base.target
             self._step_clock.enter_view()
             context = self._contexts[view.epoch]
+            self._refused = RefusedCalls(self._deadline_seconds)
+            self._thread_id = threading.get_ident()
+        context.when_refused(partial(self._note_refused, view.epoch))
         self._close_context(before)
         return context
+
+    def _note_refused(self, epoch: int) -> None:
+        """Take note that a call of the program has failed because a view has ended; the thread that has made it."""
+        refused, is_caught = self._refused, self.step_state is None and threading.get_ident() == self._thread_id
+        if epoch == self.epoch and not self._is_waiting and refused.add(is_caught=is_caught):
+            self.end(1, _REFUSED_TEXT.format(epoch + 1, refused.seconds, epoch, refused.num))
 
     def _raise_left(self) -> None:
         self._driver.launcher_knows.wait(_KNOWN_SECONDS)
@@ -364,6 +425,8 @@ class ElasticJob(Generic[_Context]):
     def is_changing(self) -> bool:
         """Return whether the members change now, at the step that the program has applied last."""
         self._has_stopped = self._driver.step_applied(self._step, self.epoch) and not self._driver.finished
+        if self._has_stopped:
+            self._note_refused(self.epoch)
         return self._has_stopped
 
     def require_size(self, size: int) -> None:

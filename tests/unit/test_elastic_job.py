@@ -1,4 +1,4 @@
-"""The part of a process in an elastic job: how long its steps take, and how much of that is its own work."""
+"""The part of a process in an elastic job: how long its steps take, and whether its program catches all errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from reigen import elastic_job
 from reigen.cluster.membership.stragglers import StepTime
-from reigen.elastic_job import StepClock
+from reigen.elastic_job import RefusedCalls, StepClock
 from reigen.engine.counters import EngineCounters
 
 
@@ -47,3 +47,42 @@ def test_many_short_steps_are_told_earlier(monkeypatch: pytest.MonkeyPatch) -> N
     steps.step(1.0, 0.0)
     told = [steps.step(1 / 65536, 0.0) for _ in range(1024)]
     assert [len(times) for times in told] == [0] * 1023 + [1024]
+
+
+class RefusedProgram:
+    """A program whose calls are refused at times that a test says, with a deadline of 600 s."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.calls = 100.0, RefusedCalls(600.0)
+        monkeypatch.setattr(elastic_job.time, "monotonic", lambda: self.now)
+
+    def call(self, num: int, seconds: float, *, is_caught: bool = True) -> list[bool]:
+        """Calls so often, each so many seconds behind the one before; returns what follows from each."""
+        ends = []
+        for _ in range(num):
+            self.now += seconds
+            ends.append(self.calls.add(is_caught=is_caught))
+        return ends
+
+
+def test_a_program_that_calls_again_and_again_is_given_up_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = RefusedProgram(monkeypatch)
+    ends = program.call(1000, 1 / 64)
+    assert ends.index(True) == 640
+    slower = RefusedProgram(monkeypatch)
+    assert slower.call(1000, 1.0).index(True) == 99, "a hundred calls"
+    assert (slower.calls.num, slower.calls.seconds) == (1000, 999.0)
+
+
+def test_a_program_that_cleans_up_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(RefusedProgram(monkeypatch).call(5000, 1 / 512)), "many calls, in less than ten seconds"
+    assert not any(RefusedProgram(monkeypatch).call(99, 5.0)), "few calls, in less than the deadline"
+    assert not any(RefusedProgram(monkeypatch).call(2, 5000.0)), "one error leaves it, another one what cleans up"
+
+
+def test_calls_whose_errors_the_program_need_not_have_seen_count_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = RefusedProgram(monkeypatch)
+    assert not any(program.call(1000, 0.5, is_caught=False))
+    assert program.call(100, 0.5, is_caught=False).index(True) == 80, "0.9 of 600 s behind the first one"

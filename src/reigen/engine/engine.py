@@ -21,7 +21,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reigen.backends.base import Backend, ProgressHook
@@ -129,6 +129,8 @@ class Engine:
         self.traffic: NetworkTraffic | None = None
         #: shared memory of this rank, where there is some
         self.segment: SharedSegment | None = None
+        #: called with each operation that is refused because nothing works any more, if anybody wants to know
+        self.refused: Callable[[], None] | None = None
         self._read_token = -1  # of the transport, before everything was read that had come
         self._next_check = 0.0  # when to look for dead ranks
         self._thread: threading.Thread | None = None
@@ -178,8 +180,11 @@ class Engine:
             return
         try:
             self._outstanding.add(operation, handle, self._observer)
-        except PeerLostError as error:
-            self._exit_grace.give(error)
+        except CollectiveError as error:
+            if isinstance(error, PeerLostError):
+                self._exit_grace.give(error)
+            if self.refused is not None and operation.kind is not OperationKind.FREE:  # which the program does not see
+                self.refused()
             raise
         if self._thread is None:
             self.wait_for(handle)
