@@ -486,6 +486,13 @@ class Context:
         """Have ``notify`` called with each collective that is refused because nothing works any more, by its thread."""
         self._engine.refused = notify
 
+    def when_late(self, notify: Callable[[Sequence[int]], None]) -> None:
+        """Have ``notify`` called with the ranks for which a collective has waited until its deadline.
+
+        Nothing works any more then: the others go on without them, in another view.
+        """
+        self._engine.late = notify
+
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note beside the collectives: see `Engine.post`."""
         self._engine.post(topic, data)

@@ -42,6 +42,7 @@ from reigen.cluster.membership.rendezvous import (
     split_address,
 )
 from reigen.cluster.membership.stragglers import StepTime
+from reigen.cluster.membership.views.events import MembersLate
 from reigen.cluster.membership.views.history import ElasticHistory, compare_views
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
@@ -102,6 +103,9 @@ class ViewContext(Protocol):
 
     def view_begins(self, size: int, change: str, lost_seconds: float) -> None:
         """Take note that the steps of the view may be run: what has changed, and for how long none could be run."""
+
+    def when_late(self, notify: Callable[[Sequence[int]], None]) -> None:
+        """Have ``notify`` called with the ranks for which a collective has waited until its deadline."""
 
     def give_up(self, error: BaseException) -> None:
         """Fail all collectives, on all ranks."""
@@ -368,8 +372,14 @@ class ElasticJob(Generic[_Context]):
             self._refused = RefusedCalls(self._deadline_seconds)
             self._thread_id = threading.get_ident()
         context.when_refused(partial(self._note_refused, view.epoch))
+        context.when_late(partial(self._report_late, view))
         self._close_context(before)
         return context
+
+    def _report_late(self, view: View, ranks: Sequence[int]) -> None:
+        """Report ranks for which a collective has waited until its deadline."""
+        members = tuple(view.members[rank] for rank in ranks if rank != view.ranks[self._place.member])
+        self._driver.report(MembersLate(view.epoch, members))
 
     def _note_refused(self, epoch: int) -> None:
         """Take note that a call of the program has failed because a view has ended; the thread that has made it."""

@@ -240,6 +240,23 @@ def test_a_member_that_was_stopped_for_long_is_left_behind_and_ends():
         check_counts(members)
 
 
+def test_who_is_stopped_is_left_out_at_the_deadline_and_killed():
+    """Those who wait know that its process is stopped: they do not wait for its answer, too."""
+    with ElasticProcesses(COUNTING, "300", "0.005", REIGEN_DEADLINE="2") as job:
+        members = [*job.start_first(3)]
+        job.wait_for("STEP 5 ")
+        stopped = members.pop(1)
+        stopped.kill(signal.SIGSTOP)
+        job.wait_for("DONE", members)
+        assert [member.wait() for member in members] == [0, 0]
+        assert stopped.wait() == -signal.SIGKILL
+        check_counts([*members, stopped])
+        histories = [line for member in members for line in member.lines if line.startswith("HISTORY")]
+        assert all("view 2: 2 ranks go on" in history for history in histories), histories
+        reason = "rank 1 did not come until the deadline: its process is stopped"
+        assert any(reason in history for history in histories), histories
+
+
 def test_a_spare_takes_the_place_of_the_dead_in_the_same_change():
     """REIGEN_TEST_KILLS=100 for a measurement: seconds from a kill until the spare has made its first step."""
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "6")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_deaths_at_random_moments_cost_no_sample(server: ForkServer, kind: str, 
         ledger = Ledger()
         ledger.read(job.members)
         ledger.check(epochs, samples)
+
+
+def test_who_is_stopped_in_a_step_is_left_out_at_the_deadline(server: ForkServer):
+    with ElasticProcesses("2", "403", "0.02", server=server, REIGEN_DEADLINE="2") as job:
+        members = [*job.start_first(3)]
+        job.wait_for("STEP 5 ")
+        stopped = members.pop(0)
+        stopped.kill(signal.SIGSTOP)
+        finish(job, members)
+        assert stopped.wait() == -signal.SIGKILL
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(2, 403)
 
 
 #: By slot: where it dies, and in which step.

@@ -49,7 +49,15 @@ from reigen.elastic.catch_up import HeldState, SumsAtHand, UpdateAtHand, plan_ca
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.state import Departure
 from reigen.elastic.training import TrainingState
-from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError, StepOrderError, format_ranks
+from reigen.errors import (
+    ArgumentError,
+    CollectiveError,
+    DeadlineError,
+    JobLeft,
+    PeerLostError,
+    StepOrderError,
+    format_ranks,
+)
 
 if TYPE_CHECKING:
     import os
@@ -60,6 +68,8 @@ _log = logging.getLogger(__name__)
 
 #: How often a receiver's state may differ from the source's after it was sent.
 _MAX_TRANSFERS = 2
+#: Changes in a row because of members that do not come, with no step between: who does not come to two views has ended.
+_MAX_LATE = 2
 
 
 class StepParts(Sequence[Part]):
@@ -231,6 +241,8 @@ class BaseJob(ABC):
         self._has_renewed = True
         #: others wait for the end of the step that is completed, to get the state then
         self._is_awaited = False
+        #: changes because of members that were late, since the latest step
+        self._num_late = 0
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -490,6 +502,7 @@ class BaseJob(ABC):
         """End the update of the weights."""
         if is_applied and self._step is not None:
             self._step.is_applied = True
+            self._num_late = 0
             self._mark.number += 1
             self.data.move_behind(self._step.interval)
         self._is_updating = False
@@ -533,6 +546,11 @@ class BaseJob(ABC):
         """Return whether an error is a change of members; others leave."""
         if self._elastic is None or not isinstance(error, CollectiveError):
             return False
+        if isinstance(error, DeadlineError):
+            self._num_late += 1
+            if self._num_late > _MAX_LATE:
+                error.add_note("This came again and again with no step between: the ranks do different things.")
+                return False
         return isinstance(error, PeerLostError) or not contexts.current().is_operational
 
     def _change(self, reason: str) -> None:

@@ -131,6 +131,9 @@ class Engine:
         self.segment: SharedSegment | None = None
         #: called with each operation that is refused because nothing works any more, if anybody wants to know
         self.refused: Callable[[], None] | None = None
+        #: called with the ranks that a collective has waited for until its deadline; then nothing works any more, for
+        #: there is another view to go on in
+        self.late: Callable[[Sequence[int]], None] | None = None
         self._read_token = -1  # of the transport, before everything was read that had come
         self._next_check = 0.0  # when to look for dead ranks
         self._thread: threading.Thread | None = None
@@ -519,7 +522,8 @@ class Engine:
                 if observer is not None:
                     observer.failed(instruction.name)
                 handle = self._outstanding.handles.get(instruction.name)
-                if handle is not None and handle.is_in_program and isinstance(instruction.error, DeadlineError):
+                ends = self.late is not None or (handle is not None and handle.is_in_program)
+                if ends and isinstance(instruction.error, DeadlineError):
                     self._give_up(instruction.error)
                 else:
                     self._outstanding.finish([(instruction.name, instruction.error)])
@@ -529,6 +533,8 @@ class Engine:
         self._exit_grace.give_if_outstanding(error)
         self._outstanding.set_broken(error)
         self._exit_grace.give_if_outstanding(error)  # what was handed in just before that
+        if self.late is not None and isinstance(error, DeadlineError):
+            self.late(error.ranks)
         for process_set_group in self._process_set_groups.values():
             process_set_group.abort_on_device(error)
         self._controller.lose(error)

@@ -21,6 +21,7 @@ from reigen.cluster.membership.views.events import (
     KillMember,
     LayoutsBuilt,
     LeaveRequested,
+    MembersLate,
     PlaneRevoked,
     Received,
     RevokePlane,
@@ -564,6 +565,33 @@ def test_who_was_taken_for_stuck_and_has_reported_since_is_a_member_like_the_oth
 
     assert each.state is ElasticState.INSTALLING
     assert not each.lost
+
+
+def test_who_was_late_in_a_collective_is_left_out_soon_if_it_is_silent_in_the_change() -> None:
+    each = running(0)
+    assert each.handle(MembersLate(1, (member(1), member(2)))) == [], "their programs may be slow"
+    assert each.handle(TimerFired(ViewTimer.LATE)) == []
+    assert StartTimer(ViewTimer.LATE, 2.0) in each.handle(ChangeRequested(1, "a collective failed"))
+    each.handle(PlaneRevoked(1, progress(7)))
+    for silent, answering in ((1, 2), (2, 3)):
+        assert member(silent) not in each.lost
+        each.handle(Received(member(answering), MemberReport(2, member(answering), progress(7))))
+    each.handle(TimerFired(ViewTimer.LATE))
+
+    assert list(each.lost) == [member(1)]
+    assert each.lost[member(1)].verdict is Verdict.STUCK
+    decide(each, 0, 2, 3)
+    assert each.handle(TimerFired(ViewTimer.LATE)) == [], "it was about the view before"
+
+
+def test_where_rank_0_was_late_and_is_silent_the_next_one_leads() -> None:
+    each = running(1)
+    each.handle(ChangeRequested(1, "a collective failed"))
+    assert each.handle(MembersLate(1, (member(0), member(1)))) == [StartTimer(ViewTimer.LATE, 2.0)]
+    actions = each.handle(TimerFired(ViewTimer.LATE))
+
+    assert messages(actions, AskMember) == [member(0), member(2), member(3)], "it may have woken"
+    assert each.handle(MembersLate(2, (member(2),))) == [], "of a view that this member does not know"
 
 
 def test_who_does_not_die_loses_its_memory() -> None:

@@ -49,6 +49,7 @@ from reigen.cluster.membership.views.events import (
     LeaveRequested,
     MemberAction,
     MemberEvent,
+    MembersLate,
     PlaneRevoked,
     Received,
     RevokePlane,
@@ -168,6 +169,8 @@ class ViewDriver:
         self._unaware: set[MemberId] = set()
         self._all_know = threading.Event()
         self._num_failed_views = 0
+        #: what is known of the reason is another member's word
+        self._is_hearsay = False
         self.launcher_knows = threading.Event()
         #: of a candidate: it may be a member
         self._is_ready = True
@@ -241,7 +244,7 @@ class ViewDriver:
             self._actions.extend(actions)
             is_over = machine.state not in _STEPPING  # a moment later it may run the next view
             if is_over:
-                self._explain_change(StepApplied(step))
+                self.reason, self._is_hearsay = explain_change(machine.view, self.me, StepApplied(step))
         if actions:
             self._loop.wake()
         return is_over
@@ -271,9 +274,14 @@ class ViewDriver:
         if self._view is not None and self._view.size < size:
             self.request_change(f"the program needs {size} members")
 
-    def report(self, evidence: Evidence) -> None:
-        """Give evidence about another member: that a collective waits for it in vain, say (`Verdict.STUCK`)."""
-        self._post(partial(self.on_evidence, evidence))
+    def report(self, evidence: Evidence | MembersLate) -> None:
+        """Give evidence about other members.
+
+        Of those that are late, who is stopped is left out at once, and who does not answer in the next change. Others
+        may only be slow.
+        """
+        handle = self._on_late if isinstance(evidence, MembersLate) else self.on_evidence
+        self._post(partial(handle, evidence))  # type: ignore[arg-type]  # each takes what it is chosen for
 
     def leave(self, grace_seconds: float = 10.0, *, at_once: bool = False) -> None:
         """Leave in good order: at a step soon, by a change; `ViewPlane.end` is called with 0 then.
@@ -382,11 +390,14 @@ class ViewDriver:
         before = self._machine.state
         self._actions.extend(self._machine.handle(event))
         self._look_at_view()
-        if self._machine.state is before or self._machine.state in _CALM:
-            return
-        if before in _CALM or (before is ElasticState.PAUSED and isinstance(event, Evidence)):
-            self._explain_change(event)
-        self._take_in_finished(event)
+        is_changed = self._machine.state is not before and self._machine.state not in _CALM
+        if self._view is not None and (
+            (is_changed and (before in _CALM or (before is ElasticState.PAUSED and isinstance(event, Evidence))))
+            or (before is ElasticState.CHANGING and self._is_hearsay and isinstance(event, Evidence))
+        ):
+            self.reason, self._is_hearsay = explain_change(self._view, self.me, event)
+        if is_changed:
+            self._take_in_finished(event)
 
     def _look_at_view(self, *, joins: bool = False) -> None:
         """Take in a view of which the state machine has just learned, before anything is sent because of it."""
@@ -542,23 +553,6 @@ class ViewDriver:
                 return
             self._dispatch(evidence)
 
-    def _explain_change(self, event: MemberEvent) -> None:
-        """Say why a change begins."""
-        view = self._view
-        assert view is not None, "members have a view"
-        match event:
-            case Evidence(member, verdict, detail):
-                self.reason = f"rank {view.ranks.get(member)} {verdict.value}{detail and ': '}{detail}"
-            case ChangeRequested(_, reason):
-                self.reason = f"rank {view.ranks.get(self.me)}: {reason}"
-            case Received(MemberId() as sender, RevokeView(lost=lost)) if lost:
-                ranks = format_ranks(view.ranks[member] for member in lost if member in view.ranks)
-                self.reason = f"rank(s) {ranks} are lost (told by rank {view.ranks.get(sender)})"
-            case Received(MemberId() as sender, RevokeView() | AskMember()):
-                self.reason = f"rank {view.ranks.get(sender)} asked for it"
-            case _:
-                self.reason = PLANNED_REASON
-
     # -- changes that are asked for, and the end of the program -------------------------------------------------------
 
     def _on_request(self, request: ChangeRequested) -> None:
@@ -573,6 +567,13 @@ class ViewDriver:
                 self._end(1, f"{MAX_FAILED_VIEWS + 1} views in a row failed here, at last because: {request.reason}")
                 return
         self._dispatch(request)
+
+    def _on_late(self, event: MembersLate) -> None:
+        self._dispatch(event)
+        for member in event.members:
+            if self._view is not None and self._view.epoch == event.epoch and self._links.is_stopped(member):
+                detail = "its process is stopped, and a collective has waited for it (REIGEN_DEADLINE)"
+                self.on_evidence(Evidence(member, Verdict.STUCK, detail))
 
     def _begin_leaving(self, grace_seconds: float, *, at_once: bool) -> None:
         if self.is_leaving or self._has_ended:
@@ -648,6 +649,28 @@ class ViewDriver:
                     return
                 known = "nobody has said who they are" if view is None else f"the latest known view is {view.epoch}"
                 self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")
+
+
+def explain_change(view: View, me: MemberId, event: MemberEvent) -> tuple[str, bool]:
+    """Return why a view ends, for the user, and whether that is another member's word.
+
+    Args:
+        view: the one that ends.
+        me: this member.
+        event: by which the change has begun.
+    """
+    match event:
+        case Evidence(member, verdict, detail):
+            return f"rank {view.ranks.get(member)} {verdict.value}{detail and ': '}{detail}", False
+        case ChangeRequested(_, reason):
+            return f"rank {view.ranks.get(me)}: {reason}", False
+        case Received(MemberId() as sender, RevokeView(lost=lost)) if lost:
+            ranks = format_ranks(view.ranks[member] for member in lost if member in view.ranks)
+            return f"rank(s) {ranks} are lost (told by rank {view.ranks.get(sender)})", True
+        case Received(MemberId() as sender, RevokeView() | AskMember()):
+            return f"rank {view.ranks.get(sender)} asked for it", True
+        case _:
+            return PLANNED_REASON, False
 
 
 def _explain_refusal(error: ReigenError) -> str:

@@ -80,7 +80,7 @@ class _Peer:
         links: to it, authenticated; the latest is used.
         connecting: the one that is being made.
         waiting: frames for it.
-        pidfd: of a local process; -1: of none, or not known yet.
+        process, pidfd: of a local process; None and -1: of none, or not known yet.
         is_watched: this process wants to know of its end.
         is_member: it is in the present view, or was in the one before.
         num_failures: connections in a row that came to nothing.
@@ -92,6 +92,7 @@ class _Peer:
     links: list[Connection] = field(default_factory=list)
     connecting: Connection | None = None
     waiting: list[bytes] = field(default_factory=list)
+    process: LocalProcess | None = None
     pidfd: int = -1
     is_watched: bool = False
     is_member: bool = False
@@ -173,6 +174,11 @@ class MemberLinks:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
         return True
+
+    def is_stopped(self, member: MemberId) -> bool:
+        """Return whether a process is known to be stopped by a signal; one of another host is not."""
+        peer = self._peers.get(member)
+        return peer is not None and peer.process is not None and peer.process.is_stopped
 
     def close(self) -> None:
         """End all links, and stop listening. May be called twice."""
@@ -350,9 +356,10 @@ class MemberLinks:
         with suppress(ConfigError):
             peer.address = peer.address or split_address(hello.address)
         if hello.namespace == self._node.namespace and peer.pidfd < 0:
-            pidfd = LocalProcess(hello.pid, hello.started).open()
+            process = LocalProcess(hello.pid, hello.started)
+            pidfd = process.open()
             if pidfd is not None:  # otherwise its link ends, too
-                peer.pidfd = pidfd
+                peer.process, peer.pidfd = process, pidfd
                 self._loop.watch(pidfd, partial(self._on_exit, peer))
         self._owner.on_linked(peer.id, is_finished=hello.is_finished)
 

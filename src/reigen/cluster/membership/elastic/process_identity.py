@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-#: number of the field in /proc/PID/stat, counted behind the name of the program
-_START_TIME = 19
+#: numbers of fields in /proc/PID/stat, counted behind the name of the program
+_STATE, _START_TIME = 0, 19
+#: of a process that was sent SIGSTOP, or that a debugger has stopped
+_STOPPED = {"T", "t"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,19 @@ class LocalProcess:
             os.close(fd)
         return fd if is_same else None
 
+    @property
+    def is_stopped(self) -> bool:
+        """True if it was stopped by a signal, or by a debugger, and has not been continued."""
+        try:
+            fields = _read_fields(self.pid)
+        except OSError:
+            return False
+        return fields[_STATE] in _STOPPED and int(fields[_START_TIME]) == self.started
+
 
 def _start_time(pid: int) -> int:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text.rpartition(")")[2].split()[_START_TIME])
+    return int(_read_fields(pid)[_START_TIME])
+
+
+def _read_fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -30,6 +30,8 @@ class ViewTimer(Enum):
     RETRY = "retry"
     #: who leads a change, or waits for others, takes them for stuck
     STUCK = "stuck"
+    #: members that a collective has waited for until its deadline are taken for stuck if they are silent
+    LATE = "late"
     #: another attempt of a leader that was preempted
     BACK_OFF = "back_off"
     #: who builds what a view needs says that it lives, and looks who has said so
@@ -66,6 +68,17 @@ class Evidence:
     verdict: Verdict
     detail: str = ""
     is_hearsay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MembersLate:
+    """A collective of the view ``epoch`` has waited for these members until its deadline.
+
+    Their programs may only be slow. A change begins for another reason; who is silent then is stuck.
+    """
+
+    epoch: int
+    members: tuple[MemberId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,7 @@ class TimerFired:
 MemberEvent = (
     Received
     | Evidence
+    | MembersLate
     | PlaneRevoked
     | LayoutsBuilt
     | Rolled

@@ -16,6 +16,7 @@ from reigen.cluster.membership.views.events import (
     LeaveRequested,
     MemberAction,
     MemberEvent,
+    MembersLate,
     PlaneRevoked,
     Received,
     RevokePlane,
@@ -30,6 +31,7 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.installation import Installation
+from reigen.cluster.membership.views.late_members import LateMembers
 from reigen.cluster.membership.views.leader import ChangeLeader
 from reigen.cluster.membership.views.messages import (
     AllLeave,
@@ -97,6 +99,7 @@ class ViewTimeouts:
         retry: between two sendings of what was not answered.
         stuck: until who leads takes members for stuck that do not answer, or rank 0 those that build a view and are
             silent; others take a leader, or rank 0, for stuck after twice as long.
+        late: the same for members that a collective had waited for until its deadline, before the change began.
         install: until rank 0 takes members for stuck that say that they build what a view needs, and do not end, and
             others take rank 0 for stuck after twice as long.
         kill: until a killed process of the host is not waited for any more.
@@ -107,6 +110,7 @@ class ViewTimeouts:
 
     retry: float = 0.1
     stuck: float = 5.0
+    late: float = 2.0
     install: float = 60.0
     kill: float = 0.5
     change: float = 600.0
@@ -163,6 +167,7 @@ class ElasticMember:
         #: at which step to stop for a change; and who has said that it leaves
         self._stop = PlannedStop(me, view)
         self._leaving: set[MemberId] = set()
+        self._late = LateMembers(me, view, self._timeouts.late)
 
     def start(self) -> list[MemberAction]:
         """Return the first actions."""
@@ -218,6 +223,7 @@ class ElasticMember:
             StartTimer(ViewTimer.CHANGE, self._timeouts.change),
             StartTimer(ViewTimer.STUCK, self._timeouts.stuck * 2),
             StartTimer(ViewTimer.RETRY, self._timeouts.retry),
+            *self._late.watch(),
             *self._consider_leading(),
         ]
 
@@ -320,6 +326,7 @@ class ElasticMember:
             del self.lost[evidence.member]  # it lives, and is heard
         if isinstance(sender, MemberId):
             self._installation.hear(sender)
+            self._late.hear(sender)
         if isinstance(sender, VoterId):
             self._voter_lives[sender.name] = max(sender.incarnation, self._voter_lives.get(sender.name, 0))
         handler: Callable[..., list[MemberAction]] | None = self._MESSAGE_HANDLERS.get(type(message))
@@ -376,6 +383,7 @@ class ElasticMember:
         installation = Installation(self.me, view, self._installation.dying | gone - dead)
         kills = installation.kill(self._leaving)
         self._leader, self._progress, self._stop = None, None, PlannedStop(self.me, view)
+        self._late = LateMembers(self.me, view, self._timeouts.late)
         # of others' word the leader has made what it could, and whoever was silent has answered it
         silent = {each for each, evidence in self.lost.items() if evidence.verdict is Verdict.STUCK}
         known = (self._known_lost() - silent) & view.ranks.keys()
@@ -611,6 +619,7 @@ class ElasticMember:
         LayoutsBuilt: _on_layouts_built,
         Rolled: _on_rolled,
         StepApplied: _on_step_applied,
+        MembersLate: lambda self, event: [*self._late.take(event, is_changing=self.state is ElasticState.CHANGING)],
         LeaveRequested: _on_leave,
         # what failed in a view that has passed is over
         ChangeRequested: lambda self, event: self._begin_change() if event.epoch == self.view.epoch else [],
@@ -642,6 +651,11 @@ class ElasticMember:
     _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {
         ViewTimer.RETRY: _on_retry,
         ViewTimer.STUCK: _on_stuck,
+        ViewTimer.LATE: lambda self: (
+            [action for each in self._late.evidence() for action in self._on_evidence(each)]
+            if self.state is ElasticState.CHANGING
+            else []
+        ),
         ViewTimer.BACK_OFF: _on_back_off,
         ViewTimer.PROGRESS: _on_progress,
         ViewTimer.KILL: lambda self: (
