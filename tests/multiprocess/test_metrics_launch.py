@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import socket
 import stat
+import subprocess
 import sys
+import termios
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess.launcher import Launcher, launched, run, until
+from tests.multiprocess.launcher import DEADLINE_SECONDS, Launcher, launched, run, until
 from tests.multiprocess.test_launch_hosts import FAKE_SSH
 
 #: Ranks that step until a file is there, all at the same step.
@@ -190,3 +194,46 @@ kv.close()
     server = final["server", 0]
     assert server['reigen_server_requests_total{request="push"}'] == 10
     assert server['reigen_server_requests_total{request="pull"}'] == 10
+
+
+def read_until(terminal: int, pattern: bytes, data: bytes = b"") -> bytes:
+    """What a terminal has been sent when a pattern is in it."""
+    while not re.search(pattern, data):
+        ready, _, _ = select.select([terminal], [], [], DEADLINE_SECONDS)
+        assert ready, data
+        data += os.read(terminal, 1 << 16)
+    return data
+
+
+@pytest.mark.slow
+def test_a_table_on_the_terminal_marks_a_stopped_rank(tmp_path: Path) -> None:
+    terminal, other_end = pty.openpty()
+    termios.tcsetwinsize(other_end, (40, 160))
+    flag = tmp_path / "flag"
+    try:
+        options = {"stdout": subprocess.PIPE, "stderr": other_end, "env": {"TERM": "xterm"}}
+        with launched("-np", "2", "--top", *program(flag), **options) as launcher:
+            pids = dict(line.removeprefix("[").split("] pid ") for line in launcher.lines(2))
+            data = read_until(terminal, rb"steps/s(?s:.*)\d+%")
+            os.kill(int(pids["1"]), signal.SIGSTOP)
+            data = read_until(terminal, rb"\x1b\[1;31m1 (?s:.*)silent: the others wait", data)
+            os.kill(int(pids["1"]), signal.SIGCONT)
+            flag.touch()
+            data = read_until(terminal, rb"\x1b\[J(?!(?s:.*)steps/s)", data)
+            launcher.process.wait(DEADLINE_SECONDS)
+        assert launcher.process.returncode == 0
+    finally:
+        os.close(terminal)
+        os.close(other_end)
+
+
+@pytest.mark.slow
+def test_without_a_terminal_top_writes_lines(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    with launched("-np", "2", "--top", *program(flag)) as launcher:
+        assert launcher.process.stderr is not None
+        line = launcher.process.stderr.readline().decode()
+        flag.touch()
+        status, _, _ = launcher.finish()
+    assert status == 0
+    assert re.fullmatch(r"reigen run: step \d+ \(\d+\.\d/s\); 2 ranks; \d+ samples/s; compute .*\n", line)

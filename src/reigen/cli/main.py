@@ -15,6 +15,7 @@ from reigen.resources.stdio import open_standard_streams
 COMMANDS = {
     "run": "start a job: the same command in several processes",
     "attach": "take the place of a launcher that was lost, or list jobs that go on without one",
+    "top": "show the ranks of a running job as a live table",
     "launch": "the same with parameter servers, and with the options of MXNet's launch.py",
     "server": "be a parameter server of the job that the environment tells of",
     "scheduler": "bring the workers and servers of that job together",

@@ -213,9 +213,9 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 def _metrics(chosen: argparse.Namespace, launcher: str, environ: Mapping[str, str]) -> MetricsOptions:
     address = None if chosen.metrics_port is None else MetricsAddress.parse(chosen.metrics_port, environ)
-    options = MetricsOptions(address, chosen.metrics_file)
+    options = MetricsOptions(address, chosen.metrics_file, top=chosen.top)
     if options.is_wanted and launcher == "mpi":
-        raise ConfigError("--metrics-port, --metrics-file: mpirun starts these ranks, and know no launcher of ours")
+        raise ConfigError("--metrics-port, --metrics-file, --top: mpirun starts these ranks, which know no launcher")
     return options
 
 

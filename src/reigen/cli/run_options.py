@@ -170,6 +170,11 @@ def _add_metrics(add: AddArgument) -> None:
         help="serve the metrics of all ranks for Prometheus, at http://127.0.0.1:PORT/metrics; 0: any port. For other "
         "hosts: an address, and REIGEN_METRICS_TOKEN",
     )
+    add(
+        "--top",
+        action="store_true",
+        help="show a live table of all ranks below the output; where stderr is no terminal, a line now and then",
+    )
     add("--metrics-file", type=Path, metavar="FILE", help="write them as JSON lines, one for each rank and second")
 
 

@@ -77,6 +77,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         agents: those that can be reached.
         slots: all places that have had a process, by number.
         epoch, members: the latest view that was announced; epoch None: none was.
+        metrics: address at which the launcher serves the job's metrics; empty: nowhere.
     """
 
     job: str
@@ -93,6 +94,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[SlotRecord, ...] = ()
     epoch: int | None = None
     members: tuple[tuple[int, int], ...] = ()
+    metrics: str = ""
 
     def __repr__(self) -> str:
         """Describe it without the secret and the environment."""

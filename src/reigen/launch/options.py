@@ -192,10 +192,10 @@ class LaunchOptions:
         return ProcessOptions(self.command, self.bind, self.start_timeout_seconds, self.servers, self.gpus_per_rank)
 
 
-def complain(message: str) -> None:
+def complain(message: str, command: str = "reigen run") -> None:
     """Write a message for the user to stderr."""
     with suppress(OSError):
-        sys.stderr.write(f"reigen run: {message}\n")
+        sys.stderr.write(f"{command}: {message}\n")
         sys.stderr.flush()
 
 

@@ -181,6 +181,10 @@ class ContinuedJob:
         """Keep at which address of this host the launcher's service is reached."""
         self.file.update(service=host)
 
+    def note_metrics(self, address: str) -> None:
+        """Keep where the job's metrics are served."""
+        self.file.update(metrics=address)
+
     def end(self) -> None:
         """The job has ended with this launcher: nothing is left to take over."""
         self.file.remove()

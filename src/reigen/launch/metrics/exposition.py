@@ -12,17 +12,20 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from reigen.cluster.metrics import LAUNCHER_METRICS, PROCESS_METRICS
 from reigen.errors import ConfigError
 from reigen.launch.metrics.job_metrics import JobMetrics
-from reigen.launch.metrics.options import MetricsAddress
+from reigen.launch.metrics.options import REPORTS_PAGE, MetricsAddress
 
 if TYPE_CHECKING:  # an extra: loaded where metrics are served
     from prometheus_client import Metric
 
+_ENCODER = msgspec.json.Encoder()
 _MAX_CONNECTIONS = 8
 _CONNECTION_SECONDS = 10.0
 
@@ -39,7 +42,12 @@ class MetricsServer:
     """
 
     def __init__(self, address: MetricsAddress, metrics: JobMetrics) -> None:
-        self._server = _open(address, lambda: format_metrics(metrics, time.monotonic()))
+        pages = {
+            "/": lambda: format_metrics(metrics, time.monotonic()),
+            "/metrics": lambda: format_metrics(metrics, time.monotonic()),
+            REPORTS_PAGE: lambda: _ENCODER.encode(metrics.reports(time.monotonic())),
+        }
+        self._server = _open(address, pages)
         self._thread = threading.Thread(target=self._server.serve_forever, name="reigen-metrics-http", daemon=True)
 
     @property
@@ -59,9 +67,9 @@ class MetricsServer:
         self._server.server_close()
 
 
-def _open(address: MetricsAddress, text: Callable[[], bytes]) -> _Server:
+def _open(address: MetricsAddress, pages: Mapping[str, Callable[[], bytes]]) -> _Server:
     try:
-        return _Server(address, text)
+        return _Server(address, pages)
     except OSError as error:
         raise ConfigError(
             f"--metrics-port: {address.host}:{address.port} cannot be used: {error.strerror}. Port 0 takes one that is "
@@ -77,9 +85,9 @@ class _Server(http.server.ThreadingHTTPServer):
     allow_reuse_address = True
     request_queue_size = _MAX_CONNECTIONS
 
-    def __init__(self, address: MetricsAddress, text: Callable[[], bytes]) -> None:
+    def __init__(self, address: MetricsAddress, pages: Mapping[str, Callable[[], bytes]]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self.text, self.token = text, address.token
+        self.pages, self.token = pages, address.token
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         super().__init__((address.host, address.port), _Handler)
 
@@ -118,10 +126,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if token and not hmac.compare_digest(given.encode(), token.encode()):
             self.send_error(401, "Bearer token needed")
-        elif self.path.partition("?")[0] not in {"/metrics", "/"}:
+        elif (page := self.server.pages.get(self.path.partition("?")[0])) is None:
             self.send_error(404)
         else:
-            body = self.server.text()
+            body = page()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

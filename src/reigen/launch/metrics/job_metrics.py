@@ -123,9 +123,15 @@ class JobMetrics:
     processes: dict[str, ProcessMetrics] = field(default_factory=dict)
 
     def take(self, key: str, report: MetricsReport, now: float) -> None:
-        """Take in a report."""
+        """Take in a report; one that is there already changes nothing."""
         known = self.processes.get(key)
+        if known is not None and known.report == report:
+            return
         self.processes[key] = begin_process(report, now) if known is None else known.report_next(report, now)
+
+    def reports(self, now: float) -> list[tuple[str, float, MetricsReport]]:
+        """Return the latest reports, with their keys and ages in seconds."""
+        return [(key, max(0.0, now - each.latest.at), each.report) for key, each in list(self.processes.items())]
 
     def current(self) -> list[ProcessMetrics]:
         """Return one process for each rank and server, in order: of an elastic job, those of the latest view.

@@ -13,6 +13,8 @@ from reigen.errors import ConfigError
 
 #: Variable with the token that clients on other hosts have to know.
 TOKEN_VARIABLE = "REIGEN_METRICS_TOKEN"
+#: Page with the reports as they came, for `reigen top`: JSON, a list of key, age in seconds, and report.
+REPORTS_PAGE = "/reports"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -61,12 +63,14 @@ class MetricsOptions:
     Attributes:
         address: where they are served for Prometheus; None: nowhere.
         file: where they are written as JSON lines; None: nowhere.
+        top: show them while the job runs: a table on a terminal, otherwise lines.
     """
 
     address: MetricsAddress | None = None
     file: Path | None = None
+    top: bool = False
 
     @property
     def is_wanted(self) -> bool:
         """Return whether processes have to report."""
-        return self.address is not None or self.file is not None
+        return self.address is not None or self.file is not None or self.top

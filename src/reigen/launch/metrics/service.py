@@ -37,6 +37,8 @@ class MetricsService:
 
     def __init__(self, options: MetricsOptions, complain: Callable[[str], None]) -> None:
         self.metrics = JobMetrics()
+        #: where they are served; empty: nowhere
+        self.address = ""
         self._server: MetricsServer | None = None
         self._file: MetricsFile | None = None
         if options.file is not None:
@@ -54,8 +56,9 @@ class MetricsService:
         except BaseException:
             self.close()
             raise
+        self.address = join_address(address.host, self._server.port)
         if not address.port:
-            complain(f"metrics are at http://{join_address(address.host, self._server.port)}/metrics")
+            complain(f"metrics are at http://{self.address}/metrics")
 
     def receive(self, key: str, value: bytes) -> bool:
         """Take in a value that a process has put into the control service; returns whether it is a report."""

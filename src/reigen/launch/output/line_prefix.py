@@ -167,7 +167,7 @@ class TerminalSink(LineSink):
         names: ProcessNames | None = None,
     ) -> None:
         super().__init__(prefix=prefix, clock=clock, names=names)
-        self._num_columns = num_columns
+        self.num_columns = num_columns
         #: The unfinished line that is drawn, and its source.
         self._drawn, self._drawn_source = b"", (0, 0)
 
@@ -193,12 +193,17 @@ class TerminalSink(LineSink):
         """Return the visible part, and a carriage return if the next character overwrites it."""
         return visible_text(rest) + (b"\r" if rest.endswith(b"\r") else b"") if b"\r" in rest else rest
 
+    @property
+    def unfinished(self) -> bytes:
+        """The unfinished line that is drawn; empty: the cursor is at the beginning of a line."""
+        return self._drawn
+
     def _fit(self, line: bytes) -> bytes:
         """Cut ``line`` to one row: a longer one could not be erased. Lines with escape sequences are kept."""
         text = line.decode(errors="surrogateescape")
-        if b"\x1b" in line or len(text) < self._num_columns:
+        if b"\x1b" in line or len(text) < self.num_columns:
             return line
-        return text[: self._num_columns - 1].encode(errors="surrogateescape")
+        return text[: self.num_columns - 1].encode(errors="surrogateescape")
 
 
 def visible_text(line: bytes) -> bytes:

@@ -34,6 +34,9 @@ class NonblockingWriter:
         self.fd, self.screen = fd, screen
         self.pending = bytearray()
         self.broken, self.why_broken = False, ""
+        #: lines below all others, on a terminal; what erases them, where they are drawn
+        self._footer: list[bytes] = []
+        self._erase = b""
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
 
@@ -44,8 +47,26 @@ class NonblockingWriter:
 
     def put(self, data: bytes) -> None:
         """Write ``data`` after the pending bytes, when that is possible."""
-        if not self.broken:
+        if not self.broken and data:
+            self._erase_footer()
             self.pending += data
+
+    def set_footer(self, lines: list[bytes]) -> None:
+        """Have these lines stand below all others, in place of those before; none: no more. For a terminal."""
+        self._erase_footer()
+        self._footer = lines
+
+    def draw_footer(self) -> None:
+        """Draw the footer again, if something was written since."""
+        if self._footer and not self._erase and not self.broken and isinstance(self.screen, TerminalSink):
+            unfinished = self.screen.unfinished
+            self.pending += b"\n" * bool(unfinished) + b"\r\n".join(self._footer)
+            num_up = len(self._footer) - 1 + bool(unfinished)
+            self._erase = b"\r" + (b"\x1b[%dA" % num_up if num_up else b"") + b"\x1b[J" + unfinished
+
+    def _erase_footer(self) -> None:
+        self.pending += self._erase
+        self._erase = b""
 
     def flush(self) -> None:
         """Write as much as is possible without waiting."""

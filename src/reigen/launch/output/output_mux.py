@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,13 +10,16 @@ from typing import NamedTuple
 
 from reigen.errors import format_ranks
 from reigen.launch.options import LaunchOptions
-from reigen.launch.output.line_prefix import LineSplitter
+from reigen.launch.output.line_prefix import LineSplitter, TerminalSink
 from reigen.launch.output.nonblocking_writer import NonblockingWriter, open_std_writers
 from reigen.launch.output.output_files import OutputFile, process_directory
 from reigen.launch.output.repeated_errors import RepeatedErrors
 from reigen.launch.ps_processes import name_ps_processes
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
+
+#: Lines of a footer where the terminal does not say how many it has.
+_FOOTER_LINES = 20
 
 
 class _OutputStream(NamedTuple):
@@ -117,6 +121,22 @@ class OutputMux:
         """Return the last lines of a process's stderr."""
         return list(self._streams[rank, STDERR].lines.tail)
 
+    @property
+    def footer_size(self) -> tuple[int, int] | None:
+        """Columns and lines that a footer may have; None: stderr is no terminal."""
+        screen = self._writers[STDERR].screen
+        if not isinstance(screen, TerminalSink):
+            return None
+        try:
+            size = os.get_terminal_size(self._writers[STDERR].fd)
+        except OSError:
+            return screen.num_columns, _FOOTER_LINES
+        return size.columns or screen.num_columns, max(1, (size.lines or _FOOTER_LINES) // 2)
+
+    def set_footer(self, lines: list[bytes]) -> None:
+        """Have these lines stand at the bottom of the terminal; none: no more."""
+        self._writers[STDERR].set_footer(lines)
+
     def say(self, message: bytes) -> None:
         """Write a message of the launcher's own to stderr."""
         writer = self._writers[STDERR]
@@ -148,6 +168,7 @@ class OutputMux:
     def write(self) -> None:
         """Write as much as is possible without waiting; sources of a full writer are paused."""
         for writer in set(self._writers):
+            writer.draw_footer()
             waited = writer in self._waiting
             writer.flush()
             if bool(writer.pending) != waited:

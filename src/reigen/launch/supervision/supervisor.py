@@ -45,6 +45,7 @@ from reigen.launch.exit_report import ProcessLocations, describe_exit, format_ex
 from reigen.launch.hosts import HostInfo
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.metrics.service import MetricsService, report_environ
+from reigen.launch.metrics.top import LiveTable
 from reigen.launch.options import JobListener, LaunchOptions, complain, notice_grace_seconds
 from reigen.launch.output.output_mux import OutputMux
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
@@ -215,6 +216,7 @@ def _start_elastic(
     part.begin(services, server.heard_at)
     supervisor.release_events()
     if continued is not None:
+        continued.note_metrics(metrics.address)
         continued.keeps_record = False
         supervisor.say(continued.describe_start(options))
     return services
@@ -287,6 +289,7 @@ class Supervisor:
         self.printed, self.closed = self._display.printed, self._display.closed
         self._local = LocalProcesses(self.loop, self)
         self.metrics = MetricsService(options.metrics, listener.complain)
+        self._top = None if not options.metrics.top else LiveTable(self.metrics.metrics, self._display)
         #: Groups of which something may be left, while sweeping.
         self._unswept: set[HostProcesses] = set()
         inherited = options.inherited
@@ -484,6 +487,9 @@ class Supervisor:
                 self._display.write()
                 return self._detached
         self._local.drain()
+        if self._top is not None:
+            self._top.close()
+            self._top = None
         self._finish_agents()
         self._display.finish()
         failure, is_shown = self._finish.failure, self._listener.finished is None
@@ -533,6 +539,8 @@ class Supervisor:
         waits = [limit_seconds, self._display.turn(), *(group.turn() for group in self._groups)]
         if self._elastic is not None:
             waits.append(self._elastic.turn())
+        if self._top is not None:
+            waits.append(self._top.turn(time.monotonic()))
         if self._finish is not None and not was_finished:
             return
         if self._grace_ends is not None:
