@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path):
     other = rj.elastic.Job(data=rj.elastic.Cursor(10, global_batch=4), params=jnp.ones(4))
     with pytest.raises(ArgumentError, match="has not the arrays of this model"):
         other.load(path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path):
+    path = tmp_path / "job.npz"
+    with make() as job:
+        job.checkpoint(path)
+    whole = path.read_bytes()
+    other = io.BytesIO()
+    np.savez(other, weights=np.zeros(2))
+    broken = whole.replace(b"header", b"HEADER")
+    for content in (b"", b"no checkpoint", whole[: len(whole) // 2], whole[:-10], other.getvalue(), broken):
+        path.write_bytes(content)
+        with pytest.raises(ArgumentError, match=r"job\.npz cannot be read as the checkpoint of a job: .*begin anew"):
+            make().load(path)
+    path.write_bytes(whole)
+    assert make().load(path)
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import warnings
 from collections import Counter
@@ -204,6 +205,24 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path):
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
         with pytest.raises(StepOrderError, match="before"):
             job.load(path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path):
+    path = tmp_path / "job.pt"
+    with make()[2] as job:
+        job.checkpoint(path)
+    whole = path.read_bytes()
+    other = io.BytesIO()
+    torch.save({"weights": torch.zeros(2)}, other)
+    for content in (b"", b"no checkpoint", whole[: len(whole) // 2], whole[:-10], other.getvalue()):
+        path.write_bytes(content)
+        said = r"job\.pt cannot be read as the checkpoint of a job: .*Name an older one, or remove it to begin anew"
+        with pytest.raises(ArgumentError, match=said), make(resume=path)[2]:
+            pass
+    path.write_bytes(whole)
+    with make(resume=path)[2] as job:
+        assert job.number == 0
 
 
 @pytest.mark.usefixtures("alone")

@@ -31,7 +31,13 @@ from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.elastic.cursor import Cursor, Part
 from reigen.elastic.job import BaseJob
 from reigen.elastic.state import Departure
-from reigen.elastic.training import TrainingState, digest_of, generator_states, set_generator_states
+from reigen.elastic.training import (
+    TrainingState,
+    digest_of,
+    generator_states,
+    reading_checkpoint,
+    set_generator_states,
+)
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, CollectiveError, StepOrderError
 from reigen.files import write_atomically
@@ -274,17 +280,18 @@ class ArrayJob(BaseJob):
         """Load a checkpoint, if it is there; return whether it was. Before the job's `with` block.
 
         Raises:
-            ArgumentError: it is that of another model or optimizer.
+            ArgumentError: it is none, truncated or damaged, or that of another model or optimizer.
         """
         if not Path(path).exists():
             return False
         own = self.training.read()
-        with np.load(path, allow_pickle=False) as file:
+        with reading_checkpoint(path), Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
+            number, data = header["number"], header["data"]
             if header["arrays"] != [[array.dtype.name, list(array.shape)] for array in own]:
                 raise ArgumentError(f"{os.fspath(path)} has not the arrays of this model and its optimizer")
-            arrays = [file[str(number)].view(array.dtype).reshape(array.shape) for number, array in enumerate(own)]
-        self.load_state_dict({"number": header["number"], "data": header["data"], "training": {"arrays": arrays}})
+            arrays = [file[str(place)].view(array.dtype).reshape(array.shape) for place, array in enumerate(own)]
+        self.load_state_dict({"number": number, "data": data, "training": {"arrays": arrays}})
         return True
 
     def _average(self, gradients: Sequence[list[Any]], zeros: Callable[[], list[Any]]) -> list[Any]:

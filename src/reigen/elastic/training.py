@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from reigen.api.gradients.replica_check import fingerprint
 from reigen.elastic.cursor import Part
-from reigen.errors import CollectiveError
+from reigen.errors import ArgumentError, CollectiveError
 
 _DIGEST_BYTES = 16
 
@@ -129,3 +130,23 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     """Set the random generators of Python and NumPy."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
+
+
+@contextmanager
+def reading_checkpoint(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context in which a checkpoint is read: whatever libraries raise about its bytes becomes one error.
+
+    Raises:
+        ArgumentError: it cannot be read; says what to do. Those of the block stay as they are.
+        OSError: of the block.
+    """
+    try:
+        yield
+    except (OSError, ArgumentError):
+        raise
+    except Exception as error:  # a file may hold anything
+        text = str(error).partition("\n")[0] or type(error).__name__
+        raise ArgumentError(
+            f"{os.fspath(path)} cannot be read as the checkpoint of a job: it is truncated, damaged or another file "
+            f"({text}). Name an older one, or remove it to begin anew"
+        ) from error

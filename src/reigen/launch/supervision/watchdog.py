@@ -75,10 +75,8 @@ def run_under_watchdog(
     if code >= 0:
         return code
     loss = describe_loss()
-    complain(
-        f"the supervising process was ended by {signal_name(-code)}; {num_killed} processes were killed"
-        + (f"; {loss}" if loss else "")
-    )
+    killed = f"{num_killed} process{'es were' if num_killed != 1 else ' was'} killed"
+    complain(f"the supervising process was ended by {signal_name(-code)}; {killed}" + (f"; {loss}" if loss else ""))
     return 128 - code
 
 

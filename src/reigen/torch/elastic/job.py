@@ -13,6 +13,7 @@ import torch
 from reigen.elastic.cursor import Cursor
 from reigen.elastic.job import BaseJob
 from reigen.elastic.state import Departure
+from reigen.elastic.training import reading_checkpoint
 from reigen.errors import ArgumentError
 from reigen.files import write_atomically
 from reigen.torch.elastic.parts import PartwiseTraining
@@ -91,8 +92,15 @@ class Job(BaseJob):
         write_atomically(path, [file.getbuffer()])
 
     def load(self, path: str | os.PathLike[str]) -> bool:
-        """Load a checkpoint, if it is there; return whether it was. Before the job's `with` block."""
+        """Load a checkpoint, if it is there; return whether it was. Before the job's `with` block.
+
+        Raises:
+            ArgumentError: it is none, truncated or damaged.
+        """
         if not Path(path).exists():
             return False
-        self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        with reading_checkpoint(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            number, data, training = state["number"], state["data"], state["training"]
+        self.load_state_dict({"number": number, "data": data, "training": training})
         return True
