@@ -63,6 +63,16 @@ def slow_rank(num_steps: int) -> None:
         context.mark("STEP")
 
 
+def slow_rank_in_short_steps(num_steps: int) -> None:
+    """The same, in steps of some milliseconds."""
+    made = gradients(1, 1 << 12)
+    for _ in range(num_steps):
+        if reigen.rank() == reigen.size() - 1:
+            time.sleep(SLOW_SECONDS / 4)
+        train_step(made, 0.0)
+        context.mark("STEP")
+
+
 def large_share(num_steps: int) -> None:
     """The last rank computes more."""
     made = gradients()
@@ -110,7 +120,16 @@ def busy_server(num_steps: int) -> None:
 
 CAUSES: dict[str, Callable[[int], None]] = {
     each.__name__: each
-    for each in (even, slow_rank, large_share, large_gradients, tiny_tensors, many_ranks, busy_server)
+    for each in (
+        even,
+        slow_rank,
+        slow_rank_in_short_steps,
+        large_share,
+        large_gradients,
+        tiny_tensors,
+        many_ranks,
+        busy_server,
+    )
 }
 
 

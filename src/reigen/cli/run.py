@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from reigen.cli.job_verdict import say_verdict
 from reigen.cli.run_options import make_parser, parse_command, parse_common_options, split_words
 from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE
 from reigen.compat import as_horovod, as_mxnet
@@ -74,11 +76,14 @@ def run_arguments(arguments: Sequence[str], continued: ContinuedJob | None) -> i
         seen = _with_compat_path(environ, chosen)
         if options.continues and continued is None:
             continued = ContinuedJob.create(arguments, os.environ)
-        return (
-            run_job(options, seen, launcher=launcher, continued=continued)
-            if start is None
-            else start.run(options, seen)
-        )
+        begun = time.time()
+        if start is None:
+            exit_code = run_job(options, seen, launcher=launcher, continued=continued)
+        else:
+            exit_code = start.run(options, seen)
+        if not exit_code and chosen.verdict and not chosen.as_horovod:
+            say_verdict(environ, begun, complain)
+        return exit_code
     except ConfigError as error:
         parser.error(str(error))
     except LaunchError as error:

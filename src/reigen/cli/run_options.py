@@ -93,6 +93,12 @@ def _add_general(add: AddArgument) -> None:
         choices=CPU_BINDINGS,
         help="bind ranks to processors, or do not (default: where there is at least one for each rank)",
     )
+    add(
+        "--no-verdict",
+        dest="verdict",
+        action="store_false",
+        help="do not say at the end what bounded a job that has written a timeline",
+    )
 
 
 def _parse_num_ranks(text: str) -> int | None:

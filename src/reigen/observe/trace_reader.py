@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class _EventLine(msgspec.Struct, gc=False):
         return self.pid // VIEW_STRIDE + 1
 
 
+#: Of what is read of both ends of a file, the beginning is this part.
+_HEAD_PART = 8
 _ARRAY_DECODER = msgspec.json.Decoder(list[_EventLine])
 _LINE_DECODER = msgspec.json.Decoder(_EventLine)
 _NO_ARGUMENTS = _EventArguments()
@@ -163,18 +166,25 @@ class Trace:
     view: int = 1
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path, most_bytes: int | None = None) -> Trace:
     """Read a timeline that Reigen has written; of an elastic job, the last view in it.
+
+    Args:
+        path: of the file.
+        most_bytes: read so much of it at most: its beginning, which says what the ranks are, and its end.
 
     Raises:
         TraceError: it is none.
         OSError: the file cannot be read.
     """
-    data = path.read_bytes()
-    try:
-        lines, is_cut = _ARRAY_DECODER.decode(data), False
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        lines, is_cut = _parse_truncated(data), True
+    if most_bytes is not None and path.stat().st_size > most_bytes:
+        lines, is_cut = _read_both_ends(path, most_bytes), False
+    else:
+        data = path.read_bytes()
+        try:
+            lines, is_cut = _ARRAY_DECODER.decode(data), False
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            lines, is_cut = _parse_truncated(data), True
     if not lines or lines[0].name != START_EVENT or lines[0].args is None:
         raise TraceError(
             f"{path} is no timeline of Reigen: its first record would be {START_EVENT}. "
@@ -190,6 +200,16 @@ def read_trace(path: Path) -> Trace:
     trace.views = [(line.args.view, line.args.change) for line in views if line.args]
     trace.is_cut, trace.view = is_cut, last
     return trace
+
+
+def _read_both_ends(path: Path, most_bytes: int) -> list[_EventLine]:
+    """Read records about the ranks at the beginning of a file, and all records at its end."""
+    with path.open("rb") as file:
+        head = file.read(most_bytes // _HEAD_PART)
+        file.seek(-(most_bytes - len(head)), os.SEEK_END)
+        tail = file.read(most_bytes)
+    about = [line for line in _parse_truncated(head[: head.rfind(b"\n")]) if line.ph == "M" or line.cat == VIEW]
+    return about + _parse_truncated(tail[tail.find(b"\n") :])
 
 
 def _parse_truncated(data: bytes) -> list[_EventLine]:

@@ -1,0 +1,52 @@
+"""Verdict at the end of `reigen run`: what bounded the job, where it has written a timeline on this host."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from reigen.errors import ReigenError
+
+#: A job of fewer steps, that was shorter than that, is not worth a word.
+LEAST_STEPS, LEAST_SECONDS = 100, 10.0
+#: As much of the file is read: a fraction of a second, however long the job was.
+_MOST_BYTES = 8 << 20
+_log = logging.getLogger(__name__)
+
+
+def say_verdict(environ: Mapping[str, str], begun: float, say: Callable[[str], None]) -> None:
+    """Say what bounded a job that has ended well, in one to three lines, if there is something to say. Raises nothing.
+
+    Args:
+        environ: of its ranks.
+        begun: when it was started (``time.time()``): an older file is not its own.
+        say: shows one line to the user.
+    """
+    text = environ.get("REIGEN_TIMELINE") or environ.get("HOROVOD_TIMELINE") or ""
+    if text in {"", "DYNAMIC"}:
+        return
+    path = Path(text)
+    try:
+        if path.stat().st_mtime >= begun:
+            for line in _describe(path, time.time() - begun):
+                say(line)
+    except (OSError, ReigenError) as error:  # it was written elsewhere, or not to the end
+        _log.debug("no verdict from %s: %s", path, error)
+    except Exception:  # noqa: BLE001  whatever a file holds: the job was done, and its end is the same
+        _log.debug("no verdict from %s", path, exc_info=True)
+
+
+def _describe(path: Path, seconds: float) -> list[str]:
+    from reigen.observe.summary import summarize  # loads NumPy
+    from reigen.observe.trace_reader import read_trace
+    from reigen.observe.verdict import Confidence
+
+    summary = summarize(read_trace(path, _MOST_BYTES))
+    num_steps = min((row.count for row in summary.steps), default=0)
+    is_short = num_steps < LEAST_STEPS and seconds < LEAST_SECONDS
+    if is_short or summary.verdict.confidence is Confidence.UNCLEAR:
+        return []
+    first, *more = summary.verdict.lines()
+    return [f"verdict: {first} (reigen trace {path} says more)", *more]
