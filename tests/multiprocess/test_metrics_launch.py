@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import termios
+import time
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
@@ -66,16 +67,14 @@ def find_port(launcher: Launcher) -> str:
     return found[1]
 
 
-def test_a_port_that_is_taken_and_a_file_that_cannot_be_are_told_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_told_before_anything_starts() -> None:
     pytest.importorskip("prometheus_client")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, out, err = run("-np", "1", "--metrics-port", str(port), sys.executable, "-c", "print('started')")
     assert (status, out) == (1, "")
     assert f"--metrics-port: 127.0.0.1:{port} cannot be used: Address already in use" in err
-    status, out, err = run("-np", "1", "--metrics-file", str(tmp_path), sys.executable, "-c", "print('started')")
-    assert (status, out) == (1, "")
-    assert f"--metrics-file {tmp_path}: it cannot be written: Is a directory" in err
 
 
 @pytest.mark.slow
@@ -139,9 +138,9 @@ hvd.init()
 state = hvd.elastic.TorchState(step=0)
 @hvd.elastic.run
 def train(state):
-    while state.step < 40 or hvd.elastic.history().num_changes == 0:
+    while state.step < 20:
         time.sleep(0.02)
-        if hvd.rank() == 1 and state.step == 20 and os.environ["REIGEN_INCARNATION"] == "0" and hvd.size() == 3:
+        if hvd.rank() == 1 and state.step == 10 and os.environ["REIGEN_INCARNATION"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         hvd.allreduce(torch.ones(10), name="x")
         state.step += 1
@@ -149,17 +148,17 @@ def train(state):
         state.commit()
 train(state)
 """
-    options = ("-np", "3", "--min-np", "2", "--max-np", "3", "--metrics-file", str(path))
+    options = ("-np", "2", "--min-np", "1", "--max-np", "2", "--metrics-file", str(path))
     status, _, err = run(*options, *program(flag, code))
     assert status == 0, err
     lines = read_lines(path)
     final = [each for each in lines if each["final"] and each["epoch"] > 1]
-    assert len(final) >= 2
+    assert final
     for each in final:
         metrics = each["metrics"]
         assert metrics["reigen_view_epoch"] == each["epoch"]
         changes = [value for name, value in metrics.items() if name.startswith("reigen_view_changes_total")]
-        if metrics["reigen_steps_total"] > 20:  # no newcomer
+        if metrics["reigen_steps_total"] > 10:  # no newcomer
             assert sum(changes) >= 1
             assert metrics["reigen_lost_ranks_total"] >= 1
             assert metrics["reigen_view_change_seconds_total"] > 0
@@ -228,12 +227,21 @@ def test_a_table_on_the_terminal_marks_a_stopped_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_terminal_top_writes_lines(tmp_path: Path) -> None:
-    flag = tmp_path / "flag"
-    with launched("-np", "2", "--top", *program(flag)) as launcher:
-        assert launcher.process.stderr is not None
-        line = launcher.process.stderr.readline().decode()
+def test_a_launcher_that_is_stopped_holds_up_no_rank(tmp_path: Path) -> None:
+    """Its control service accepts nothing meanwhile."""
+    flag, steps = tmp_path / "flag", tmp_path / "steps"
+    code = PROGRAM.replace("    if ends:", f"    open({str(steps)!r}, 'a').write('.')\n    if ends:")
+    with launched("-np", "2", "--metrics-file", str(tmp_path / "m"), *program(flag, code)) as launcher:
+        launcher.lines(2)
+        supervisor = launcher.supervisor()
+        os.kill(supervisor, signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            seen = steps.stat().st_size if steps.exists() else 0
+            until(lambda: time.monotonic() - begun > 3 and steps.exists() and steps.stat().st_size > seen + 50)
+        finally:
+            os.kill(supervisor, signal.SIGCONT)
         flag.touch()
-        status, _, _ = launcher.finish()
-    assert status == 0
-    assert re.fullmatch(r"reigen run: step \d+ \(\d+\.\d/s\); 2 ranks; \d+ samples/s; compute .*\n", line)
+        status, _, err = launcher.finish()
+    assert (status, err) == (0, "")
+    assert {each["rank"] for each in read_lines(tmp_path / "m") if each["final"]} == {0, 1}

@@ -13,6 +13,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +29,8 @@ if TYPE_CHECKING:  # an extra: loaded where metrics are served
 _ENCODER = msgspec.json.Encoder()
 _MAX_CONNECTIONS = 8
 _CONNECTION_SECONDS = 10.0
+#: How soon `close` is noticed.
+_POLL_SECONDS = 0.1
 
 
 class MetricsServer:
@@ -48,7 +51,8 @@ class MetricsServer:
             REPORTS_PAGE: lambda: _ENCODER.encode(metrics.reports(time.monotonic())),
         }
         self._server = _open(address, pages)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="reigen-metrics-http", daemon=True)
+        serve = partial(self._server.serve_forever, poll_interval=_POLL_SECONDS)
+        self._thread = threading.Thread(target=serve, name="reigen-metrics-http", daemon=True)
 
     @property
     def port(self) -> int:
