@@ -16,6 +16,7 @@ from reigen.errors import ConfigError
 
 __all__ = [
     "CANDIDATE_VARIABLE",
+    "DEATH_FD_VARIABLE",
     "DEPARTURE_FD_VARIABLE",
     "ELASTIC_FINISHED_KEY",
     "ELASTIC_LEAVING_KEY",
@@ -90,6 +91,9 @@ WORKERS_LOST_EXIT_CODE = 79
 #: That of an elastic job also writes which slots' processes have joined, and that the job has begun
 #: (`launch.elastic.supervision.parse_worker_report`).
 DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
+#: The other way round, in an elastic job: number of a descriptor of that scheduler, from which it reads slot and
+#: incarnation of each process that has ended, a line each, as the launcher has seen it.
+DEATH_FD_VARIABLE = "REIGEN_ENDED_FD"
 #: For that scheduler, in an elastic job: with how many workers it begins.
 FIRST_WORKERS_VARIABLE = "REIGEN_FIRST_WORKERS"
 

@@ -17,7 +17,7 @@ from functools import partial
 
 from reigen.errors import AuthenticationError, ConfigError, WireError
 from reigen.net.connection import Connection, ConnectionOptions
-from reigen.net.event_loop import Callback, EventLoop, Timer
+from reigen.net.event_loop import Callback, EventLoop, HasFileno, Timer
 from reigen.net.fork_safety import close_in_children
 
 _log = logging.getLogger(__name__)
@@ -252,6 +252,13 @@ class MessageListener:
         due = 0.0 if self._is_ending else due
         self._loop.wait(None if due is None else max(0.0, due - time.monotonic()))
         return not self._is_ending
+
+    def watch(self, file: HasFileno | int, on_readable: Callback | None) -> None:
+        """Call a function while ``file`` is readable, in `turn`; None: no more."""
+        if on_readable is None:
+            self._loop.unwatch(file)
+        else:
+            self._loop.watch(file, on_readable)
 
     def wake(self) -> None:
         """Have `turn` return soon, from any thread."""

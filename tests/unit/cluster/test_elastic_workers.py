@@ -122,6 +122,39 @@ def test_a_newcomer_gets_a_free_place_and_is_the_last_in_order() -> None:
     assert job.told("w9") == [MemberRefused("all 3 worker(s) of this job are there already")]
 
 
+def test_a_process_that_is_known_to_be_dead_is_not_waited_for() -> None:
+    job = Job("s0", "w5", "w6")
+    job.told("w6")
+    job.take(job.table.note_death(6, job.now))
+    assert job.told("w6") == [], "what it has sent is read first"
+    job.take(job.table.ended("w5", job.now))
+    assert job.told("w6") == [MemberLost("worker", 0, "h", "its process ended", incarnation=6)]
+
+
+def test_one_whose_connection_has_ended_before_is_lost_at_once() -> None:
+    job = Job("s0", "w5", "w6")
+    job.told("w6")
+    job.take(job.table.ended("w5", job.now))
+    assert job.told("w6") == []
+    job.take(job.table.note_death(99, job.now))
+    job.take(job.table.note_death(6, job.now))
+    assert job.told("w6") == [MemberLost("worker", 0, "h", "its process ended", incarnation=6)]
+    job.come("w7", 8)
+    job.come("w8", 9)
+    job.told("w6")
+    job.take(job.table.ended("w8", job.now))
+    assert job.told("w6") == [], "the next one that has the place may connect again"
+
+
+def test_one_that_has_left_before_its_end_has_left() -> None:
+    job = Job("s0", "w5", "w6")
+    job.told("w6")
+    job.take(job.table.note_death(6, job.now))
+    job.say("w5", LeaveJob())
+    job.take(job.table.ended("w5", job.now))
+    assert job.told("w6") == [MemberLeft("worker", 0, "h", incarnation=6)]
+
+
 def test_a_place_whose_worker_has_left_is_free() -> None:
     job = Job("s0", "w5", "w6", "w7")
     job.say("w6", LeaveJob())

@@ -159,6 +159,7 @@ class Member:
         replacement: another process that has come for the place.
         is_missed: it has not come to this service yet, and others believe that it is lost.
         joined: in an elastic job, the how-manieth process it was that has joined.
+        has_died: the launcher says that its process has ended: it does not connect again.
     """
 
     role: MemberRole
@@ -178,6 +179,7 @@ class Member:
     replacement: tuple[ConnectionId, RegisterMember] | None = None
     is_missed: bool = False
     joined: int = 0
+    has_died: bool = False
 
     @property
     def name(self) -> str:

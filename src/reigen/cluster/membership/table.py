@@ -13,7 +13,8 @@ B. *Start.* When all servers have come for the first time, every member that is 
    that do not come, and later workers, end the job when the time for it is over. No time counts for anything in which
    the service itself did not run: what others said meanwhile is still to be read.
 C. *Loss.* A connection that ends without Leave or Abort may be made again within its role's time for that, if there is
-   any; then the member counts as lost, and at once if another process comes for its number. A member that says nothing
+   any; then the member counts as lost, and at once if another process comes for its number, or the launcher says that
+   its process has ended. A member that says nothing
    for the heartbeat's timeout counts as lost, too. All are told (`MemberLost`).
 D. *Return.* A lost member that says something is there again, the same process; another process that registers for the
    number of a lost one takes its place (``is_recovery``) and goes on with barriers where the others are. All are told:
@@ -197,6 +198,16 @@ class MembershipTable:
                 self._lose_connection(gone, silent=silent)
         return self._finish()
 
+    def note_death(self, incarnation: int, now: float) -> OutgoingReplies:
+        """Handle the end of a member's process, as its launcher knows it; messages that it has sent still count (C)."""
+        self._advance(now)
+        for member in self._members.values():
+            if member.incarnation == incarnation and member.state is MemberState.PRESENT and self.stop is None:
+                member.has_died = True
+                if member.owner is None:
+                    self._lose_connection(member, silent=False)
+        return self._finish()
+
     def tick(self, now: float) -> OutgoingReplies:
         """Handle the passing of time, behind all that has come meanwhile; returns replies."""
         self._advance(now)
@@ -376,6 +387,7 @@ class MembershipTable:
             self._member_of.pop(member.owner)
             self._refuse(member.owner, f"another process has become {member.name}")
         member.state, member.loss, member.is_recovery = MemberState.PRESENT, None, is_recovery
+        member.has_died = False
         member.incarnation = message.incarnation
         self.epoch += 1
         _drop_connections(self._duplicate_connections, member)
@@ -493,7 +505,7 @@ class MembershipTable:
 
     def _lose_connection(self, member: Member, *, silent: bool) -> None:
         """Steps C, K: the connection of a member has ended."""
-        if member.policy.reconnect_seconds and member.replacement is None:
+        if member.policy.reconnect_seconds and member.replacement is None and not member.has_died:
             member.until = self._now + member.policy.reconnect_seconds
             return
         is_host = silent and member.policy.hold_seconds > 0
@@ -578,10 +590,7 @@ class MembershipTable:
                 owner, f"more than {MAX_BARRIERS} barriers, or a name of more than {MAX_BARRIER_NAME_BYTES} bytes"
             )
         else:
-            self._barriers.receive(number, message, self._needed())
-
-    def _needed(self) -> list[int]:
-        return [member.number for member in self._of_role("worker") if member.is_needed]
+            self._barriers.receive(number, message, _needed_numbers(self._of_role("worker")))
 
     def _of_role(self, role: MemberRole) -> list[Member]:
         return [member for member in self._members.values() if member.role == role]
@@ -591,7 +600,7 @@ class MembershipTable:
         all_known = not self._is_restarted or all(
             one.state is not MemberState.ABSENT for one in self._of_role("worker")
         )
-        for number, outcome in self._barriers.complete(self._needed(), all_known=all_known):
+        for number, outcome in self._barriers.complete(_needed_numbers(self._of_role("worker")), all_known=all_known):
             owner = self._members["worker", number].owner
             if owner is not None:
                 self._reply(owner, outcome)
@@ -773,6 +782,10 @@ class GroupTable:
 def _lost_members(members: Mapping[tuple[MemberRole, int], Member]) -> list[Member]:
     """Return the members that are lost; the first of them is the reason for others."""
     return sorted((one for one in members.values() if one.loss is not None), key=lambda one: one.lost_at)
+
+
+def _needed_numbers(workers: Sequence[Member]) -> list[int]:
+    return [member.number for member in workers if member.is_needed]
 
 
 def _make_roster(workers: Sequence[Member], *, is_open: bool) -> WorkerRoster:

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.membership.control_service import ControlService
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 SCHEDULER_IDENTITY = Identity(ProcessRole.RANK, 0, "kv scheduler")
 
+_READ_BYTES = 1 << 16
 #: How long nodes that were sent the job's end may take to hang up.
 _LINGER_SECONDS = 2.0
 #: How long a scheduler that may follow another one lets those come first who know the job.
@@ -50,12 +52,13 @@ class Scheduler(ControlService):
     Args:
         settings: of the job, with the role ``scheduler``.
         left_fd: to which the numbers of workers that leave in good order are written, a line each; -1: nowhere.
+        death_fd: from which slots and incarnations of processes are read that have ended, a line each; -1: nowhere.
 
     Raises:
         ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken.
     """
 
-    def __init__(self, settings: ProcessConfig, left_fd: int = -1) -> None:
+    def __init__(self, settings: ProcessConfig, left_fd: int = -1, death_fd: int = -1) -> None:
         config = settings.config
         self._settings, self._left_fd = settings, left_fd
         secret, follows = discovery.scheduler_secret(settings)
@@ -97,6 +100,9 @@ class Scheduler(ControlService):
             )
         except OSError as error:
             raise ConfigError(_explain_port(settings, join_address(*address), error)) from None
+        if death_fd >= 0:
+            os.set_blocking(death_fd, False)
+            self._listener.watch(death_fd, partial(self._read_deaths, death_fd))
         self._handover: LocalBootstrapServer | None = None
         try:
             until = time.monotonic() + config.start_timeout_seconds
@@ -173,6 +179,18 @@ class Scheduler(ControlService):
         elif isinstance(event, MemberLeft) and event.role == "worker" and event.number in self._present:
             incarnation = self._present.pop(event.number)
             self._report(b"left %d %d\n" % self._slots.pop(incarnation))
+
+    def _read_deaths(self, death_fd: int) -> None:
+        """Handle ends of processes; lines are short, so that a pipe takes each in one piece."""
+        try:
+            text = os.read(death_fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not text:  # the launcher has gone
+            self._listener.watch(death_fd, None)
+        dead = {(int(slot), int(incarnation)) for slot, incarnation in map(bytes.split, text.splitlines())}
+        for incarnation in [each for each, slot in self._slots.items() if slot in dead]:
+            self._send(self._table.note_death(incarnation, time.monotonic()))
 
     def _report(self, line: bytes) -> None:
         if self._left_fd >= 0:

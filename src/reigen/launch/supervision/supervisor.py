@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Self
 
-from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
+from reigen.cluster.environ import PREFIXED_VARIABLE
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.elastic.witness import witness_directory
 from reigen.cluster.membership.rendezvous import split_address
@@ -48,10 +48,11 @@ from reigen.launch.metrics.service import MetricsService, report_environ
 from reigen.launch.metrics.top import LiveTable
 from reigen.launch.options import JobListener, LaunchOptions, complain, notice_grace_seconds
 from reigen.launch.output.output_mux import OutputMux
-from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
+from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, choose_restart_policy, name_ps_processes
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
+from reigen.launch.supervision.scheduler_pipes import SchedulerPipes
 from reigen.launch.supervision.spawn import reserve_port
 from reigen.launch.supervision.watchdog import PASSED_SIGNALS, STOP_SIGNALS, run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
@@ -63,7 +64,6 @@ _SHUTDOWN_SECONDS = 5.0
 #: Seconds that client processes have to end by themselves when the job could not be started, or is given up.
 _LAST_SECONDS = 2.5
 _LOOPBACK = "127.0.0.1"
-_READ_BYTES = 1 << 16
 
 
 def run_job(
@@ -295,7 +295,7 @@ class Supervisor:
         inherited = options.inherited
         self._channel = None if inherited is None else socket.socket(fileno=os.dup(inherited.channel))
         #: The scheduler writes there which ranks have left the parameter servers.
-        self._departures, self._departures_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._scheduler_pipes = SchedulerPipes()
         #: The last lines of ranks that were started again, as they were then.
         self._first_tails: dict[int, list[bytes]] = {}
         self._grace_ends: float | None = None
@@ -329,8 +329,7 @@ class Supervisor:
         self.metrics.close()
         if self._channel is not None:
             self._channel.close()
-        os.close(self._departures)
-        os.close(self._departures_writer)
+        self._scheduler_pipes.close()
         self.loop.__exit__(*exception)
 
     @property
@@ -373,7 +372,7 @@ class Supervisor:
         """Let this part decide about processes and hosts, which come and go."""
         self._elastic, self._job = part, part.job
         if self._options.servers is not None:
-            self.loop.watch(self._departures, self._read_departures)
+            self.loop.watch(self._scheduler_pipes, self._read_departures)
         self._hosts.clear()
         self._numbers.clear()
 
@@ -436,20 +435,14 @@ class Supervisor:
         if own is None:
             return
         specs, notes = plan_host(own, self._options.processes, services, self._environ)
-        self.start_all(map(self._with_departures, specs))
+        self.start_all(specs)
         self._report(list(self._local.pids.items()), notes)
-
-    def _with_departures(self, spec: ProcessSpec) -> ProcessSpec:
-        """Add the pipe for departed workers to the scheduler's spec."""
-        if spec.ps_process is None or spec.ps_process.role is not PsRole.SCHEDULER:
-            return spec
-        number = self._departures_writer
-        return replace(spec, environ={**spec.environ, DEPARTURE_FD_VARIABLE: str(number)}, descriptors=(number,))
 
     def start_all(self, specs: Iterable[ProcessSpec]) -> None:
         """Start processes of this host; raises LaunchError where one cannot be (the watchdog ends the others)."""
-        for spec in specs if self._elastic is None else map(self._with_departures, specs):
-            self._local.start(spec, self._options.inherited)
+        for spec in specs:
+            attached = self._scheduler_pipes.attach(spec, is_elastic=self._elastic is not None)
+            self._local.start(attached, self._options.inherited)
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """Talk to the agent of another host through this client process."""
@@ -640,21 +633,21 @@ class Supervisor:
         if event.rank not in self._names:
             self._listener.exited(event)
             self._read_departures()
+            if isinstance(self._job, ElasticJobState) and self._names and self._job.slots.has(event.rank):
+                self._scheduler_pipes.announce_death(*self._job.slots[event.rank].id)
         if self._elastic is not None:  # what it has said before its end
             self._elastic.read_announcements()
         self._handle(event)
 
     def _read_departures(self) -> None:
         """Handle departures: a rank that left has waited until the scheduler had written here."""
-        with suppress(BlockingIOError):
-            while True:
-                text = os.read(self._departures, _READ_BYTES)
-                if self._elastic is not None:
-                    for event in parse_worker_report(text):
-                        self._handle(event)
-                    continue
-                for number in text.split():
-                    self._handle(job_state.PsWorkerLeft(int(number)))
+        for text in self._scheduler_pipes.read():
+            if self._elastic is not None:
+                for event in parse_worker_report(text):
+                    self._handle(event)
+                continue
+            for number in text.split():
+                self._handle(job_state.PsWorkerLeft(int(number)))
 
     def swept(self, group: HostProcesses) -> None:
         """Count a host as swept."""

@@ -1,0 +1,51 @@
+"""Pipes between the launcher and the scheduler of parameter servers, which is on its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from reigen.cluster.environ import DEATH_FD_VARIABLE, DEPARTURE_FD_VARIABLE
+from reigen.launch.local_plan import ProcessSpec
+from reigen.launch.ps_processes import PsRole
+
+_READ_BYTES = 1 << 16
+
+
+class SchedulerPipes:
+    """Pipe by which the scheduler reports its workers, and one by which an elastic job's hears of dead processes."""
+
+    def __init__(self) -> None:
+        self._reports, self._reports_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._deaths_reader, self._deaths = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the scheduler's reports."""
+        return self._reports
+
+    def attach(self, spec: ProcessSpec, *, is_elastic: bool) -> ProcessSpec:
+        """Return a process's spec with the pipes, if it is the scheduler."""
+        if spec.ps_process is None or spec.ps_process.role is not PsRole.SCHEDULER:
+            return spec
+        pipes = {DEPARTURE_FD_VARIABLE: self._reports_writer}
+        pipes |= {DEATH_FD_VARIABLE: self._deaths_reader} if is_elastic else {}
+        variables = {name: str(number) for name, number in pipes.items()}
+        return replace(spec, environ={**spec.environ, **variables}, descriptors=tuple(pipes.values()))
+
+    def read(self) -> Iterator[bytes]:
+        """Yield the reports that have come. Does not wait."""
+        with suppress(BlockingIOError):
+            while True:
+                yield os.read(self._reports, _READ_BYTES)
+
+    def announce_death(self, slot: int, incarnation: int) -> None:
+        """Report that an elastic job's process has ended: no connection of it is to be waited for."""
+        with suppress(BlockingIOError):  # the scheduler does not read
+            os.write(self._deaths, b"%d %d\n" % (slot, incarnation))
+
+    def close(self) -> None:
+        """Close all ends that this process has."""
+        for pipe in (self._reports, self._reports_writer, self._deaths_reader, self._deaths):
+            os.close(pipe)

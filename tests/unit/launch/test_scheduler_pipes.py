@@ -1,0 +1,40 @@
+"""Pipes between the launcher and the scheduler of parameter servers."""
+
+from __future__ import annotations
+
+import os
+
+from reigen.launch.local_plan import ProcessSpec
+from reigen.launch.ps_processes import PsProcess, PsRole
+from reigen.launch.supervision.scheduler_pipes import SchedulerPipes
+
+SCHEDULER = ProcessSpec(None, (), {"A": "b"}, PsProcess(7, PsRole.SCHEDULER, 0))
+
+
+def test_the_scheduler_reports_and_hears_of_deaths() -> None:
+    pipes = SchedulerPipes()
+    spec = pipes.attach(SCHEDULER, is_elastic=True)
+    assert [spec.environ["REIGEN_LEFT_FD"], spec.environ["REIGEN_ENDED_FD"]] == list(map(str, spec.descriptors))
+    reports, deaths = spec.descriptors
+    assert list(pipes.read()) == []
+    os.write(reports, b"joined 3 1\n")
+    assert list(pipes.read()) == [b"joined 3 1\n"]
+    pipes.announce_death(3, 1)
+    pipes.announce_death(4, 0)
+    assert os.read(deaths, 100) == b"3 1\n4 0\n"
+    pipes.close()
+
+
+def test_a_scheduler_that_does_not_read_holds_nothing_up() -> None:
+    pipes = SchedulerPipes()
+    for _ in range(100_000):
+        pipes.announce_death(1, 1)
+    pipes.close()
+
+
+def test_only_an_elastic_jobs_scheduler_hears_of_deaths_and_only_schedulers_report() -> None:
+    pipes = SchedulerPipes()
+    assert len(pipes.attach(SCHEDULER, is_elastic=False).descriptors) == 1
+    server = ProcessSpec(None, (), {}, PsProcess(6, PsRole.SERVER, 0))
+    assert pipes.attach(server, is_elastic=True) is server
+    pipes.close()
