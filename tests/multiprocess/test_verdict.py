@@ -55,3 +55,12 @@ def test_the_end_of_a_job_says_what_bounded_it(tmp_path: Path) -> None:
         code, out, err = run("-np", "2", option, *program)
         assert (code, out) == (0, "")
         assert "verdict" not in err
+
+
+def test_without_a_timeline_metrics_say_who_was_waited_for(tmp_path: Path) -> None:
+    code = "import time, reigen; reigen.init(); time.sleep(11 * reigen.rank()); reigen.barrier()"
+    options = ("-np", "2", "--metrics-file", str(tmp_path / "metrics.jsonl"))
+    exit_code, out, err = run(*options, sys.executable, "-c", code)
+    assert (exit_code, out) == (0, "")
+    assert "reigen run: verdict: rank 1 (host " in err
+    assert "they waited for it (HOROVOD_TIMELINE=FILE says why)" in err

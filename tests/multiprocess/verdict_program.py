@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 import reigen
-from reigen import context, kv
+from reigen import kv
 
 #: CPU time that each step computes, and the gradients that it makes: 4 of 1 MiB.
 COMPUTE_SECONDS = 0.02
@@ -50,7 +50,7 @@ def even(num_steps: int) -> None:
     made = gradients(2, 1 << 12)
     for _ in range(num_steps):
         train_step(made, 2 * COMPUTE_SECONDS)
-        context.mark("STEP")
+        reigen.report_progress(steps=1)
 
 
 def slow_rank(num_steps: int) -> None:
@@ -60,7 +60,7 @@ def slow_rank(num_steps: int) -> None:
         if reigen.rank() == reigen.size() - 1:
             time.sleep(SLOW_SECONDS)
         train_step(made)
-        context.mark("STEP")
+        reigen.report_progress(steps=1)
 
 
 def slow_rank_in_short_steps(num_steps: int) -> None:
@@ -70,7 +70,7 @@ def slow_rank_in_short_steps(num_steps: int) -> None:
         if reigen.rank() == reigen.size() - 1:
             time.sleep(SLOW_SECONDS / 4)
         train_step(made, 0.0)
-        context.mark("STEP")
+        reigen.report_progress(steps=1)
 
 
 def large_share(num_steps: int) -> None:
@@ -78,7 +78,7 @@ def large_share(num_steps: int) -> None:
     made = gradients()
     for _ in range(num_steps):
         train_step(made, COMPUTE_SECONDS + (2 * SLOW_SECONDS if reigen.rank() == reigen.size() - 1 else 0))
-        context.mark("STEP")
+        reigen.report_progress(steps=1)
 
 
 def large_gradients(num_steps: int) -> None:
@@ -86,7 +86,7 @@ def large_gradients(num_steps: int) -> None:
     made = gradients()
     for _ in range(num_steps):
         train_step(made)
-        context.mark("STEP")
+        reigen.report_progress(steps=1)
 
 
 def tiny_tensors(num_steps: int) -> None:
@@ -96,7 +96,7 @@ def tiny_tensors(num_steps: int) -> None:
         handles = [reigen.allreduce_async(each, name=f"t{number}") for number, each in enumerate(made)]
         for handle in handles:
             reigen.synchronize(handle)
-        context.mark("STEP")
+        reigen.report_progress(steps=1)
 
 
 def many_ranks(num_steps: int) -> None:
@@ -104,7 +104,7 @@ def many_ranks(num_steps: int) -> None:
     made = gradients(2, 1 << 12)
     for _ in range(num_steps):
         train_step(made, 2 * COMPUTE_SECONDS)
-        context.mark("STEP")
+        reigen.report_progress(steps=1)
 
 
 def busy_server(num_steps: int) -> None:
@@ -115,7 +115,7 @@ def busy_server(num_steps: int) -> None:
         for _ in range(num_steps):
             compute(COMPUTE_SECONDS / 4)
             store.pushpull("weight", value)
-            context.mark("STEP")
+            reigen.report_progress(steps=1)
 
 
 CAUSES: dict[str, Callable[[int], None]] = {

@@ -37,7 +37,7 @@ def report_progress(*, samples: int = 0, steps: int = 0, goal_steps: int | None 
     Args:
         samples: so many more samples were trained on.
         steps: so many more steps have ended, where no optimizer of Reigen's counts them: with `reigen.torch` and
-            `reigen.mxnet`, and in a ``Job``, they are counted.
+            `reigen.mxnet`, and in a ``Job``, they are counted. In a timeline, a STEP ends on the calling thread.
         goal_steps: after how many steps in all the training is over.
 
     Raises:
@@ -48,6 +48,8 @@ def report_progress(*, samples: int = 0, steps: int = 0, goal_steps: int | None 
         raise ArgumentError("report_progress() takes numbers that are not negative")
     counters = context.current().counters
     counters.samples += samples
-    counters.steps += steps
+    if steps:
+        counters.steps += steps - 1
+        context.mark("STEP")
     if goal_steps is not None:
         counters.goal_steps = goal_steps

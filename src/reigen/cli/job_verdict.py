@@ -24,10 +24,9 @@ def say_verdict(environ: Mapping[str, str], begun: float, say: Callable[[str], N
         begun: when it was started (``time.time()``): an older file is not its own.
         say: shows one line to the user.
     """
-    text = environ.get("REIGEN_TIMELINE") or environ.get("HOROVOD_TIMELINE") or ""
-    if text in {"", "DYNAMIC"}:
+    path = timeline_path(environ)
+    if path is None:
         return
-    path = Path(text)
     try:
         if path.stat().st_mtime >= begun:
             for line in _describe(path, time.time() - begun):
@@ -36,6 +35,12 @@ def say_verdict(environ: Mapping[str, str], begun: float, say: Callable[[str], N
         _log.debug("no verdict from %s: %s", path, error)
     except Exception:  # noqa: BLE001  whatever a file holds: the job was done, and its end is the same
         _log.debug("no verdict from %s", path, exc_info=True)
+
+
+def timeline_path(environ: Mapping[str, str]) -> Path | None:
+    """Return the file that ranks with this environment write a timeline to; None: they write none."""
+    text = environ.get("REIGEN_TIMELINE") or environ.get("HOROVOD_TIMELINE") or ""
+    return None if text in {"", "DYNAMIC"} else Path(text)
 
 
 def _describe(path: Path, seconds: float) -> list[str]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reigen.cli.job_verdict import say_verdict
+from reigen.cli.job_verdict import say_verdict, timeline_path
 from reigen.cli.run_options import make_parser, parse_command, parse_common_options, split_words
 from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE
 from reigen.compat import as_horovod, as_mxnet
@@ -218,7 +218,8 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 def _metrics(chosen: argparse.Namespace, launcher: str, environ: Mapping[str, str]) -> MetricsOptions:
     address = None if chosen.metrics_port is None else MetricsAddress.parse(chosen.metrics_port, environ)
-    options = MetricsOptions(address, chosen.metrics_file, top=chosen.top)
+    says_verdict = chosen.verdict and not chosen.as_horovod and timeline_path(environ) is None  # which would say more
+    options = MetricsOptions(address, chosen.metrics_file, top=chosen.top, verdict=says_verdict)
     if options.is_wanted and launcher == "mpi":
         raise ConfigError("--metrics-port, --metrics-file, --top: mpirun starts these ranks, which know no launcher")
     return options

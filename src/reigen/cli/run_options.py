@@ -97,7 +97,7 @@ def _add_general(add: AddArgument) -> None:
         "--no-verdict",
         dest="verdict",
         action="store_false",
-        help="do not say at the end what bounded a job that has written a timeline",
+        help="do not say at the end what bounded the job, where that is known: from a timeline, or from metrics",
     )
 
 

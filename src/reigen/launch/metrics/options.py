@@ -64,11 +64,13 @@ class MetricsOptions:
         address: where they are served for Prometheus; None: nowhere.
         file: where they are written as JSON lines; None: nowhere.
         top: show them while the job runs: a table on a terminal, otherwise lines.
+        verdict: say at the end who waited for whom, where they are wanted for something else.
     """
 
     address: MetricsAddress | None = None
     file: Path | None = None
     top: bool = False
+    verdict: bool = False
 
     @property
     def is_wanted(self) -> bool:

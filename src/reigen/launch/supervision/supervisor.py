@@ -46,6 +46,7 @@ from reigen.launch.hosts import HostInfo
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.metrics.service import MetricsService, report_environ
 from reigen.launch.metrics.top import LiveTable
+from reigen.launch.metrics.waiting import describe_waiting
 from reigen.launch.options import JobListener, LaunchOptions, complain, notice_grace_seconds
 from reigen.launch.output.output_mux import OutputMux
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, choose_restart_policy, name_ps_processes
@@ -503,6 +504,10 @@ class Supervisor:
         if self._options.requeue_on_notice and self._has_notice and self._plan.requeue is not None:
             complain("the job has ended after a notice, and is to run again")
             return self._plan.requeue()
+        if not self._finish.exit_code and self._options.metrics.verdict:
+            sentence = describe_waiting(self.metrics.metrics.current())
+            if sentence:
+                self._listener.complain(f"verdict: {sentence} (HOROVOD_TIMELINE=FILE says why)")
         return self._finish.exit_code
 
     def _describe_end(self, finish: job_state.FinishJob) -> bytes:
