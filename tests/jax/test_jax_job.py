@@ -90,6 +90,18 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("alone")
+def test_steps_and_samples_are_counted() -> None:
+    before = rj.metrics()
+    with make() as job:
+        dealt = train(job)
+    after = rj.metrics()
+    num_steps, num_samples = len(dealt), sum(map(len, dealt))
+    assert after["reigen_steps_total"] - before["reigen_steps_total"] == num_steps
+    assert after["reigen_samples_total"] - before["reigen_samples_total"] == num_samples
+    assert after["reigen_goal_steps"] == after["reigen_steps_total"]
+
+
+@pytest.mark.usefixtures("alone")
 def test_wrong_use_is_refused():
     with pytest.raises(ArgumentError, match="needs pytrees"):
         rj.elastic.Job(data=rj.elastic.Cursor(10, global_batch=4))

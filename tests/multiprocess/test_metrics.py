@@ -73,3 +73,19 @@ def registered(nbytes: int) -> list[float]:
 
 def test_registered_memory_is_counted_while_it_is_there(rank_pool: Pools) -> None:
     assert rank_pool(3).run(registered, 1 << 20, init=True) == [[0, 1 << 20, 0]] * 3
+
+
+def bytes_sent() -> list[float]:
+    found = []
+    for call in (reigen.allreduce, reigen.broadcast):
+        arguments = {"op": reigen.Sum} if call is reigen.allreduce else {"root_rank": 0}
+        call(np.ones(1000, np.float32), name="x", **arguments)
+        reigen.barrier()
+        found.append(reigen.metrics().get(f'reigen_bytes_total{{operation="{call.__name__}",way="network"}}', 0))
+    return found
+
+
+def test_bytes_between_hosts_are_those_that_were_sent(rank_pool: Pools) -> None:
+    """Of two ranks each sends half of the other's sum and half of the result; the root sends all, the other nothing."""
+    sent = rank_pool(2).run(bytes_sent, init=True, env={"REIGEN_PLANE": "tcp"})
+    assert sent == [[4000, 4000], [4000, 0]]

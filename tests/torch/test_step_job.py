@@ -57,6 +57,17 @@ def train_in_parts(batch: int) -> tuple[list[float], list[int]]:
     return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()], counts
 
 
+def count_steps() -> tuple[list[int], dict[str, float]]:
+    _, counts = train_in_parts(5)
+    return counts, hvd.metrics()
+
+
+def test_steps_and_samples_of_a_job_are_counted(rank_pool: Callable[[int], RankPool]) -> None:
+    for counts, metrics in rank_pool(2).run(count_steps, init=True):
+        assert metrics["reigen_steps_total"] == metrics["reigen_goal_steps"] == len(counts) == 10
+        assert metrics["reigen_samples_total"] == sum(counts)
+
+
 @pytest.mark.parametrize("batch", [2, 5, 23])
 def test_the_gradient_is_that_of_the_mean_over_the_steps_samples(rank_pool: Callable[[int], RankPool], batch: int):
     """Whatever the ranks have of them, nothing even; the truth is a training of one process, in float64."""

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen import context as contexts
 from reigen.api.collectives import Collectives, resolve_reduction
 from reigen.api.numpy_adapter import NumpyAdapter
 from reigen.api.operations import ALLREDUCE, BROADCAST, Sum
@@ -214,6 +213,7 @@ class ArrayJob(BaseJob):
     """
 
     training: ArrayTraining
+    counts_steps = True
 
     def __init__(
         self,
@@ -264,7 +264,6 @@ class ArrayJob(BaseJob):
                     f"a collective has failed within the update of the weights, of which a part may have been made: "
                     f"call collectives before it. {error}"
                 ) from error
-        contexts.mark("STEP")
 
     def save(self, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a state to a file, of NumPy's npz; atomically."""

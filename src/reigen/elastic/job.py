@@ -199,7 +199,10 @@ class BaseJob(ABC):
         data: where the next step begins.
         num_parts: see above.
         num_undone: steps that were undone and run again, in this process.
+        counts_steps: no optimizer of ours counts its steps (`reigen.context.mark`).
     """
+
+    counts_steps = False
 
     def __init__(
         self,
@@ -404,6 +407,8 @@ class BaseJob(ABC):
     def _count_progress(self, step: ElasticStep) -> None:
         """Count an applied step's samples, and the steps that are left, for metrics."""
         counters = contexts.current().counters
+        if self.counts_steps:
+            contexts.mark("STEP")
         counters.samples += step.parts.num_samples
         left = self.data.num_steps_behind(step.interval, step.num_epochs, step.size)
         counters.goal_steps = counters.steps + left

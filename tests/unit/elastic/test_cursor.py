@@ -194,3 +194,17 @@ def test_what_makes_no_sense_is_refused(arguments: dict[str, int]) -> None:
 def test_more_ranks_than_samples_with_drop_last() -> None:
     with pytest.raises(ArgumentError, match="leaves out all"):
         Cursor(10, per_rank_batch=4, drop_last=True).next_interval(3)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"global_batch": 4}, {"global_batch": 4, "drop_last": True}, {"per_rank_batch": 2}, {"global_batch": 23}],
+    ids=str,
+)
+def test_the_steps_that_are_left_are_those_that_come(size: int, arguments: dict[str, int]) -> None:
+    cursor, left = Cursor(23, **arguments), []
+    while (interval := cursor.next_interval(size)).epoch < 3:
+        left.append(cursor.num_steps_behind(interval, 3, size))
+        cursor.move_behind(interval)
+    assert left == list(range(len(left)))[::-1]
