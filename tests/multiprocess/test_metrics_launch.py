@@ -47,6 +47,11 @@ def program(flag: Path, code: str = PROGRAM) -> tuple[str, ...]:
     return sys.executable, "-c", code, str(flag)
 
 
+def complaints(err: str) -> list[str]:
+    """What the launcher says, but for its verdict on a job that was not a short one."""
+    return [line for line in err.splitlines() if not line.startswith("reigen run: verdict: ")]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -97,7 +102,7 @@ def test_all_ranks_are_served_and_a_stopped_one_is_seen(tmp_path: Path) -> None:
         until(lambda: scrape(port)["reigen_report_age_seconds rank 1"] < 2.5)
         flag.touch()
         status, _, err = launcher.finish()
-    assert (status, err) == (0, "")
+    assert (status, complaints(err)) == (0, [])
     lines = read_lines(path)
     final = {each["rank"]: each for each in lines if each["final"]}
     assert set(final) == {0, 1, 2}
@@ -243,5 +248,5 @@ def test_a_launcher_that_is_stopped_holds_up_no_rank(tmp_path: Path) -> None:
             os.kill(supervisor, signal.SIGCONT)
         flag.touch()
         status, _, err = launcher.finish()
-    assert (status, err) == (0, "")
+    assert (status, complaints(err)) == (0, [])
     assert {each["rank"] for each in read_lines(tmp_path / "m") if each["final"]} == {0, 1}
