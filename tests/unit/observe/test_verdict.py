@@ -131,6 +131,7 @@ def test_the_planted_cause_is_named_and_no_other_with_confidence(
         named += is_right
         clear += is_right and found.confidence is Confidence.CLEAR
         total += 1
+    print(f"{plant.__name__}: {named} of {total} named, {clear} clear")
     assert named >= 0.9 * total, f"{named} of {total}"
     assert clear >= 0.5 * total if may_be_clear else clear == 0, f"{clear} of {total}"
 
