@@ -9,7 +9,7 @@ from math import inf
 from reigen.cluster.metrics import MetricSample, MetricsReport, find_metric
 
 #: A process that says nothing for so long is shown as silent: two reports are missing.
-SILENT_SECONDS = 2.5
+SILENT_SECONDS = 2.3
 #: Rates are of about so many seconds.
 _WINDOW_SECONDS = 5.0
 #: The others wait for a process if it waits by so much less of the time than they do.
