@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow  # real processes, for seconds
     [
         ("slow_rank", 15, ("-np", "2"), Cause.LATE_RANK),
         ("large_share", 8, ("-np", "2"), Cause.LATE_RANK),
-        ("tiny_tensors", 6, ("-np", "2"), Cause.SMALL_TENSORS),
+        ("tiny_tensors", 12, ("-np", "2"), Cause.SMALL_TENSORS),
         ("many_ranks", 10, ("-np", "8"), Cause.PROCESSORS),
         ("busy_server", 60, ("-np", "2", "-s", "1"), Cause.SERVER),
     ],
@@ -32,7 +33,9 @@ def test_what_bounds_a_job_is_named(
 ) -> None:
     path = tmp_path / "t.json"
     environ = {"HOROVOD_TIMELINE": str(path), "OMP_NUM_THREADS": "1"}
-    code, _, err = run(*options, sys.executable, str(PROGRAM), program, str(num_steps), env=environ)
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    command = (sys.executable, str(PROGRAM), program, str(num_steps))
+    code, _, err = run(*options, *command, env=environ, preexec_fn=lambda: os.sched_setaffinity(0, cpus))
     assert code == 0, err
     found = summarize(read_trace(path)).verdict
     assert cause in {found.cause, *(other.cause for other in found.others)}, found
