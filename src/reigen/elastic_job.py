@@ -25,6 +25,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
 from reigen.cluster.membership.elastic.directory import meet_first_view
@@ -43,7 +45,7 @@ from reigen.cluster.membership.rendezvous import (
 )
 from reigen.cluster.membership.stragglers import StepTime
 from reigen.cluster.membership.views.events import MembersLate
-from reigen.cluster.membership.views.history import ElasticHistory, compare_views
+from reigen.cluster.membership.views.history import ElasticHistory, StepOutcome, compare_views
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.cluster.topology import Topology
@@ -438,6 +440,18 @@ class ElasticJob(Generic[_Context]):
         if self._has_stopped:
             self._note_refused(self.epoch)
         return self._has_stopped
+
+    def follow_steps(self, state: StepState) -> None:
+        """Let the program say how far it is, and the outcome of each change for its step (`tell_outcome`)."""
+        self.step_state, self._driver.tells_outcomes = state, True
+
+    def tell_outcome(self, outcome: StepOutcome, step: int, samples: tuple[int, ...]) -> None:
+        """Tell the launcher the outcome of a change for the step that it has cut off; for rank 0. See `ChangeNote`."""
+        note = self._driver.note
+        if note is not None and note.epoch == self.epoch and note.outcome is StepOutcome.PENDING:
+            explained = msgspec.structs.replace(note, outcome=outcome, step=step, samples=samples)
+            self._driver.note = explained
+            self._driver.directory.tell_change(explained)
 
     def require_size(self, size: int) -> None:
         """Have steps run only in views of so many members; all members ask for the same. Others are waited for."""

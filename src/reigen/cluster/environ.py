@@ -18,6 +18,7 @@ __all__ = [
     "CANDIDATE_VARIABLE",
     "DEATH_FD_VARIABLE",
     "DEPARTURE_FD_VARIABLE",
+    "ELASTIC_CHANGE_KEY",
     "ELASTIC_FINISHED_KEY",
     "ELASTIC_LEAVING_KEY",
     "ELASTIC_STRAGGLER_KEY",
@@ -77,6 +78,8 @@ ELASTIC_VIEW_KEY = "elastic/view"
 ELASTIC_FINISHED_KEY = "elastic/finished"
 #: Under this key a process says that it leaves: its slot and incarnation.
 ELASTIC_LEAVING_KEY = "elastic/leaving"
+#: Under this one rank 0 tells why members have changed, and what that has cost.
+ELASTIC_CHANGE_KEY = "elastic/change"
 #: Under this one rank 0 names a member that makes all steps slower.
 ELASTIC_STRAGGLER_KEY = "elastic/straggler"
 #: Set to 1 where the launcher writes its rank before each line of a process's output.

@@ -42,10 +42,11 @@ from reigen import context as contexts
 from reigen.api import job as api
 from reigen.api.functions import allgather_object, barrier, broadcast_object
 from reigen.api.process_sets import RegisteredSets, follow_members
+from reigen.cluster.membership.views.history import StepOutcome
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
 from reigen.elastic import membership
-from reigen.elastic.catch_up import HeldState, SumsAtHand, UpdateAtHand, plan_catch_up, plan_updates
+from reigen.elastic.catch_up import CatchUpPlan, HeldState, SumsAtHand, UpdateAtHand, plan_catch_up, plan_updates
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.state import Departure
 from reigen.elastic.training import TrainingState
@@ -259,7 +260,7 @@ class BaseJob(ABC):
         self.training.attach(_Update(self), self.complete_step)
         self._is_open = True
         if self._elastic is not None:
-            self._elastic.step_state = self
+            self._elastic.follow_steps(self)
             self._elastic.require_size(self._min_size)
         elif self.size < self._min_size:
             raise ArgumentError(f"the job has {self.size} rank(s), and is not elastic; min_size is {self._min_size}")
@@ -610,6 +611,8 @@ class BaseJob(ABC):
         self._base_number = held[plan.source].number
         if self._elastic is not None and self._elastic.view.base.completes and plan.source in plan.completing:
             self._base_number += 1
+        if self._elastic is not None and self.rank == 0:
+            self._tell_outcome(self._elastic, held, plan)
         is_completing = self.rank in plan.completing
         self._is_counted = is_completing and self._base_number > mark.number
         self._has_renewed = not is_completing
@@ -626,6 +629,20 @@ class BaseJob(ABC):
         if self.rank in plan.waiting:
             _log.info("the state comes behind the step that the others complete now")
             contexts.current().barrier(name="elastic.next_view", blocking=True).wait()  # which the others begin
+
+    def _tell_outcome(
+        self, elastic: ElasticJob[contexts.Context], held: Sequence[HeldState], plan: CatchUpPlan
+    ) -> None:
+        """Tell the launcher, as rank 0, the outcome for the step that was under way."""
+        source, step = held[plan.source], self._step
+        if any(each.is_member and each.number < source.number for each in held):
+            outcome, number = StepOutcome.RECEIVED, source.number - 1
+        else:
+            outcome, number = StepOutcome.COMPLETED if plan.completing else StepOutcome.UNDONE, source.number
+        interval = self.data.next_interval(self.size) if step is None else step.interval
+        is_known = number == self._mark.number  # this member has not applied it, so that it knows which samples it had
+        samples = (interval.epoch, interval.start, interval.stop) if is_known else ()
+        elastic.tell_outcome(outcome, number, samples)
 
     def _finish_updates(self, held: Sequence[HeldState]) -> None:
         """Collective: updates of shared weights are finished that some owner has begun."""

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from math import inf
 from signal import SIGKILL, SIGTERM
 
+import msgspec
 import pytest
 
+from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
 from reigen.launch.elastic.job import (
     ALL_LEFT_TEXT,
     EJECTION_STEPS,
@@ -15,8 +17,10 @@ from reigen.launch.elastic.job import (
     LEAVE_SECONDS,
     LEFT_EARLY_TEXT,
     ORPHANED_SECONDS,
+    OUTCOME_SECONDS,
     RESIZE_LIMIT_TEXT,
     CallHost,
+    ChangeExplained,
     ElasticEvent,
     ElasticInstruction,
     ElasticJobState,
@@ -478,7 +482,7 @@ def test_a_process_that_leaves_by_itself_has_not_failed() -> None:
         "slot 1 (host h1) leaves; 3 processes go on",
         "slot 4 is started (host h2)",
         "slot 1 (host h1) has left; 4 processes go on, its place rests for 10 s",
-        "view 2: 3 ranks go on; ranks 2-3 are now 1-2",
+        "view 2: 3 ranks go on; slot 1 has gone (SIGTERM, or hvd.elastic.leave()); ranks 2-3 are now 1-2",
         "view 3: 4 ranks go on; slot 4 joins as rank 3",
     ]
     job.exit(4, 1)  # which has failed, and is not used again
@@ -488,6 +492,38 @@ def test_a_process_that_leaves_by_itself_has_not_failed() -> None:
     assert job.started[5:] == [(1, 1, "h1", 1)]
     job.handle(MemberLeaving(1, 0))
     assert job.state.slots[1].state is SlotState.RUNNING, "that was its last process"
+
+
+def test_the_line_about_a_view_waits_for_what_its_members_make_of_the_step() -> None:
+    job = Job(options(), ("h1", 3))
+    first, told = job.state.members, ChangeNote(2, seconds=0.2)
+    job.handle(ChangeExplained(told))
+    job.exit(1, -SIGKILL)
+    job.handle(ViewAnnounced(2, (first[0], first[2])))
+    assert len(job.texts) == 1
+    done = msgspec.structs.replace(told, outcome=StepOutcome.UNDONE, step=7, samples=(2, 112, 128))
+    job.handle(ChangeExplained(done))
+    job.handle(ChangeExplained(done))
+    (text,) = job.texts[1:]
+    assert text == (
+        "view 2: 2 ranks go on 0.0 s after that; slot 1 has gone (killed by SIGKILL); rank 2 is now 1; "
+        "step 7 (samples 112-127 of epoch 2) is undone and run again"
+    )
+
+
+@pytest.mark.parametrize("ends", ["time", "view", "finish", "signal"])
+def test_the_line_about_a_view_does_not_wait_for_ever(ends: str) -> None:
+    job = Job(options(), ("h1", 3))
+    members = job.state.members
+    job.handle(ChangeExplained(ChangeNote(2, "rank 2: the engine has failed", seconds=0.25)))
+    job.handle(ViewAnnounced(2, members))
+    assert job.texts == []
+    if ends == "time":
+        job.at(OUTCOME_SECONDS)
+    else:
+        event = {"view": ViewAnnounced(3, members), "finish": MemberFinished(0), "signal": SignalReceived(SIGTERM, 0)}
+        job.handle(event[ends])
+    assert job.texts[0] == "view 2: 3 ranks go on after 0.25 s; rank 2: the engine has failed"
 
 
 def test_a_host_that_its_engine_takes_away_is_left() -> None:

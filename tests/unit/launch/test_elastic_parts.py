@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from reigen.cluster.environ import ELASTIC_FINISHED_KEY, ELASTIC_STRAGGLER_KEY, ELASTIC_VIEW_KEY
-from reigen.errors import ConfigError, ReigenError
+from reigen.cluster.environ import ELASTIC_CHANGE_KEY, ELASTIC_FINISHED_KEY, ELASTIC_STRAGGLER_KEY, ELASTIC_VIEW_KEY
+from reigen.cluster.membership.views.history import CHANGE_NOTE_CODEC, ChangeNote, StepOutcome
+from reigen.errors import ConfigError, ReigenError, WireError
 from reigen.launch.base import PolledHost
 from reigen.launch.elastic.discovery import (
     POLL_SECONDS,
@@ -19,7 +20,7 @@ from reigen.launch.elastic.discovery import (
     discovery_command,
     parse_discovered,
 )
-from reigen.launch.elastic.job import MemberFinished, MemberStraggles, SlotStart
+from reigen.launch.elastic.job import ChangeExplained, MemberFinished, MemberStraggles, SlotStart
 from reigen.launch.elastic.options import (
     MOST_RANKS,
     NEVER,
@@ -303,6 +304,14 @@ def test_the_voters_memory_is_inherited() -> None:
         assert os.fstat(descriptor).st_size == 128 << 10
     finally:
         os.close(descriptor)
+
+
+def test_announcements_of_changes() -> None:
+    note = ChangeNote(3, "rank 1: x", seconds=0.5, outcome=StepOutcome.UNDONE, step=7, samples=(0, 16, 32))
+    assert parse_announcement(ELASTIC_CHANGE_KEY, CHANGE_NOTE_CODEC.encode(note)) == ChangeExplained(note)
+    for bad in (b"", b"x", CHANGE_NOTE_CODEC.encode(note)[:-2]):
+        with pytest.raises(WireError):
+            parse_announcement(ELASTIC_CHANGE_KEY, bad)
 
 
 def test_announcements() -> None:

@@ -40,10 +40,11 @@ from signal import SIGCONT, SIGKILL, SIGTERM
 
 import msgspec
 
-from reigen.cluster.membership.views.history import describe_moves
+from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
+from reigen.launch.elastic.view_line import ViewLine, describe_view
 from reigen.launch.exit_report import describe_exit
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import (
@@ -75,6 +76,8 @@ EJECTION_STEPS = 100
 ORPHANED_SECONDS = 30.0
 #: How long the first view may take to be announced after a process of it has died: it may be on its way.
 FIRST_VIEW_SECONDS = 5.0
+#: How long the line about a view waits for what its members make of the step that was under way.
+OUTCOME_SECONDS = 10.0
 #: How long a host that could not take part is not called again: at first, doubled each time, and at most.
 _REFUSED_SECONDS, _MOST_REFUSED_SECONDS = 10.0, 600.0
 #: Horovod's words.
@@ -119,6 +122,12 @@ class ViewAnnounced(JobMessage, frozen=True):
     members: tuple[tuple[int, int], ...]
     step: int = 0
     completes: bool = False
+
+
+class ChangeExplained(JobMessage, frozen=True):
+    """Rank 0 of a view has explained the change before it; again when it knows the outcome for the step under way."""
+
+    note: ChangeNote
 
 
 class MemberFinished(JobMessage, frozen=True):
@@ -225,6 +234,7 @@ ElasticEvent = (
     | HostUnusable
     | HostNoticed
     | ViewAnnounced
+    | ChangeExplained
     | MemberFinished
     | MemberLeaving
     | MemberStraggles
@@ -314,6 +324,10 @@ class ElasticJobState(JobState):
         self._left_hosts: set[str] = set()
         #: when the first member has died since the last view began
         self._died_at: float | None = None
+        #: Why processes have gone, or are to; what members have told of the latest change; the line that waits for it.
+        self._why_gone: dict[tuple[int, int], str] = {}
+        self._note: ChangeNote | None = None
+        self._line: ViewLine | None = None
         #: Since when no member is known to run.
         self._orphaned_since: float | None = None
         #: Stragglers that the user has been told of, and why they stay; and the step at which one was ejected last.
@@ -334,7 +348,7 @@ class ElasticJobState(JobState):
             return [] if isinstance(event, ElasticEvent) else list(self.handle(event))
         if (of_servers := self._servers_changed(event)) is not None:
             return of_servers
-        instructions: list[JobInstruction | ElasticInstruction] = []
+        instructions = self._say_line(event)
         match event:
             case HostsFound(hosts):
                 instructions += self._found(hosts)
@@ -350,11 +364,32 @@ class ElasticJobState(JobState):
                 instructions += self._noticed(event)
             case MemberLeaving() | MemberStraggles():
                 instructions += self._heard_of_member(event)
-            case MemberFinished() | TimePassed() | WorkerEntered() | WorkersBegan() | WorkerDeparted():
+            case (
+                MemberFinished()
+                | TimePassed()
+                | ChangeExplained()
+                | WorkerEntered()
+                | WorkersBegan()
+                | WorkerDeparted()
+            ):
                 pass
             case _:
-                return list(self.handle(event))
+                return [*instructions, *self.handle(event)]
         return instructions + self._decide()
+
+    def _say_line(self, event: JobEvent | ElasticEvent) -> list[JobInstruction | ElasticInstruction]:
+        """Say the line about the latest view, if it has waited for what members tell, and need not any more."""
+        self._note = event.note if isinstance(event, ChangeExplained) else self._note
+        line, note = self._line, self._note
+        if line is None:
+            return []
+        note = note if note is not None and note.epoch == line.epoch else None
+        is_explained = note is not None and note.outcome is not StepOutcome.PENDING
+        ends = isinstance(event, MemberFinished | ViewAnnounced | SignalReceived)
+        if not is_explained and not ends and self._now < line.due:
+            return []
+        self._line = None
+        return [SayToUser(line.text(note))]
 
     def restore(self, taken: TakenOverJob, now: float) -> None:
         """Go on where a launcher that was lost has left the job, before the first event.
@@ -379,6 +414,7 @@ class ElasticJobState(JobState):
         if self.phase is not JobPhase.RUNNING:
             return inf
         ends = [self.slots.next_due(self._now)]
+        ends += [] if self._line is None else [self._line.due]
         ends += [] if self._short_since is None else [self._short_since + self._timeout_seconds]
         ends += [] if self._doomed_since is None else [self._doomed_since + FIRST_VIEW_SECONDS]
         ends += [] if self._orphaned_since is None else [self._orphaned_since + ORPHANED_SECONDS]
@@ -408,6 +444,8 @@ class ElasticJobState(JobState):
         left = [host for host in lost if host.name in names]
         changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in left]
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
+        for host, change in zip(left, changes, strict=True):
+            self._why_gone.update((slot.id, change) for slot in leaving if slot.host == host.name)
         return [SayToUser(text), *self._ask_to_leave(leaving)]
 
     def _heed_found_early(self) -> list[JobInstruction | ElasticInstruction]:
@@ -428,6 +466,7 @@ class ElasticJobState(JobState):
         if isinstance(event, MemberStraggles):
             return self._member_straggles(slot, event)
         slot.state, slot.rests_when_left = SlotState.LEAVING, True  # it ends when its grace is over
+        self._why_gone[slot.id] = "SIGTERM, or hvd.elastic.leave()"
         return [SayToUser(f"{self._name(slot)} leaves; {self._describe_number()}")]
 
     def _member_straggles(self, slot: JobSlot, event: MemberStraggles) -> list[JobInstruction | ElasticInstruction]:
@@ -443,6 +482,7 @@ class ElasticJobState(JobState):
             self._reported_stragglers[slot.id] = stays
             return [SayToUser(f"{text}; it stays: {stays}")]
         self._ejected_step = event.step
+        self._why_gone[slot.id] = "ejected as a straggler"
         rest = slot.failures.add(self._now, self._options.cooldown, self._chance())
         signals = self._ask_to_leave([slot])
         return [SayToUser(f"{text}; it is asked to leave: {self._describe_rest(rest)}"), *signals]
@@ -476,6 +516,7 @@ class ElasticJobState(JobState):
             return list(self.handle(SignalReceived(event.signum, event.seconds)))
         if not leaving:
             return []
+        self._why_gone.update((slot.id, f"its engine takes host {host.name} away") for slot in leaving)
         return [SayToUser(f"{_format_slots(leaving)} asked to leave"), *self._ask_to_leave(leaving)]
 
     def _host_answered(self, event: HostPrepared | HostUnusable) -> list[JobInstruction | ElasticInstruction]:
@@ -498,28 +539,22 @@ class ElasticJobState(JobState):
         if self.epoch is not None and self._counted_epoch != self.epoch:
             self._num_resizes += 1
             self._num_resets += self._options.counts_resizes
-        words = [] if self.epoch is None else [SayToUser(self._describe_view(view))]
+        if self.epoch is not None:
+            self._line = self._describe_view(view)
         self.epoch, self.members, self._doomed_since, self._died_at = view.epoch, view.members, None, None
+        self._why_gone = {member: why for member, why in self._why_gone.items() if member in view.members}
         self._deaths.clear()
-        return [*words, *self._heed_found_early()]
+        return [*self._say_line(view if self._note is None else ChangeExplained(self._note)), *self._heed_found_early()]
 
-    def _describe_view(self, view: ViewAnnounced) -> str:
+    def _describe_view(self, view: ViewAnnounced) -> ViewLine:
         """Describe what has changed: ``view 2: 3 ranks go on after 0.1 s; rank 3 is now 2; ...``."""
-        before, size = {member: rank for rank, member in enumerate(self.members)}, len(view.members)
-        text = f"view {view.epoch}: {size} rank{'s go' if size != 1 else ' goes'} on"
-        if self._died_at is not None:
-            text += f" {self._now - self._died_at:.1f} s after that"
-        parts = [text]
-        if joined := [(rank, slot) for rank, (slot, _) in enumerate(view.members) if view.members[rank] not in before]:
-            parts.append(", ".join(f"slot {slot} joins as rank {rank}" for rank, slot in joined))
-        moved = [(before[each], rank) for rank, each in enumerate(view.members) if before.get(each, rank) != rank]
-        if moved:
-            parts.append(describe_moves(moved))
+        seconds = None if self._died_at is None else self._now - self._died_at
+        outcome = "" if seconds is None else "what was done since the last commit is done again"
         if view.completes:
-            parts.append(f"step {view.step} was completed without those who died")
-        elif self._died_at is not None:
-            parts.append("what was done since the last commit is done again")
-        return "; ".join(parts)
+            outcome = f"step {view.step} was completed without those who died"
+        is_explained = self._note is not None and self._note.epoch == view.epoch
+        due = self._now + (OUTCOME_SECONDS if is_explained else 0.0)
+        return describe_view(view.epoch, self.members, view.members, self._why_gone, seconds, outcome, due)
 
     def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         was_noticed = host.phase is HostPhase.LEAVING
@@ -635,6 +670,7 @@ class ElasticJobState(JobState):
                 continue  # who comes gets the state from these
             self._left_hosts.discard(name)
             if leaving := [slot for slot in running if slot.host == name]:
+                self._why_gone.update((slot.id, f"host {name} is not used any more") for slot in leaving)
                 instructions += self._ask_to_leave(leaving)
         return instructions
 
@@ -645,6 +681,9 @@ class ElasticJobState(JobState):
 
     def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
         self._doom(slot)
+        is_of_host = failure.exit_code == HOST_LOST_EXIT_CODE
+        end = f"host {slot.host} was lost" if is_of_host else _describe_end(failure.exit_code, failure.cause)
+        self._why_gone[slot.id] = end
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
         if slot.id in self.members and self._died_at is None:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from reigen.cluster.environ import (
     CANDIDATE_VARIABLE,
+    ELASTIC_CHANGE_KEY,
     ELASTIC_FINISHED_KEY,
     ELASTIC_LEAVING_KEY,
     ELASTIC_STRAGGLER_KEY,
@@ -26,6 +27,7 @@ from reigen.cluster.environ import (
 )
 from reigen.cluster.membership.elastic.witness import check_witness_directory
 from reigen.cluster.membership.rendezvous import split_address
+from reigen.cluster.membership.views.history import CHANGE_NOTE_CODEC
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, View
 from reigen.errors import ConfigError, LaunchError, WireError
 from reigen.launch.agent import agent_protocol
@@ -44,6 +46,7 @@ from reigen.launch.elastic.discovery import (
 )
 from reigen.launch.elastic.job import (
     CallHost,
+    ChangeExplained,
     ElasticEvent,
     ElasticInstruction,
     ElasticJobState,
@@ -83,6 +86,13 @@ _CALL_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
 #: Most announcements that wait to be handled.
 _MAX_ANNOUNCEMENTS = 1 << 12
+_ANNOUNCED_KEYS = {
+    ELASTIC_CHANGE_KEY,
+    ELASTIC_FINISHED_KEY,
+    ELASTIC_LEAVING_KEY,
+    ELASTIC_STRAGGLER_KEY,
+    ELASTIC_VIEW_KEY,
+}
 _VIEW_CODEC: MessageCodec[View] = MessageCodec(View, MAX_VIEW_BYTES)
 
 
@@ -388,7 +398,7 @@ class ElasticSupervision:
 
     def announce(self, key: str, value: bytes) -> None:
         """Take a value that was put at the rendezvous; called in the service's thread."""
-        if key in {ELASTIC_VIEW_KEY, ELASTIC_FINISHED_KEY, ELASTIC_LEAVING_KEY, ELASTIC_STRAGGLER_KEY}:
+        if key in _ANNOUNCED_KEYS:
             self._announced.append((key, value))
             self._owner.loop.wake()
 
@@ -673,7 +683,7 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
     """Parse an announcement of a member, from the rendezvous.
 
     Raises:
-        WireError: it is no view.
+        WireError: it is no view, or no note about a change.
         ValueError: it is no number of a slot, or not what says which process leaves, or is late.
     """
     if key == ELASTIC_FINISHED_KEY:
@@ -681,6 +691,8 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
     if key == ELASTIC_LEAVING_KEY:
         slot, incarnation = map(int, value.split())
         return MemberLeaving(slot, incarnation)
+    if key == ELASTIC_CHANGE_KEY:
+        return ChangeExplained(CHANGE_NOTE_CODEC.decode(value))
     if key == ELASTIC_STRAGGLER_KEY:
         *numbers, work_seconds, median_seconds = value.split()
         slot, incarnation, step, num_steps, min_ranks = map(int, numbers)

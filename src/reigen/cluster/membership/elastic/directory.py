@@ -6,6 +6,7 @@ All of it is at the rendezvous of the launcher:
 ``elastic/witness``    incarnation of the witness in the first view, if there is one
 ``elastic/version``    Reigen's version in the members, by rank 0
 ``elastic/view``       the latest view that runs, by its rank 0
+``elastic/change``     why it began, and what that has cost, by its rank 0; some of that when it runs
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
 ``elastic/leaving``    slot and incarnation of a process that leaves, the latest one of them
 ``elastic/straggler``  a member that makes all steps slower, the latest one of them
@@ -24,6 +25,7 @@ from queue import Empty, SimpleQueue
 
 from reigen._version import __version__
 from reigen.cluster.environ import (
+    ELASTIC_CHANGE_KEY,
     ELASTIC_FINISHED_KEY,
     ELASTIC_LEAVING_KEY,
     ELASTIC_STRAGGLER_KEY,
@@ -33,6 +35,7 @@ from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.witness import WitnessVoter
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.membership.stragglers import Straggler
+from reigen.cluster.membership.views.history import CHANGE_NOTE_CODEC, ChangeNote
 from reigen.cluster.membership.views.record import MAX_VIEW_BYTES, MemberId, StepBase, View, ViewHost, Witness
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, ReigenError, format_ranks
 from reigen.net.codec import MessageCodec
@@ -167,25 +170,29 @@ class ViewDirectory:
         self._look, self._refused = found, refused
         self._do(self._look_once)
 
+    def tell_change(self, note: ChangeNote) -> None:
+        """Put the reason of a change of views, and its outcome for the step under way, as far as that is known."""
+        self._tell(ELASTIC_CHANGE_KEY, CHANGE_NOTE_CODEC.encode(note), lambda: None)
+
     def tell_finished(self, member: MemberId, done: Callable[[], None]) -> None:
         """Put that a member's program is done; then call ``done``."""
-        self._tell(ELASTIC_FINISHED_KEY, str(member.slot), done)
+        self._tell(ELASTIC_FINISHED_KEY, str(member.slot).encode(), done)
 
     def tell_leaving(self, member: MemberId, done: Callable[[], None]) -> None:
         """Put that a process leaves; then call ``done``."""
-        self._tell(ELASTIC_LEAVING_KEY, f"{member.slot} {member.incarnation}", done)
+        self._tell(ELASTIC_LEAVING_KEY, f"{member.slot} {member.incarnation}".encode(), done)
 
     def tell_straggler(self, straggler: Straggler, min_size: int) -> None:
         """Put who makes all steps slower, and with how many members steps can be made at least."""
         slot, incarnation = straggler.member
         numbers = f"{slot} {incarnation} {straggler.step} {straggler.num_steps} {min_size}"
         seconds = f"{straggler.work_seconds:.6g} {straggler.median_seconds:.6g}"
-        self._tell(ELASTIC_STRAGGLER_KEY, f"{numbers} {seconds}", lambda: None)
+        self._tell(ELASTIC_STRAGGLER_KEY, f"{numbers} {seconds}".encode(), lambda: None)
 
-    def _tell(self, key: str, text: str, done: Callable[[], None]) -> None:
+    def _tell(self, key: str, data: bytes, done: Callable[[], None]) -> None:
         def tell() -> None:
             try:
-                self._rendezvous.put(key, text.encode())
+                self._rendezvous.put(key, data)
             finally:
                 done()
 

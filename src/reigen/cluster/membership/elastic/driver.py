@@ -64,6 +64,7 @@ from reigen.cluster.membership.views.events import (
     Verdict,
     ViewTimer,
 )
+from reigen.cluster.membership.views.history import MAX_REASON, ChangeNote, ChangeReason, StepOutcome
 from reigen.cluster.membership.views.member import ALL_LEFT_REASON, ElasticMember, ElasticState, ViewTimeouts
 from reigen.cluster.membership.views.messages import (
     AskMember,
@@ -123,6 +124,9 @@ class ViewDriver:
         is_leaving: this process leaves the job, or has left it.
         launcher_knows: is set when the launcher has been told so.
         stragglers: is told how long steps take here.
+        directory: this process's use of the rendezvous.
+        note: what this process has told of the latest change, as rank 0 of the view behind it; None: nothing yet.
+        tells_outcomes: the program tells in each view what became of its step (`ChangeNote.outcome`).
     """
 
     def __init__(
@@ -137,13 +141,15 @@ class ViewDriver:
         self.finished: frozenset[MemberId] = frozenset()
         self.reason = ""
         self.is_leaving = False
+        self.note: ChangeNote | None = None
+        self.tells_outcomes = False
         self._node, self._plane, self._timeouts = node, plane, timeouts
         self._loop = EventLoop()
         self._links = MemberLinks(self._loop, node, self)
         self._witness = None if node.witness is None else WitnessThread(node.witness, self._on_witness)
-        self._directory = ViewDirectory(rendezvous, lambda: node.voter.page.launcher)
+        self.directory = ViewDirectory(rendezvous, lambda: node.voter.page.launcher)
         self.stragglers = StragglerReports(
-            self.me, straggler_rule, self._post, self._links.send, self._directory.tell_straggler
+            self.me, straggler_rule, self._post, self._links.send, self.directory.tell_straggler
         )
         self._thread = threading.Thread(target=self._serve, name="reigen-views", daemon=True)
         #: guards all that follows, but `_posted`
@@ -169,8 +175,9 @@ class ViewDriver:
         self._unaware: set[MemberId] = set()
         self._all_know = threading.Event()
         self._num_failed_views = 0
-        #: what is known of the reason is another member's word
-        self._is_hearsay = False
+        #: why the latest change began, and when
+        self._cause = ChangeReason()
+        self._revoked_at: float | None = None
         self.launcher_knows = threading.Event()
         #: of a candidate: it may be a member
         self._is_ready = True
@@ -244,7 +251,8 @@ class ViewDriver:
             self._actions.extend(actions)
             is_over = machine.state not in _STEPPING  # a moment later it may run the next view
             if is_over:
-                self.reason, self._is_hearsay = explain_change(machine.view, self.me, StepApplied(step))
+                self._cause = explain_change(machine.view, self.me, StepApplied(step))
+                self.reason = self._cause.text
         if actions:
             self._loop.wake()
         return is_over
@@ -309,7 +317,7 @@ class ViewDriver:
         if not self._is_finished:
             is_public = threading.Event()
             self._node.voter.page.write_finished(self.me.slot)
-            self._directory.tell_finished(self.me, is_public.set)
+            self.directory.tell_finished(self.me, is_public.set)
             self._post(self._begin_finish)
             self._all_know.wait(_FINISH_SECONDS)
             is_public.wait(max(0.0, until - time.monotonic()))
@@ -346,7 +354,7 @@ class ViewDriver:
         self._links.close()
         self._node.close()
         self._loop.close()
-        self._directory.close()
+        self.directory.close()
         if self._witness is not None:
             self._witness.close()
 
@@ -393,9 +401,10 @@ class ViewDriver:
         is_changed = self._machine.state is not before and self._machine.state not in _CALM
         if self._view is not None and (
             (is_changed and (before in _CALM or (before is ElasticState.PAUSED and isinstance(event, Evidence))))
-            or (before is ElasticState.CHANGING and self._is_hearsay and isinstance(event, Evidence))
+            or (before is ElasticState.CHANGING and self._cause.is_hearsay and isinstance(event, Evidence))
         ):
-            self.reason, self._is_hearsay = explain_change(self._view, self.me, event)
+            self._cause = explain_change(self._view, self.me, event)
+            self.reason = self._cause.text
         if is_changed:
             self._take_in_finished(event)
 
@@ -428,6 +437,7 @@ class ViewDriver:
                 due = time.monotonic() + seconds
                 self._timers[timer] = self._loop.call_at(due, partial(self._dispatch, TimerFired(timer)))
             case RevokePlane(epoch):
+                self._revoked_at = self._revoked_at or time.monotonic()
                 self._events.append(PlaneRevoked(epoch, self._plane.revoke(epoch)))
             case KillMember(member):
                 self._links.kill(member)
@@ -440,7 +450,7 @@ class ViewDriver:
                     self._announce(view)
                 self._plane.roll(view, partial(self._post, partial(self._dispatch, Rolled(view.epoch))))
             case RunView(view):
-                self._num_failed_views = 0
+                self._num_failed_views, self._revoked_at = 0, None
                 self.stragglers.enter(view, max(view.min_size, self._required_size))
                 self._plane.run(view)
             case JoinView(view):
@@ -483,7 +493,11 @@ class ViewDriver:
 
     def _announce(self, view: View) -> None:
         """Tell the launcher and the witness of a view, as its rank 0."""
-        self._directory.announce(view)
+        if self._revoked_at is not None:
+            seconds = time.monotonic() - self._revoked_at
+            self.note = make_note(view.epoch, self._cause, seconds, tells_outcomes=self.tells_outcomes)
+            self.directory.tell_change(self.note)
+        self.directory.announce(view)
         if view.witness is not None:
             self._send(view.witness.voter, ViewDecided(view.epoch, view))
 
@@ -579,7 +593,7 @@ class ViewDriver:
         if self.is_leaving or self._has_ended:
             return
         self.is_leaving = True
-        self._directory.tell_leaving(self.me, self.launcher_knows.set)
+        self.directory.tell_leaving(self.me, self.launcher_knows.set)
         reason = f"left after a grace of {grace_seconds:g} s, before the others have agreed"
         now = time.monotonic()
         last_seconds = min(_LAST_SECONDS, grace_seconds * _LAST_SHARE)
@@ -619,7 +633,7 @@ class ViewDriver:
     # -- a candidate --------------------------------------------------------------------------------------------------
 
     def _look_for_view(self) -> None:
-        self._directory.look_for_view(
+        self.directory.look_for_view(
             self._on_view_found, lambda error: self._post(partial(self._end, 1, _explain_refusal(error)))
         )
         self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
@@ -651,8 +665,21 @@ class ViewDriver:
                 self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")
 
 
-def explain_change(view: View, me: MemberId, event: MemberEvent) -> tuple[str, bool]:
-    """Return why a view ends, for the user, and whether that is another member's word.
+def make_note(epoch: int, cause: ChangeReason, seconds: float, *, tells_outcomes: bool) -> ChangeNote:
+    """Return the note that rank 0 gives the launcher of a change when the view behind it begins."""
+    is_planned = cause.text == PLANNED_REASON
+    outcome = StepOutcome.PENDING if tells_outcomes else StepOutcome.COMMIT
+    return ChangeNote(
+        epoch,
+        "" if is_planned or cause.is_of_death else cause.text[:MAX_REASON],
+        cause.is_hearsay,
+        seconds,
+        StepOutcome.NOTHING if is_planned else outcome,
+    )
+
+
+def explain_change(view: View, me: MemberId, event: MemberEvent) -> ChangeReason:
+    """Return why a view ends.
 
     Args:
         view: the one that ends.
@@ -661,16 +688,18 @@ def explain_change(view: View, me: MemberId, event: MemberEvent) -> tuple[str, b
     """
     match event:
         case Evidence(member, verdict, detail):
-            return f"rank {view.ranks.get(member)} {verdict.value}{detail and ': '}{detail}", False
+            text = f"rank {view.ranks.get(member)} {verdict.value}{detail and ': '}{detail}"
+            return ChangeReason(text, is_of_death=verdict is Verdict.DEAD)
         case ChangeRequested(_, reason):
-            return f"rank {view.ranks.get(me)}: {reason}", False
+            return ChangeReason(f"rank {view.ranks.get(me)}: {reason}")
         case Received(MemberId() as sender, RevokeView(lost=lost)) if lost:
             ranks = format_ranks(view.ranks[member] for member in lost if member in view.ranks)
-            return f"rank(s) {ranks} are lost (told by rank {view.ranks.get(sender)})", True
+            text = f"rank(s) {ranks} are lost (told by rank {view.ranks.get(sender)})"
+            return ChangeReason(text, is_hearsay=True)
         case Received(MemberId() as sender, RevokeView() | AskMember()):
-            return f"rank {view.ranks.get(sender)} asked for it", True
+            return ChangeReason(f"rank {view.ranks.get(sender)} asked for it", is_hearsay=True)
         case _:
-            return PLANNED_REASON, False
+            return ChangeReason(PLANNED_REASON)
 
 
 def _explain_refusal(error: ReigenError) -> str:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated
 
+import msgspec
+
+from reigen.cluster.membership.messages import Count
 from reigen.cluster.membership.views.record import View
 from reigen.errors import format_ranks
+from reigen.net.codec import MessageCodec
+
+#: Characters of a reason that is told.
+MAX_REASON = 500
+_MAX_NOTE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,79 @@ class ViewChange:
         elif self.completes:
             parts.append(f"step {self.step} was completed by those who are left")
         return "; ".join([*parts, *([self.reason] if self.reason else [])])
+
+
+class StepOutcome(Enum):
+    """Outcome of a change of views for the work that was under way."""
+
+    #: the program will say it, in this view
+    PENDING = "pending"
+    #: all had stopped behind the same step
+    NOTHING = "nothing"
+    #: what was done since the last commit is done again
+    COMMIT = "commit"
+    #: nobody had applied the step; it is run again
+    UNDONE = "undone"
+    #: its sums were finished by those who are left
+    COMPLETED = "completed"
+    #: some had applied it, and the others get its result
+    RECEIVED = "received"
+
+
+class ChangeNote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Facts about a change of views that rank 0 of the new one tells the launcher.
+
+    Attributes:
+        epoch: of the view that begins.
+        reason: why the change began, where that is no end of a process that the launcher sees itself.
+        is_hearsay: the reason is another member's word.
+        seconds: how long rank 0 could run no steps.
+        outcome: what became of the step that was under way.
+        step: its number, where the program counts steps.
+        samples: its epoch, and its first place and the one behind its last in the epoch's order; empty: not known.
+    """
+
+    epoch: Count
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
+    is_hearsay: bool = False
+    seconds: float = 0.0
+    outcome: StepOutcome = StepOutcome.PENDING
+    step: Count = 0
+    samples: tuple[Count, ...] = ()
+
+    def describe_outcome(self) -> str:
+        """Return the outcome as a part of a sentence; empty while it is pending."""
+        step = f"step {self.step}"
+        if self.samples:
+            epoch, start, stop = self.samples
+            step += f" (samples {start}-{stop - 1} of epoch {epoch})"
+        return {
+            StepOutcome.PENDING: "",
+            StepOutcome.NOTHING: "nothing is done again",
+            StepOutcome.COMMIT: "what was done since the last commit is done again",
+            StepOutcome.UNDONE: f"{step} is undone and run again",
+            StepOutcome.COMPLETED: f"{step} is completed with what the dead had computed",
+            StepOutcome.RECEIVED: f"{step} had been applied by some, and the others get its result",
+        }[self.outcome]
+
+
+#: A note as bytes, as at `ELASTIC_CHANGE_KEY`.
+CHANGE_NOTE_CODEC: MessageCodec[ChangeNote] = MessageCodec(ChangeNote, _MAX_NOTE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeReason:
+    """Reason of a change of views, for the user.
+
+    Attributes:
+        text: what has happened.
+        is_hearsay: another member's word.
+        is_of_death: a process has ended.
+    """
+
+    text: str = ""
+    is_hearsay: bool = False
+    is_of_death: bool = False
 
 
 @dataclass(frozen=True, slots=True)

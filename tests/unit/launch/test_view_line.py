@@ -1,0 +1,58 @@
+"""The launcher's line about a change of members: who, why, how long, and what is done again."""
+
+from __future__ import annotations
+
+import pytest
+
+from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
+from reigen.launch.elastic.view_line import ViewLine, describe_view
+
+BEFORE = ((0, 0), (1, 0), (2, 0), (3, 0))
+
+
+def line(*members: tuple[int, int], reasons: dict[tuple[int, int], str] | None = None) -> ViewLine:
+    return describe_view(2, BEFORE, members, reasons or {}, None, "", 0.0)
+
+
+def test_who_has_gone_and_why() -> None:
+    vanished = {(2, 0): "host h2 has vanished", (3, 0): "host h2 has vanished", (1, 0): "killed by SIGKILL"}
+    note = ChangeNote(2, seconds=0.25, outcome=StepOutcome.NOTHING)
+    assert line((0, 0), reasons=vanished).text(note) == (
+        "view 2: 1 rank goes on after 0.25 s; slot 1 has gone (killed by SIGKILL); "
+        "slots 2, 3 have gone (host h2 has vanished); nothing is done again"
+    )
+    assert line((0, 0), (1, 0), (2, 0)).text(None) == "view 2: 3 ranks go on; slot 3 has gone"
+
+
+def test_who_comes_and_which_ranks_move() -> None:
+    assert line((0, 0), (2, 0), (3, 0), (1, 1)).text(None) == (
+        "view 2: 4 ranks go on; slot 1 has gone; slot 1 joins as rank 3; ranks 2-3 are now 1-2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_hearsay", "is_known", "is_said"), [(False, True, True), (True, True, False), (True, False, True)]
+)
+def test_the_members_reason_is_said_unless_it_is_hearsay_about_what_is_known(
+    is_hearsay: bool, is_known: bool, is_said: bool
+) -> None:
+    reasons = {(3, 0): "killed by SIGKILL"} if is_known else {}
+    note = ChangeNote(2, "rank 3 did not come until the deadline", is_hearsay)
+    text = line((0, 0), (1, 0), (2, 0), reasons=reasons).text(note)
+    assert ("; rank 3 did not come until the deadline" in text) == is_said
+
+
+def test_outcomes() -> None:
+    notes = {outcome: ChangeNote(2, outcome=outcome, step=7, samples=(1, 112, 128)) for outcome in StepOutcome}
+    said = {outcome: note.describe_outcome() for outcome, note in notes.items()}
+    assert said == {
+        StepOutcome.PENDING: "",
+        StepOutcome.NOTHING: "nothing is done again",
+        StepOutcome.COMMIT: "what was done since the last commit is done again",
+        StepOutcome.UNDONE: "step 7 (samples 112-127 of epoch 1) is undone and run again",
+        StepOutcome.COMPLETED: "step 7 (samples 112-127 of epoch 1) is completed with what the dead had computed",
+        StepOutcome.RECEIVED: (
+            "step 7 (samples 112-127 of epoch 1) had been applied by some, and the others get its result"
+        ),
+    }
+    assert ChangeNote(2, outcome=StepOutcome.UNDONE, step=7).describe_outcome() == "step 7 is undone and run again"
