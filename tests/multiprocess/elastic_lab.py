@@ -288,7 +288,9 @@ class Lab:
     """
 
     def __init__(self, hosts: list[str], sizes: tuple[int, int] = (1, MAX_SLOTS), **options: Any) -> None:
-        self.service = ControlService(SECRET)
+        #: keys that were put at the service
+        self.told_service: list[str] = []
+        self.service = ControlService(SECRET, on_put=lambda key, _: self.told_service.append(key))
         self.service.start()
         self.cells_fd = os.memfd_create("cells")
         os.ftruncate(self.cells_fd, MAX_SLOTS * _CELL)

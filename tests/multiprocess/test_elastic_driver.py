@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from reigen.cluster.environ import ELASTIC_VIEW_KEY
 from tests.multiprocess.elastic_lab import Lab, LabProcess, elastic_lab
 
 _SEED = int(os.environ.get("REIGEN_ELASTIC_SEED", "1"))
@@ -329,6 +330,7 @@ def test_a_candidate_answers_for_the_voter_of_a_host_whose_members_are_dead() ->
     with elastic_lab(["a", "b"], sizes=(1, 2)) as lab:
         first, second = lab.alive()
         lab.run_view([first, second])
+        lab.until(lambda: ELASTIC_VIEW_KEY in lab.told_service, "a candidate can find the view")
         first.signal(signal.SIGKILL)
         lab.until(lambda: bool(second.told("revoke")), "the change begins")
         newcomer = lab.candidate(0, "a")
