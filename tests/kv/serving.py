@@ -65,6 +65,9 @@ class FakeMember:
     def feed(self):
         return self._feed
 
+    def report_keys(self, text):
+        self.keys = text
+
     def close(self):
         self._feed.close()
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from reigen import optim
-from reigen.cluster.membership.messages import MemberLeft, MemberLost, MemberReturned, WorkerRoster
+from reigen.cluster.membership.messages import HeldKeys, MemberLeft, MemberLost, MemberReturned, WorkerRoster
 from reigen.errors import PeerLostError
 from reigen.kv.client.dist_store import DistStore
+from reigen.kv.membership.scheduler import Scheduler
 from reigen.kv.server.replicas import HeldCopy
 from tests.kv.threaded import Job, job, wait_until
 
@@ -242,3 +244,23 @@ def test_keys_that_come_after_the_restart_of_a_server(saving: Job) -> None:
     assert set(out.tolist()) == {3.0}
     first.close()
     second.close()
+
+
+def test_servers_tell_the_scheduler_which_keys_they_hold(made: Job) -> None:
+    first, second = two(made)
+    members = [made._places[server][0] for server in range(made.num_servers)]
+    wait_until(lambda: [member.keys for member in members] == ["1 key: 'w'"] * 2)
+    together((first.init, "v", np.zeros(SIZE)), (second.init, "v", np.zeros(SIZE)))
+    wait_until(lambda: [member.keys for member in members] == ["2 keys: 'v', 'w'"] * 2)
+    first.close()
+    second.close()
+
+
+def test_the_launcher_hears_of_them_in_one_line() -> None:
+    lines: list[bytes] = []
+    scheduler: Any = SimpleNamespace(_report=lines.append)
+    Scheduler.on_held_keys(scheduler, HeldKeys(3, "2 keys: 'a\nb', " + 1000 * "c"))
+    (line,) = lines
+    assert line.startswith(b"holds 3 2 keys: 'a b', ccc")
+    assert line.endswith(b"c\n")
+    assert len(line) < 512

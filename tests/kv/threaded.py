@@ -36,6 +36,7 @@ class Member:
         self._lock = threading.Lock()
         self._feed = EventFeed(self._lock)
         self.counters = StoreCounters()
+        self.keys = ""
 
     def tell(self, event: MembershipEvent) -> None:
         with self._lock:
@@ -62,6 +63,9 @@ class Member:
 
     def leave(self) -> None:
         pass
+
+    def report_keys(self, text: str) -> None:
+        self.keys = text
 
     def close(self) -> None:
         self._feed.close()

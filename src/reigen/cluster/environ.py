@@ -92,7 +92,7 @@ WORKERS_LOST_EXIT_CODE = 79
 #: Number of a descriptor of the scheduler of parameter servers: a pipe, to which it writes the number of each worker
 #: that leaves in good order, a line each, before any other process gets to know. The launcher reads it.
 #: That of an elastic job also writes which slots' processes have joined, and that the job has begun
-#: (`launch.elastic.supervision.parse_worker_report`).
+#: (`launch.elastic.supervision.parse_worker_report`). Lines that begin with ``holds`` say which keys a server has.
 DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
 #: The other way round, in an elastic job: number of a descriptor of that scheduler, from which it reads slot and
 #: incarnation of each process that has ended, a line each, as the launcher has seen it.

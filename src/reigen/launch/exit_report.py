@@ -22,11 +22,13 @@ class ProcessLocations:
         hosts: of each process, by number; empty where all are on one.
         names: of PS processes, by number.
         losses: hosts that were lost, and why.
+        held_keys: keys of which each server holds something, by the server's number, in words.
     """
 
     hosts: Mapping[int, str] = field(default_factory=dict)
     names: ProcessNames = field(default_factory=dict)
     losses: Mapping[str, str] = field(default_factory=dict)
+    held_keys: Mapping[int, str] = field(default_factory=dict)
 
 
 #: Advice where the last lines of stderr match.
@@ -92,6 +94,8 @@ def format_exit_report(
         if failure.num_restarts or number in names:
             failed_again = f"it was started again {_format_restarts(failure)}, and has failed again"
             block.append(b"  " + (_describe_restarts(name, failure) if number in names else failed_again).encode())
+        if number in locations.held_keys:
+            block.append(f"  lost with it are its parts of {locations.held_keys[number]}".encode())
     num_stopped = max(0, failure.num_stopped - len(sharing))
     if num_stopped:
         stopped = "rank was" if num_stopped == 1 else "ranks were"

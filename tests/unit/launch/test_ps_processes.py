@@ -185,6 +185,13 @@ def test_a_server_that_failed_is_named_with_what_to_do():
     ]
 
 
+def test_the_keys_that_are_lost_with_a_server_are_named():
+    finish = FinishJob(137, JobFailure(2, -9, 2), None)
+    locations = ProcessLocations(names={2: "server 0"}, held_keys={2: "5 keys: 'a', 'b', 'c' and 2 others"})
+    lines = format_exit_report(finish, [], locations).decode().splitlines()
+    assert lines[-2] == "  lost with it are its parts of 5 keys: 'a', 'b', 'c' and 2 others"
+
+
 def test_a_server_that_was_started_again_in_vain():
     lines = said(JobFailure(2, -9, 1, num_restarts=3), ProcessLocations(names=WHERE.names), tail=())
     assert lines == [

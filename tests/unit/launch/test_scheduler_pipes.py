@@ -25,6 +25,15 @@ def test_the_scheduler_reports_and_hears_of_deaths() -> None:
     pipes.close()
 
 
+def test_keys_are_noted_and_are_no_report_of_workers() -> None:
+    pipes = SchedulerPipes()
+    reports, _ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
+    os.write(reports, b"open\nholds 0 1 key: 'a b'\njoined 0 0\nholds 1 2 keys: 'c', 'd'\n")
+    assert list(pipes.read()) == [b"open\njoined 0 0\n"]
+    assert pipes.held == {0: "1 key: 'a b'", 1: "2 keys: 'c', 'd'"}
+    pipes.close()
+
+
 def test_a_scheduler_that_does_not_read_holds_nothing_up() -> None:
     pipes = SchedulerPipes()
     for _ in range(100_000):

@@ -33,6 +33,7 @@ import msgspec
 
 from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
+    HeldKeys,
     MemberMessage,
     MemberRefused,
     MembershipEvent,
@@ -251,6 +252,9 @@ class ControlService:
     def on_register(self, message: RegisterMember) -> None:
         """Hook: a process registers."""
 
+    def on_held_keys(self, message: HeldKeys) -> None:
+        """Hook: a server says which keys it holds."""
+
     def on_events(self, events: Sequence[MembershipEvent]) -> None:
         """Hook: these events are about to be announced."""
 
@@ -284,6 +288,8 @@ class ControlService:
             return
         if isinstance(message, RegisterMember):
             self.on_register(message)
+        elif isinstance(message, HeldKeys):
+            self.on_held_keys(message)
         self._send(self._members.handle(client, message, time.monotonic()))
 
     def _gone(self, client: Connection, silent: bool) -> None:

@@ -272,6 +272,18 @@ class LeaveJob(_Message, tag=24, frozen=True):
     """Departure of the sender in good order."""
 
 
+class HeldKeys(_Message, tag=26, frozen=True):
+    """Keys of which a server holds something, for the message about its death.
+
+    Attributes:
+        server: its number.
+        text: for people, in one line: ``3 keys: 'a', 'b', 'c'``.
+    """
+
+    server: Count
+    text: str
+
+
 class StatusQuery(_Message, tag=25, frozen=True):
     """Query of members that have not come, and the number of those silent for so many seconds."""
 
@@ -348,7 +360,7 @@ class StatusReply(_Message, tag=36, frozen=True):
 
 MemberMessage = (
     RegisterMember | MemberHeartbeat | LeaveJob | AbortMessage
-    | EnterBarrier | StatusQuery
+    | EnterBarrier | StatusQuery | HeldKeys
 )  # fmt: skip
 MembershipReply = (
     MemberAssigned | MemberRefused | ServerList | MembershipNews

@@ -19,6 +19,7 @@ from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.members import LossPolicy, parameter_server_job
 from reigen.cluster.membership.messages import (
+    HeldKeys,
     JobEnded,
     MemberLeft,
     MemberLost,
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 SCHEDULER_IDENTITY = Identity(ProcessRole.RANK, 0, "kv scheduler")
 
 _READ_BYTES = 1 << 16
+#: A pipe takes such lines in one piece.
+_MAX_HELD_CHARACTERS = 400
 #: How long nodes that were sent the job's end may take to hang up.
 _LINGER_SECONDS = 2.0
 #: How long a scheduler that may follow another one lets those come first who know the job.
@@ -157,6 +160,11 @@ class Scheduler(ControlService):
         which = "" if message.number < 0 else f" {message.number}"
         where = f", which listens at {message.address}" if message.address else ""
         _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)
+
+    def on_held_keys(self, message: HeldKeys) -> None:
+        """Tell the launcher, whose message it is if that server dies."""
+        text = " ".join(message.text.split())[:_MAX_HELD_CHARACTERS]
+        self._report(b"holds %d %s\n" % (message.server, text.encode(errors="replace")))
 
     def on_events(self, events: Sequence[MembershipEvent]) -> None:
         """Log them, and tell the launcher which workers have left."""

@@ -277,6 +277,11 @@ class SchedulerClient:
             return len(roster), len(roster) + 1
         return roster.index(self.number), len(roster)
 
+    def report_keys(self, text: str) -> None:
+        """Tell the scheduler which keys this server holds, for messages about its death."""
+        with self._changed:
+            self._post(messages.HeldKeys(self.number, text))
+
     def leave(self) -> None:
         """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""
         with self._changed:

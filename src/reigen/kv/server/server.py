@@ -51,7 +51,7 @@ from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
 from reigen.kv.server.snapshots import SnapshotDirectory, SnapshotStorage
 from reigen.kv.server.stalls import StallReporter
-from reigen.kv.server.store import ServerContext, ServerRoster, ServerStore
+from reigen.kv.server.store import ServerContext, ServerRoster, ServerStore, describe_keys
 from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena, explain_mapping_failure
 from reigen.net.auth import Identity, ProcessRole
@@ -190,6 +190,8 @@ class KVServer:
         #: the last tick came late, and deadlines were not looked at
         self._is_behind = False
         self._next_snapshot = self._snapshot_time()
+        #: the versions of the stores' layouts of which the scheduler knows
+        self._reported_layouts: list[int] = []
         self._exit_code: int | None = None
         self._stalls = StallReporter(math.inf if config.stall_check_disable else config.stall_check_seconds)
         self._events = member.feed()
@@ -327,6 +329,11 @@ class KVServer:
 
     def _tick(self, now: float) -> None:
         is_late, self._next_tick = now > self._next_tick + _MOST_LATE_SECONDS, now + self._tick_seconds
+        layouts = [store.layout_version for store in self._stores.values()]
+        if layouts != self._reported_layouts:
+            self._reported_layouts = layouts
+            names = {shard.spec.name for store in self._stores.values() for shard in store.shards.values()}
+            self._member.report_keys(describe_keys(names))
         # this process did not run: what workers sent meanwhile comes first, once
         self._is_behind = is_late and not self._is_behind
         if self._is_behind:

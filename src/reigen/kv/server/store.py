@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,8 @@ from reigen.optim import Optimizer
 #: Work on fewer bytes is done at once, in a fraction of a millisecond: handing it on takes a good part of that.
 _SMALL_BYTES = 2 << 20
 _ENCODED, _ENCODE_ANSWER = int(MessageFlag.ENCODED), int(MessageFlag.ENCODE_ANSWER)
+#: Keys that are named in a message, and how much of a name.
+_MOST_NAMES, _MAX_NAME_CHARACTERS = 3, 80
 _log = logging.getLogger(__name__)
 
 
@@ -630,6 +632,16 @@ class ServerStore:
             shard.restore(snapshot, arrays, self.settings.optimizer)
             self.shards[shard.id] = shard
             self.declarations.remember(shard.key, shard.spec)
+
+
+def describe_keys(names: Collection[int | str]) -> str:
+    """Describe keys by their number and a few names: ``5 keys: 'a', 'b', 'c' and 2 others``."""
+    ordered = sorted(names, key=str)
+    num_shown = _MOST_NAMES if len(ordered) > _MOST_NAMES + 1 else len(ordered)
+    some = [repr(name)[:_MAX_NAME_CHARACTERS] for name in ordered[:num_shown]]
+    others = f" and {len(ordered) - num_shown} others" if num_shown < len(ordered) else ""
+    what = f"{len(ordered)} key{'s' if len(ordered) != 1 else ''}"
+    return f"{what}: {', '.join(some)}{others}" if some else what
 
 
 def _describe_loss(worker: int, host: str, reason: str) -> str:

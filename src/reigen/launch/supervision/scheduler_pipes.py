@@ -15,9 +15,14 @@ _READ_BYTES = 1 << 16
 
 
 class SchedulerPipes:
-    """Pipe by which the scheduler reports its workers, and one by which an elastic job's hears of dead processes."""
+    """Pipe by which the scheduler reports workers and keys, and one by which an elastic job's hears of dead processes.
+
+    Attributes:
+        held: by server, the keys of which it holds something, in words.
+    """
 
     def __init__(self) -> None:
+        self.held: dict[int, str] = {}
         self._reports, self._reports_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._deaths_reader, self._deaths = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -35,10 +40,14 @@ class SchedulerPipes:
         return replace(spec, environ={**spec.environ, **variables}, descriptors=tuple(pipes.values()))
 
     def read(self) -> Iterator[bytes]:
-        """Yield the reports that have come. Does not wait."""
+        """Yield the reports of workers that have come, and note those of keys. Does not wait."""
         with suppress(BlockingIOError):
             while True:
-                yield os.read(self._reports, _READ_BYTES)
+                lines = os.read(self._reports, _READ_BYTES).splitlines(keepends=True)
+                for line in [line for line in lines if line.startswith(b"holds ")]:
+                    _, server, text = line.decode(errors="replace").split(maxsplit=2)
+                    self.held[int(server)] = text.rstrip()
+                yield b"".join(line for line in lines if not line.startswith(b"holds "))
 
     def announce_death(self, slot: int, incarnation: int) -> None:
         """Report that an elastic job's process has ended: no connection of it is to be waited for."""

@@ -297,6 +297,8 @@ class Supervisor:
         self._channel = None if inherited is None else socket.socket(fileno=os.dup(inherited.channel))
         #: The scheduler writes there which ranks have left the parameter servers.
         self._scheduler_pipes = SchedulerPipes()
+        #: Keys of which each server holds something, in words.
+        self._held_keys: dict[int, str] = {}
         #: The last lines of ranks that were started again, as they were then.
         self._first_tails: dict[int, list[bytes]] = {}
         self._grace_ends: float | None = None
@@ -514,7 +516,9 @@ class Supervisor:
         if self._plan.describe_end is not None:
             message = self._plan.describe_end(finish)
             return f"reigen run: {message}\n".encode() if message else b""
-        locations = ProcessLocations(self._hosts if self._all_agents else {}, self._names, self._losses)
+        locations = ProcessLocations(
+            self._hosts if self._all_agents else {}, self._names, self._losses, self._held_keys
+        )
         if finish.failure is None:
             return format_exit_report(finish, [], locations)
         number = finish.failure.rank
@@ -635,9 +639,9 @@ class Supervisor:
 
     def exited(self, event: job_state.ProcessExited) -> None:
         """Handle the end of a process, after the departures that were announced before."""
+        self._read_departures()
         if event.rank not in self._names:
             self._listener.exited(event)
-            self._read_departures()
             if isinstance(self._job, ElasticJobState) and self._names and self._job.slots.has(event.rank):
                 self._scheduler_pipes.announce_death(*self._job.slots[event.rank].id)
         if self._elastic is not None:  # what it has said before its end
@@ -653,6 +657,9 @@ class Supervisor:
                 continue
             for number in text.split():
                 self._handle(job_state.PsWorkerLeft(int(number)))
+        self._held_keys |= {
+            self._options.first_ps_number + server: keys for server, keys in self._scheduler_pipes.held.items()
+        }
 
     def swept(self, group: HostProcesses) -> None:
         """Count a host as swept."""
