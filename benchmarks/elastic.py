@@ -2,12 +2,15 @@
 
     python -m benchmarks.elastic kills --rounds 10
     python -m benchmarks.elastic cost --rounds 20
+    python -m benchmarks.elastic join --rounds 5 --parameters 25 --optimizer adam
 
 ``kills``: two jobs of four ranks train the same model on this host, one with `hvd.elastic` below `reigen run`, one with
 DDP below ``torchrun --max-restarts``, whose processes go on from a checkpoint. By turns, a rank of one of them is
 killed, while the other stands still (SIGSTOP). Taken is the time until a step has ended on all ranks that there are
 then: three here, four new ones there; and how many steps were lost. ``cost``: milliseconds of a step in a static job,
-in an elastic one, and in one that commits each step, by turns. One JSON line comes out.
+in an elastic one, and in one that commits each step, by turns. ``join``: milliseconds that a newcomer to a
+`hvd.elastic.Job` costs its three members: what the longest step around the change took more than a usual one of four
+ranks, and of that the parts. One JSON line comes out.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic_train.py"
+JOIN_PROGRAM = PROGRAM.with_name("elastic_join.py")
 _PATIENCE_SECONDS = 240.0
 RANKS = 4
 
@@ -199,15 +203,52 @@ def measure_cost(rounds: int) -> dict[str, object]:
     return result
 
 
+def measure_joins(rounds: int, parameters: float, optimizer: str) -> dict[str, object]:
+    """Have newcomers come to a job, one after the other."""
+    launcher = [sys.executable, "-m", "reigen", "run", "-np", str(RANKS), "--min-np", str(RANKS - 1)]
+    cooldown = ["--blacklist-cooldown-range", "1", "1"]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        arguments = [str(directory), str(parameters), optimizer, str(rounds)]
+        command = [*launcher, *cooldown, sys.executable, str(JOIN_PROGRAM), *arguments]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environ, check=True, stdout=sys.stderr, timeout=_PATIENCE_SECONDS * (rounds + 1))
+        found = [cost for path in directory.glob("steps.*") for cost in join_costs(json.loads(path.read_text()))]
+    result: dict[str, object] = {"parameters": parameters, "optimizer": optimizer, "joins": len(found)}
+    for part in sorted({part for cost in found for part in cost}):
+        values = [1000 * cost.get(part, 0.0) for cost in found]
+        result[f"{part}_ms"] = [round(value, 1) for value in (statistics.median(values), min(values), max(values))]
+    return result
+
+
+def join_costs(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Seconds that newcomers cost a member, and parts of them; ``steps`` as `elastic_join` writes them."""
+    found = []
+    for at in range(1, len(steps) - 4):
+        if steps[at]["size"] <= steps[at - 1]["size"]:
+            continue
+        usual = statistics.median(step["seconds"] for step in steps[at + 2 : at + 8])
+        longest, following = (steps[at + number]["seconds"] - usual for number in (0, 1))
+        parts = steps[at]["parts"]
+        agreement = parts["change_view"] - parts["rebuild"]
+        found.append({**parts, "usual": usual, "pause": longest, "next_step": following, "agreement": agreement})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "cost"))
+    parser.add_argument("what", choices=("kills", "cost", "join"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parameters", type=float, default=25, help="of a model that newcomers get, in millions")
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd", help="of that model; sgd with momentum")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the jobs end, too
     load = os.getloadavg()[0]
-    found = measure_kills(chosen.rounds, chosen.seed) if chosen.what == "kills" else measure_cost(chosen.rounds)
+    if chosen.what == "join":
+        found = measure_joins(chosen.rounds, chosen.parameters, chosen.optimizer)
+    else:
+        found = measure_kills(chosen.rounds, chosen.seed) if chosen.what == "kills" else measure_cost(chosen.rounds)
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count(), "load": load}
     print(json.dumps({"what": chosen.what, "rounds": chosen.rounds, **found, **machine}))
 
