@@ -87,9 +87,9 @@ def corrupt(job: hvd.elastic.Job, model: torch.nn.Module) -> None:
     """Have what comes from others be something else in this process's memory."""
     transfer = job.training.transfer
 
-    def transfer_wrongly(source: int, *, receives: bool) -> None:
-        transfer(source, receives=receives)
-        if receives:
+    def transfer_wrongly(source: int, receivers: frozenset[int]) -> None:
+        transfer(source, receivers)
+        if hvd.rank() in receivers:
             with torch.no_grad():
                 next(model.parameters())[0, 0] += 1
 

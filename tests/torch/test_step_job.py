@@ -14,8 +14,10 @@ import torch
 
 import reigen.torch as hvd
 from reigen import elastic
+from reigen.elastic import state_transfer
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.testing import RankPool
+from reigen.torch.elastic.training import TorchTraining
 
 
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -279,3 +281,41 @@ def test_any_weight_or_momentum_that_differs_is_seen_when_state_has_been_sent():
             assert job.training.digest() != before
             value.copy_(kept)
     assert job.training.digest() == before
+
+
+def transfer_to_newcomer(kind: str, memory_format: torch.memory_format, reads: bool) -> list[bytes]:
+    """Rank 2 gets the state of the others; returns the digests before and after."""
+    torch.manual_seed(hvd.rank() // 2)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(6, 2))
+    model.to(memory_format=memory_format)
+    model[2].bias.requires_grad_(False)
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+    training = TorchTraining(model, optimizer, {})
+    if hvd.rank() < 2:
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    before = training.digest()
+    readable = state_transfer._is_readable
+    state_transfer._is_readable = lambda source: reads and readable(source)
+    try:
+        training.transfer(1, frozenset({2}))
+    finally:
+        state_transfer._is_readable = readable
+    assert model[1].running_mean.tolist() == [0.0] * 4
+    return [before, training.digest()]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_newcomer_gets_the_bits_of_the_others(
+    rank_pool: Callable[[int], RankPool], kind: str, memory_format: torch.memory_format, reads: bool
+):
+    """Read from their memory, or sent; also where tensors lie in another order than that of their dimensions."""
+    found = rank_pool(3).run(transfer_to_newcomer, kind, memory_format, reads, init=True)
+    (first, *_), (second, *_), (third, *_) = found
+    assert first == second != third
+    assert [after for _, after in found] == [first] * 3

@@ -24,12 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.api.collectives import Collectives, resolve_reduction
+from reigen.api.job import rank
 from reigen.api.numpy_adapter import NumpyAdapter
 from reigen.api.operations import ALLREDUCE, BROADCAST, Sum
 from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.elastic.cursor import Cursor, Part
 from reigen.elastic.job import BaseJob
 from reigen.elastic.state import Departure
+from reigen.elastic.state_transfer import read_from_source
 from reigen.elastic.training import (
     TrainingState,
     digest_of,
@@ -108,6 +110,10 @@ class ArrayTraining(TrainingState, ABC):
         """Implement `TrainingState.detach`."""
         self.update = None
 
+    def registered_bytes(self) -> int:
+        """Implement `TrainingState.registered_bytes`."""
+        return 0
+
     def change_view(self, change: Callable[[], None]) -> None:
         """Implement `TrainingState.change_view`."""
         self.backend.change_job(change)
@@ -174,16 +180,22 @@ class ArrayTraining(TrainingState, ABC):
         """Implement `TrainingState.recover`."""
         self.write(backup)
 
-    def transfer(self, source: int, *, receives: bool) -> None:
+    def transfer(self, source: int, receivers: frozenset[int]) -> None:
         """Implement `TrainingState.transfer`."""
-        pending = []
-        for number, array in enumerate(self.read()):
-            name = f"elastic.state.{number}"
-            handle = _COLLECTIVES.start(BROADCAST, _bytes_of(array), source, name)
-            pending.append((array, handle))
-        received = [handle.wait().view(array.dtype).reshape(array.shape) for array, handle in pending]
+        receives = rank() in receivers
+        arrays = [
+            np.empty_like(array, order="C") if receives else np.asarray(array, order="C") for array in self.read()
+        ]
+        layout = "\n".join(f"{array.dtype.name} {array.shape}" for array in arrays)
+        contents = list(map(_bytes_of, arrays))
+        if not read_from_source(contents, layout, source, receivers):
+            names = (f"elastic.state.{number}" for number in range(len(contents)))
+            handles = [_COLLECTIVES.start(BROADCAST, c, source, n) for c, n in zip(contents, names, strict=False)]
+            received = [handle.wait() for handle in handles]
+            if receives:
+                arrays = [r.view(each.dtype).reshape(each.shape) for r, each in zip(received, arrays, strict=True)]
         if receives:
-            self.write(received)
+            self.write(arrays)
 
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""

@@ -620,7 +620,7 @@ class BaseJob(ABC):
             self._resolve_step(is_redone=self.rank not in plan.receivers | plan.waiting)
         self.training.enter_view(keeps_gradients=is_completing)
         if plan.receivers:
-            self._receive(plan.source, receives=self.rank in plan.receivers)
+            self._receive(plan.source, plan.receivers)
         if plan.receivers or plan.partial_receivers:
             self._receive_small(plan.source, receives=self.rank in plan.receivers | plan.partial_receivers)
         self._is_whole = True  # or nobody has more
@@ -667,13 +667,14 @@ class BaseJob(ABC):
             step.is_applied = True  # elsewhere
         self._is_whole = is_redone
 
-    def _receive(self, source: int, *, receives: bool) -> None:
+    def _receive(self, source: int, receivers: frozenset[int]) -> None:
         """Collective: receivers get weights and optimizer state; who was a member keeps its own if that fails."""
+        receives = self.rank in receivers
         self._check_alike(source)
         backup = self.training.backup() if receives and self._mark.is_member else None
         try:
             for attempt in range(_MAX_TRANSFERS):
-                self.training.transfer(source, receives=receives)
+                self.training.transfer(source, receivers)
                 digests = allgather_object(self.training.digest() if receives or self.rank == source else b"")
                 wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
                 if not wrong:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -36,6 +38,9 @@ class TrainingState(Protocol):
 
     def detach(self) -> None:
         """Take off what `attach` and `begin_step` have put on model and optimizer."""
+
+    def registered_bytes(self) -> int:
+        """Return how much registered memory the gradients will need, at most, on a host with other ranks; 0: none."""
 
     def change_view(self, change: Callable[[], None]) -> None:
         """Call ``change``, which leaves the view and enters another, when nothing of the framework's is under way."""
@@ -94,8 +99,8 @@ class TrainingState(Protocol):
     def recover(self, backup: Any) -> None:
         """Undo an unfinished transfer."""
 
-    def transfer(self, source: int, *, receives: bool) -> None:
-        """Collective: this member's weights and optimizer state become the source's, if it receives them."""
+    def transfer(self, source: int, receivers: frozenset[int]) -> None:
+        """Collective: weights and optimizer state of receivers become the source's; all others have them."""
 
     def digest(self) -> bytes:
         """Return a hash of weights and optimizer state."""
@@ -114,10 +119,20 @@ class TrainingState(Protocol):
 
 
 def digest_of(contents: Iterable[NDArray[np.uint8]]) -> bytes:
-    """Return the digest of arrays, given as bytes, by their fingerprints, which take less time than hashes."""
-    found = blake2b(digest_size=_DIGEST_BYTES)
-    for content in contents:
-        found.update(fingerprint(content).to_bytes(8, "little", signed=True))
+    """Return the digest of arrays, given as bytes, by their fingerprints, which take less time than hashes.
+
+    All processors of this process read them: few others compute then. There are not many arrays at a time: those of a
+    GPU's tensors are copies.
+    """
+    found, num_threads = blake2b(digest_size=_DIGEST_BYTES), len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads, "reigen-digest") as executor:
+        pending: deque[Future[int]] = deque()
+        for content in contents:
+            pending.append(executor.submit(fingerprint, content))
+            if len(pending) > num_threads:
+                found.update(pending.popleft().result().to_bytes(8, "little", signed=True))
+        for future in pending:
+            found.update(future.result().to_bytes(8, "little", signed=True))
     return found.digest()
 
 

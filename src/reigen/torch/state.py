@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,6 @@ def broadcast_optimizer_state(
         ArgumentError: LBFGS, whose state cannot be told apart by parameter.
         MismatchError: the ranks' parameter groups differ.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentError("cannot broadcast torch.optim.LBFGS state")
     current = context.current()
     check_root(root_rank, current.size)
     shapes = tuple(
@@ -69,19 +68,54 @@ def broadcast_optimizer_state(
     )
     digests = objects.allgather_bytes(current, compute_digest(shapes), "optimizer_state.groups")
     check_digests(current, digests, shapes, "optimizer_state")
+    tensors, install = share_optimizer_state(optimizer, root_rank, receives=current.rank != root_rank)
+    broadcast_tensors(tensors, root_rank, "optimizer_state")
+    install()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_root = current.rank == root_rank
-    data, tensors = _pack_optimizer(optimizer, parameters) if is_root else (None, [])
-    received = objects.broadcast_bytes(current, data, root_rank, "optimizer_state")
-    if not is_root:
-        snapshot, tensors = _unpack_optimizer(received, parameters)
-    _broadcast_all([(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
-    if not is_root:
-        _install(optimizer, parameters, snapshot)
     if not optimizer.state and not isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def share_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, *, receives: bool
+) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """Collective: tell the others how the root's optimizer state is built, with its options, but no tensor's values.
+
+    Args:
+        optimizer: with the same parameter groups on every rank.
+        root_rank: whose state it is.
+        receives: this rank gets it.
+
+    Returns:
+        The tensors, in the same order on all ranks: where they are received new ones, whose values are still to come,
+        otherwise the state's own. And what makes the new ones the optimizer's state.
+
+    Raises:
+        ArgumentError: LBFGS, whose state cannot be told apart by parameter.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentError("cannot broadcast torch.optim.LBFGS state")
+    current = context.current()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    data, tensors = (None, []) if receives else _pack_optimizer(optimizer, parameters)
+    received = objects.broadcast_bytes(current, data, root_rank, "optimizer_state")
+    if not receives:
+        return tensors, lambda: None
+    snapshot, tensors = _unpack_optimizer(received, parameters)
+    return tensors, partial(_install, optimizer, parameters, snapshot)
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], root_rank: int, name: str) -> None:
+    """Collective: overwrite tensors with those of the root."""
+    _broadcast_all([(f"{name}.{number}", tensor) for number, tensor in enumerate(tensors)], root_rank)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill a piece of memory without gaps, in whatever order."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.layout == torch.strided and (extent == tensor.numel() or not tensor.numel())
 
 
 def _broadcast_all(named: Iterable[tuple[str | None, Any]], root_rank: int) -> None:
@@ -98,13 +132,14 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        """(number, shape, dtype, device type) of a tensor; None for everything else."""
+        """(number, shape, strides, dtype, device type) of a tensor; None for everything else."""
         if not isinstance(obj, torch.Tensor):
             return None
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
-        return self._numbers[id(obj)], tuple(obj.shape), str(obj.dtype).removeprefix("torch."), obj.device.type
+        strides = obj.stride() if is_dense(obj) else obj.contiguous().stride()
+        return self._numbers[id(obj)], tuple(obj.shape), strides, str(obj.dtype).removeprefix("torch."), obj.device.type
 
 
 class _Unpickler(pickle.Unpickler):
@@ -117,10 +152,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         """The tensor of that number."""
-        number, shape, dtype, device_type = pid
+        number, shape, strides, dtype, device_type = pid
         if number not in self.tensors:
             device = torch.device("cpu") if device_type == "cpu" else self._device
-            self.tensors[number] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            self.tensors[number] = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)
         return self.tensors[number]
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from reigen.api.job import rank
 from reigen.api.objects import dumps
+from reigen.backends.shm.reduction_journal import journal_bytes
 from reigen.elastic.cursor import Part
+from reigen.elastic.state_transfer import read_from_source
 from reigen.elastic.training import digest_of, generator_states, set_generator_states
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
@@ -25,8 +28,10 @@ from reigen.torch.elastic.state import (
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
-from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
+from reigen.torch.state import broadcast_parameters, broadcast_tensors, is_dense, share_optimizer_state
 
+#: In a bucket, and between buckets, a gradient may have so many bytes in front of it.
+_MAX_GAP_BYTES = 128
 _is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -80,6 +85,11 @@ class TorchTraining:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def registered_bytes(self) -> int:
+        """Implement `TrainingState.registered_bytes`."""
+        sizes = [p.numel() * p.element_size() for p in self._parameters() if p.requires_grad and p.device.type == "cpu"]
+        return sum(sizes) + _MAX_GAP_BYTES * len(sizes) + journal_bytes(len(sizes)) if sizes else 0
 
     def change_view(self, change: Callable[[], None]) -> None:
         """Implement `TrainingState.change_view`."""
@@ -180,14 +190,22 @@ class TorchTraining:
         self._optimizer.state.update(states)
         _set_options(self._optimizer, options)
 
-    def transfer(self, source: int, *, receives: bool) -> None:
-        """Implement `TrainingState.transfer`. Who does not receive gets weights that are equal to its own."""
-        weights = dict(self._model.state_dict())
-        if not receives:  # buffers may differ
-            own = {name for name, _ in self._model.named_parameters()}
-            weights = {name: value if name in own else value.clone() for name, value in weights.items()}
-        broadcast_parameters(weights, source)
-        broadcast_optimizer_state(self._optimizer, source)
+    def transfer(self, source: int, receivers: frozenset[int]) -> None:
+        """Implement `TrainingState.transfer`."""
+        receives = rank() in receivers
+        weights = dict(self._model.named_parameters())
+        others = {name: value for name, value in self._model.state_dict().items() if name not in weights}
+        if not receives:  # buffers may differ, and each keeps its own
+            others = {n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in others.items()}
+        broadcast_parameters(others, source)
+        states, install = share_optimizer_state(self._optimizer, source, receives=receives)
+        tensors = [*(weights[name].detach() for name in sorted(weights)), *states]
+        is_readable = all(tensor.device.type == "cpu" and is_dense(tensor) for tensor in tensors)
+        layout = [f"{each.dtype} {tuple(each.shape)} {each.stride()}" for each in tensors] if is_readable else []
+        arrays = [tensor_bytes(tensor) for tensor in tensors] if is_readable else []
+        if not read_from_source(arrays, "\n".join(layout), source, receivers):
+            broadcast_tensors(tensors, source, "elastic.state")
+        install()
         for parameter in self._parameters():
             parameter.grad = None
 

@@ -1,0 +1,102 @@
+"""State that newcomers read from the memory of a member."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import reigen
+from reigen.elastic import state_transfer
+from reigen.elastic.state_transfer import read_from_source
+from reigen.errors import PeerLostError
+from reigen.testing import RankError, RankPool, run_ranks
+
+SIZES = [3, 0, 5 << 20, 64, 1, (1 << 20) + 7]
+
+
+def make_arrays(receivers: frozenset[int]) -> list[np.ndarray]:
+    if reigen.rank() in receivers:
+        return [np.full(size, 255, np.uint8) for size in SIZES]
+    numbers = np.random.default_rng(1)
+    return [numbers.integers(0, 255, size, np.uint8) for size in SIZES]
+
+
+def digest(arrays: list[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def transfer(source: int, receivers: frozenset[int], layouts: dict[int, str]) -> tuple[bool, str]:
+    arrays = make_arrays(receivers)
+    has_read = read_from_source(arrays, layouts.get(reigen.rank(), "alike"), source, receivers)
+    return has_read, digest(arrays)
+
+
+@pytest.mark.parametrize(("source", "receivers"), [(1, {3}), (3, {0}), (0, {1, 2, 3}), (2, set())])
+def test_receivers_have_what_the_source_holds(
+    rank_pool: Callable[[int], RankPool], source: int, receivers: set[int]
+) -> None:
+    found = rank_pool(4).run(transfer, source, frozenset(receivers), {}, init=True)
+    assert {has_read for has_read, _ in found} == {True}
+    assert len({digest for _, digest in found}) == 1
+
+
+@pytest.mark.parametrize("layouts", [{0: "other"}, {2: "other"}, {0: "", 1: "", 2: ""}])
+def test_nothing_is_read_from_memory_of_another_layout(
+    rank_pool: Callable[[int], RankPool], layouts: dict[int, str]
+) -> None:
+    found = rank_pool(3).run(transfer, 0, frozenset({2}), layouts, init=True)
+    assert [has_read for has_read, _ in found] == [False] * 3
+    assert found[2][1] != found[0][1]
+
+
+def transfer_where_memory_may_not_be_read(who: int) -> bool:
+    """The kernel says no to one rank, or to reading although it let the rank ask."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    reading = state_transfer.read_process_memory
+    if reigen.rank() == who:
+        state_transfer.read_process_memory = refuse
+    try:
+        return transfer(0, frozenset({1, 2}), {})[0]
+    finally:
+        state_transfer.read_process_memory = reading
+
+
+def test_all_know_if_one_may_not_read(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(3).run(transfer_where_memory_may_not_be_read, 1, init=True) == [False] * 3
+    assert rank_pool(3).run(transfer_where_memory_may_not_be_read, 0, init=True) == [True] * 3
+
+
+def transfer_while_one_dies(dies: int) -> None:
+    """Rank 2 reads; a rank has told where its arrays are, or is about to read, and is dead."""
+    readable = state_transfer._is_readable
+
+    def is_readable(source: state_transfer._StateAddress) -> bool:
+        if dies == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return readable(source)
+
+    def die_or_answer(value: object, name: str) -> list[object]:
+        found = exchange(value, name)
+        if name == "elastic.addresses" and reigen.rank() == dies != 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    exchange = state_transfer.allgather_object
+    state_transfer._is_readable, state_transfer.allgather_object = is_readable, die_or_answer
+    with pytest.raises(PeerLostError):
+        transfer(0, frozenset({2}), {})
+
+
+@pytest.mark.parametrize("dies", [0, 1, 2])
+def test_who_is_left_learns_of_a_death(dies: int) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(transfer_while_one_dies, 3, dies, init=True)
+    assert [(each.rank, each.kind) for each in caught.value.failures] == [(dies, "died")], str(caught.value)
