@@ -1,7 +1,8 @@
 """Part of this process in an elastic job: a context for each view, built when the view is decided.
 
-Nothing of a view's memory and connections is used in the next one. So what a process that was left out still sends or
-writes reaches nobody: that is how frames and writes of an old epoch have no effect in a new one.
+Nothing of a view's connections is used in the next one, and of its memory only what no other process has mapped than
+those that are in both (`reigen.backends.shm.region_cache`). So what a process that was left out still sends or writes
+reaches nobody: that is how frames and writes of an old epoch have no effect in a new one.
 
 The program has the context of one view at a time. It learns of a change by the failure of a collective, or when it says
 that it has applied a step (`ElasticJob.step_applied`); then it gives that context up (`ElasticJob.leave_view`) and
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from reigen.backends.shm.region_cache import RegionCache, reserve_region
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
 from reigen.cluster.membership.elastic.directory import meet_first_view
@@ -287,6 +289,8 @@ class ElasticJob(Generic[_Context]):
         #: when a process that leaves ends, whatever its program does
         self._leaves_by, self._grace_seconds = 0.0, 0.0
         self._notices: NoticeHandler | None = None
+        #: registered memory that outlives views
+        self._region_cache = RegionCache(os.getpid())
         #: name of this process's host in views; and whether the program waits for a view
         self._host, self._is_waiting = "", False
         self.step_state: StepState | None = None
@@ -453,6 +457,11 @@ class ElasticJob(Generic[_Context]):
             self._driver.note = explained
             self._driver.directory.tell_change(explained)
 
+    def reserve_memory(self, nbytes: int) -> None:
+        """Make registered memory ahead of its first use, as much as a view will need: members wait for it then."""
+        if nbytes:
+            reserve_region(self._region_cache, nbytes)
+
     def require_size(self, size: int) -> None:
         """Have steps run only in views of so many members; all members ask for the same. Others are waited for."""
         self._driver.require_size(size)
@@ -493,6 +502,7 @@ class ElasticJob(Generic[_Context]):
             contexts, self._contexts = list(self._contexts.values()), {}
         for context in contexts:
             context.close()
+        self._region_cache.close()
         self._service.close()
         self._driver.close()
 
@@ -569,6 +579,8 @@ class ElasticJob(Generic[_Context]):
             hosts.append(tuple(range(len(names), len(names) + len(host.members))))
             names += [host.name.partition(_MARK)[0]] * len(host.members)
         layout = HostLayout(view.ranks[self._place.member], tuple(hosts), tuple(names))
+        if len(layout.local) == 1:  # there is no registered memory
+            self._region_cache.close()
         return JobRendezvous(
             layout,
             self._service.meet(view, self._access.timeout_seconds),
@@ -576,6 +588,7 @@ class ElasticJob(Generic[_Context]):
             secret=self._access.secret,
             namespace=view_service_name(view.epoch),
             tls=self._access.tls,
+            region_cache=self._region_cache,
         )
 
     def roll(self, _: View, done: Callable[[], None]) -> None:

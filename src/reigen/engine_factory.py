@@ -16,6 +16,7 @@ from reigen.backends.hierarchical.backend import compose_backend
 from reigen.backends.null import NullBackend
 from reigen.backends.selection import BackendChoice
 from reigen.backends.shm.backend import ShmBackend, shm_backend_bytes
+from reigen.backends.shm.region_cache import RegionCache
 from reigen.backends.tcp.backend import TcpNetwork
 from reigen.cluster.bootstrap.mpi_library import mpi_comm_world
 from reigen.cluster.connection_pool import ConnectionPool
@@ -60,6 +61,7 @@ class JobRendezvous:
         namespace: the name that this job has at the service, different for every job there.
         tls: encrypts every connection; None: they are not encrypted.
         launched: for each rank its number as the launcher gave it, where the job has only some of those; else empty.
+        region_cache: in an elastic job, of registered memory that outlives its views.
     """
 
     layout: HostLayout
@@ -70,6 +72,7 @@ class JobRendezvous:
     namespace: str = ""
     tls: TlsContext | None = None
     launched: tuple[int, ...] = ()
+    region_cache: RegionCache | None = None
 
 
 def create_single_rank_engine(config: Config) -> Engine:
@@ -105,6 +108,7 @@ def create_single_host_engine(job: JobRendezvous, config: Config) -> tuple[Engin
     peers, (transport_memory, part) = map_local_peers(job.rendezvous, rank, ranks, job.generation, timeout, sizes)
     looks = _spin_count(_SHM_LOOKS, size, peers.pids)
     backend = ShmBackend(peers, part, looks)
+    _use_region_cache(backend, job, peers)
     try:
         backend.try_cross_memory(time.monotonic() + timeout)
     except BaseException:
@@ -194,12 +198,19 @@ def _connect_local_peers(job: JobRendezvous, config: Config) -> tuple[LocalPeers
     peers, (part,) = map_local_peers(job.rendezvous, layout.rank, layout.local, job.generation, timeout, sizes)
     peers.name_host(layout.hostnames[layout.rank])
     backend = ShmBackend(peers, part, _spin_count(_SHM_LOOKS, peers.size, peers.pids))
+    _use_region_cache(backend, job, peers)
     try:
         backend.try_cross_memory(time.monotonic() + timeout)
     except BaseException:
         peers.close()
         raise
     return peers, backend
+
+
+def _use_region_cache(backend: ShmBackend, job: JobRendezvous, peers: LocalPeers) -> None:
+    if job.region_cache is not None:
+        job.region_cache.enter_view(peers.pids)
+        backend.region_cache = job.region_cache
 
 
 def _connect_transport(

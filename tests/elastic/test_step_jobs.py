@@ -184,6 +184,36 @@ def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: Fork
             assert numbers == list(range(len(numbers)))
 
 
+def regions(member: Member) -> set[str]:
+    """Files of registered memory that a process has mapped, by number."""
+    lines = Path(f"/proc/{member.process.pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:reigen-region" in line}
+
+
+def test_members_that_stay_use_their_registered_memory_again(server: ForkServer):
+    """A newcomer adds its own; behind a death all is new, and nothing of the dead one is kept."""
+    with ElasticProcesses("1000", "60", "0.01", max_size=3, server=server) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ")
+        first = regions(members[0])
+        assert regions(members[1]) == first
+        assert len(first) == 2
+        newcomer = job.start_candidate(2)
+        job.wait_for("STEP", [newcomer])
+        wait_for_steps([*members, newcomer], 3)
+        second = regions(newcomer)
+        assert len(second) == 3
+        assert second > first
+        assert [regions(member) for member in members] == [second] * 2
+        newcomer.kill()
+        assert newcomer.wait() == -9
+        wait_for_steps(members, 3)
+        until(lambda: all(len(regions(member)) == 2 and not regions(member) & second for member in members))
+        ledger = Ledger()
+        ledger.read([*members, newcomer])
+        assert {at: found for at, found in ledger.digests.items() if len(found) > 1} == {}
+
+
 def test_a_program_that_fails_on_one_rank_ends_there(server: ForkServer):
     with ElasticProcesses("1", "203", "0", server=server) as job:
         failing, *members = job.start_first(3, {0: {"FAIL_AT": "5"}})

@@ -51,6 +51,7 @@ from reigen.backends.base import (
 from reigen.backends.buffer_list import BufferList, rank_slice
 from reigen.backends.null import NullBackend
 from reigen.backends.shm.cross_memory import BLOCK_BYTES, CrossMemoryAllreduce, CrossMemoryReader, encode_addresses
+from reigen.backends.shm.region_cache import RegionCache
 from reigen.backends.shm.sequence_barrier import SequenceBarrier
 from reigen.cluster.local_peers import LocalGroup, MappedRange
 from reigen.errors import CollectiveError, SharedMemoryError
@@ -59,6 +60,7 @@ from reigen.net import process_memory
 from reigen.net.futex import FutexWord
 from reigen.net.shm_segment import round_up
 from reigen.resources import memory
+from reigen.resources.limits import explain_limit
 from reigen.types import DType
 
 _LINE = 64
@@ -154,6 +156,8 @@ class ShmBackend:
         self._small_bytes = PAIR_SMALL_BYTES if self.size == 2 else SMALL_BYTES
         self._reads_directly = False
         self._direct_bytes = direct_bytes
+        #: in an elastic job, of regions that outlive this backend
+        self.region_cache: RegionCache | None = None
         #: reads the other ranks' memory, if `try_cross_memory` has found that it may
         self.reader = CrossMemoryReader(neighbours)
 
@@ -525,6 +529,10 @@ class ShmBackend:
         if offset is not None:
             mapped = self._free.pop(offset)
             self._grown_from = -1
+        elif self.region_cache is not None:
+            self._grown_from = -1
+            mapped = self._map_regions(self.region_cache, nbytes, deadline)
+            offset = self._new_offset(mapped.arrays[0].size)
         else:
             self._grown_from = self._local_peers.reserved_bytes
             mapped = self._grow(nbytes, deadline)
@@ -558,6 +566,35 @@ class ShmBackend:
         begin = self._local_peers.reserved_bytes
         offsets = self._reserve(nbytes, "registered memory (gradient buckets)", deadline)
         return self._local_peers.map(offsets, self._local_peers.reserved_bytes - begin)
+
+    def _map_regions(self, cache: RegionCache, nbytes: int, deadline: float) -> MappedRange:
+        """Map a region of each rank: one that it has had in an earlier view, or a new one; see `region_cache`."""
+        what, pids = "registered memory (gradient buckets)", self._local_peers.pids
+        own = cache.find(nbytes, pids)
+        failure: Exception | None = None
+        self._check_free_memory(nbytes if own is None else 0, what, deadline)
+        try:
+            own = cache.create(nbytes, what) if own is None else own
+        except (SharedMemoryError, OSError) as error:
+            failure = error
+        place = [-1, 0] if own is None else [own.segment.fd, own.segment.inode]
+        places = self._allgather_integers(place, deadline)
+        short = [member for member, (fd, _) in enumerate(places) if fd < 0]
+        if own is None or short:
+            raise failure or self._short(short, nbytes, what)
+        size = round_up(nbytes)
+        arrays: list[NDArray[np.uint8]] = []
+        for member, (pid, (fd, inode)) in enumerate(zip(pids, places, strict=True)):
+            if member == self.rank:
+                arrays.append(cache.map_own(own, size, pids))
+                continue
+            try:
+                arrays.append(cache.map_other(pid, fd, inode, size))
+            except OSError as error:
+                text, ranks = str(explain_limit(error)), (self._local_peers.ranks[member],)
+                raise self._local_peers.failure([member]) or CollectiveError(text, ranks=ranks) from error
+        cache.drop_unused()
+        return MappedRange(tuple(arrays))
 
     def _reserve(self, nbytes: int, what: str, deadline: float) -> list[int]:
         """Let every segment grow (none for 0 bytes); where each of them did.
