@@ -167,7 +167,8 @@ def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: Fork
         members = [*job.start_first(2)]
         job.wait_for("STEP 3 ")
         newcomer = job.start_candidate(2, CORRUPT="1")
-        assert newcomer.wait() == 1
+        # it has said all when it leaves the job; who is in no view is killed, if it takes a while to end
+        assert newcomer.wait() in {1, -signal.SIGKILL}
         said = "\n".join(newcomer.lines)
         assert "each time other ones have come to rank 2 on host" in said, said
         assert "Leave the host out, and check its memory and network" in said
