@@ -107,7 +107,7 @@ def test_faults_of_all_kinds_together() -> None:
 @pytest.mark.parametrize(("stopped", "exit_code"), [(0, -signal.SIGKILL), (1, -signal.SIGKILL), (3, 75)], ids=str)
 def test_who_is_stopped_while_a_view_is_built_is_left_out_soon(stopped: int, exit_code: int) -> None:
     """Nobody waits for it as long as for those who build, and say so; woken, it does no harm."""
-    timeouts = {"stuck": 1.0, "kill": 0.1, "install": 300.0}
+    timeouts = {"stuck": 3.0, "kill": 0.1, "install": 300.0}
     with elastic_lab(["a", "a", "a", "b"], timeouts=timeouts, stops_in={stopped: 2}) as lab:
         members = lab.alive()
         lab.run_view(members)
