@@ -28,12 +28,14 @@ from reigen.api.common_names import is_homogeneous as is_homogeneous
 from reigen.api.common_names import is_initialized as is_initialized
 from reigen.api.common_names import local_rank as local_rank
 from reigen.api.common_names import local_size as local_size
+from reigen.api.common_names import metrics as metrics
 from reigen.api.common_names import mpi_built as mpi_built
 from reigen.api.common_names import mpi_enabled as mpi_enabled
 from reigen.api.common_names import mpi_threads_supported as mpi_threads_supported
 from reigen.api.common_names import nccl_built as nccl_built
 from reigen.api.common_names import rank as rank
 from reigen.api.common_names import remove_process_set as remove_process_set
+from reigen.api.common_names import report_progress as report_progress
 from reigen.api.common_names import rocm_built as rocm_built
 from reigen.api.common_names import size as size
 from reigen.api.common_names import start_timeline as start_timeline
