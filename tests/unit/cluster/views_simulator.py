@@ -80,6 +80,8 @@ FAULTS = {
 }
 #: How long after the last fault, or a slow build that was under way then, all must run again, or have ended.
 SETTLE_SECONDS = 25.0
+#: How long after a plane was revoked the others in it see its connections closed, if they reach it.
+CLOSED_SECONDS = 0.2
 _ENDED = {ElasticState.GONE, ElasticState.FENCED, ElasticState.STOPPED}
 
 
@@ -418,6 +420,21 @@ class Simulator:
         self.do(
             process, PlaneRevoked(epoch, StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), held))
         )
+        for other in self.processes.values():
+            if other is not process:
+                self.at(CLOSED_SECONDS, lambda other=other: self._see_closed(process.host, other, epoch))
+
+    def _see_closed(self, host: str, process: Process, epoch: int) -> None:
+        """A plane's connections to ``host`` are closed: who still waits for them sees it, as soon as it can."""
+        member = process.member
+        if not process.is_alive or not isinstance(member, ElasticMember) or member.view.epoch != epoch:
+            return
+        if member.state is not ElasticState.RUNNING or {host, process.host} & self.dead_hosts:
+            return
+        if self._both_ways(host, process.host):
+            self.do(process, ChangeRequested(epoch, "a connection was closed"))
+        else:
+            self.at(CLOSED_SECONDS, lambda: self._see_closed(host, process, epoch))
 
     def _build(self, process: Process, view: View) -> None:
         process.inbox.clear()
