@@ -47,11 +47,14 @@ def test_a_rank_knows_what_it_has_done(size: int, rank_pool: Pools) -> None:
 
 
 def misuse() -> None:
-    with pytest.raises(ArgumentError, match="not negative"):
-        reigen.report_progress(samples=-1)
+    reigen.report_progress(samples=np.int64(3), goal_steps=np.uint8(200))
+    assert type(reigen.metrics()["reigen_samples_total"]) is int
+    for wrong in (-1, 1 << 60, 0.5, float("nan"), "1"):
+        with pytest.raises(ArgumentError, match=r"report_progress\(\) takes"):
+            reigen.report_progress(samples=wrong)
 
 
-def test_progress_is_not_negative(rank_pool: Pools) -> None:
+def test_progress_is_in_whole_numbers(rank_pool: Pools) -> None:
     rank_pool(1).run(misuse, init=True)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 from reigen import context
 from reigen.cluster.metrics import format_sample
 from reigen.errors import ArgumentError
 from reigen.observe.metrics import collect_samples
+
+#: What a program may report at once: the largest number up to which a float has all whole ones.
+_MOST = 1 << 53
 
 
 def metrics() -> dict[str, float]:
@@ -41,11 +46,16 @@ def report_progress(*, samples: int = 0, steps: int = 0, goal_steps: int | None 
         goal_steps: after how many steps in all the training is over.
 
     Raises:
-        ArgumentError: a number is negative.
+        ArgumentError: a number is negative, or no whole one.
         NotInitializedError: ``init()`` has not been called.
     """
-    if samples < 0 or steps < 0 or (goal_steps is not None and goal_steps < 0):
-        raise ArgumentError("report_progress() takes numbers that are not negative")
+    try:
+        samples, steps = operator.index(samples), operator.index(steps)
+        goal_steps = goal_steps if goal_steps is None else operator.index(goal_steps)
+    except TypeError:
+        raise ArgumentError("report_progress() takes whole numbers") from None
+    if not all(0 <= number <= _MOST for number in (samples, steps, goal_steps or 0)):
+        raise ArgumentError(f"report_progress() takes numbers from 0 to {_MOST}")
     counters = context.current().counters
     counters.samples += samples
     if steps:

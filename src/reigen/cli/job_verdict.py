@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +29,8 @@ def say_verdict(environ: Mapping[str, str], begun: float, say: Callable[[str], N
     if path is None:
         return
     try:
-        if path.stat().st_mtime >= begun:
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode) and status.st_mtime >= begun:
             for line in _describe(path, time.time() - begun):
                 say(line)
     except (OSError, ReigenError) as error:  # it was written elsewhere, or not to the end

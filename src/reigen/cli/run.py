@@ -81,7 +81,8 @@ def run_arguments(arguments: Sequence[str], continued: ContinuedJob | None) -> i
             exit_code = run_job(options, seen, launcher=launcher, continued=continued)
         else:
             exit_code = start.run(options, seen)
-        if not exit_code and chosen.verdict and not chosen.as_horovod:
+        is_first_node = start is None or start.job.index == 0
+        if not exit_code and chosen.verdict and not chosen.as_horovod and is_first_node:
             say_verdict(environ, begun, complain)
         return exit_code
     except ConfigError as error:

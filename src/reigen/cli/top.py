@@ -20,7 +20,7 @@ from reigen.errors import ConfigError, LaunchError
 from reigen.launch.job_directory import job_directory, read_record
 from reigen.launch.metrics.job_metrics import JobMetrics
 from reigen.launch.metrics.live_table import HEADINGS, TopLines, draw_table, format_row
-from reigen.launch.metrics.options import REPORTS_PAGE, TOKEN_VARIABLE
+from reigen.launch.metrics.options import REPORTS_PAGE, TOKEN_VARIABLE, read_token
 from reigen.launch.options import complain
 
 _LOOK_SECONDS = 1.0
@@ -84,9 +84,7 @@ def fetch_reports(address: tuple[str, int]) -> list[tuple[str, float, MetricsRep
     """
     connection = http.client.HTTPConnection(*address, timeout=_ANSWER_SECONDS)
     with contextlib.closing(connection):
-        connection.request(
-            "GET", REPORTS_PAGE, headers={"Authorization": f"Bearer {os.environ.get(TOKEN_VARIABLE, '')}"}
-        )
+        connection.request("GET", REPORTS_PAGE, headers={"Authorization": f"Bearer {read_token(os.environ)}"})
         try:
             answer = connection.getresponse()
             body = answer.read(_MAX_ANSWER_BYTES)

@@ -120,7 +120,9 @@ class EngineCounters:
         """Count a thread of the program that begins to wait for a collective."""
         if not self._num_waiting:
             self.waits_for = name
-            self._waiting_since, self._execution_before = time.monotonic(), self.execution_seconds
+            now, since = time.monotonic(), self.executing_since
+            self._waiting_since = now
+            self._execution_before = self.execution_seconds + (now - since if since else 0.0)
         self._num_waiting += 1
 
     def end_wait(self) -> None:

@@ -199,14 +199,16 @@ class Engine:
         """Submit a blocking call's operation eagerly, if possible; the handle may be done then."""
         if not self._driver.acquire(blocking=False):
             return False
-        self.counters.begin_wait(operation.name)
         try:
-            return self._eager.submit(operation, handle)  # type: ignore[union-attr]  # asked by the caller
-        except BaseException as error:  # an interrupt: the others may have this rank's part, or not
-            self._give_up(error)
-            raise
+            self.counters.begin_wait(operation.name)
+            try:
+                return self._eager.submit(operation, handle)  # type: ignore[union-attr]  # asked by the caller
+            except BaseException as error:  # an interrupt: the others may have this rank's part, or not
+                self._give_up(error)
+                raise
+            finally:
+                self.counters.end_wait()
         finally:
-            self.counters.end_wait()
             self._driver.release()
 
     def post(self, topic: Topic, data: bytes) -> None:

@@ -70,6 +70,8 @@ class JobPart(Protocol):
 #: Stores, and servers, of this process.
 _sources: weakref.WeakSet[MetricSource] = weakref.WeakSet()
 _reporter: MetricsReporter | None = None
+#: the time of computing that was told last, and since when it counts
+_computed = 0.0, 0.0
 
 
 def add_source(source: MetricSource) -> None:
@@ -94,9 +96,19 @@ def collect_samples(part: JobPart | EngineCounters | None) -> list[MetricSample]
     if starts:
         waited = found.get(("reigen_wait_seconds_total", ()), 0.0)
         waited += found.get(("reigen_transfer_seconds_total", ()), 0.0)
-        found["reigen_compute_seconds_total", ()] = max(0.0, time.monotonic() - min(starts) - waited)
+        found["reigen_compute_seconds_total", ()] = _compute_seconds(min(starts), waited)
     found["reigen_memory_bytes", ("resident",)] = _resident_bytes()
     return [(name, labels, value) for (name, labels), value in found.items()]
+
+
+def _compute_seconds(begun: float, waited: float) -> float:
+    """Return the time since ``begun`` that is left of waits; a counter does not fall when a wait is known later."""
+    global _computed  # noqa: PLW0603  # of this process, as its sources
+    value = max(0.0, time.monotonic() - begun - waited)
+    if _computed[0] == begun:
+        value = max(value, _computed[1])
+    _computed = begun, value
+    return value
 
 
 def _add(found: dict[tuple[str, tuple[str, ...]], float], samples: Iterable[MetricSample]) -> None:
@@ -178,18 +190,20 @@ class MetricsReporter:
     def _run(self) -> None:
         while True:
             is_last = self._ending.is_set()
-            self._put(self.report(is_last=is_last))
+            self._put(is_last=is_last)
             if is_last:
                 break
             self._ending.wait(self._seconds)
         self._rendezvous.close()
 
-    def _put(self, report: MetricsReport) -> None:
+    def _put(self, *, is_last: bool) -> None:
         key = f"{METRICS_PREFIX}{self._name.kind}.{self._name.key}"
         try:
-            self._rendezvous.put(key, REPORT_CODEC.encode(report))
+            self._rendezvous.put(key, REPORT_CODEC.encode(self.report(is_last=is_last)))
         except (OSError, ReigenError) as error:  # the launcher may be stopped, or gone: training goes on
             _log.debug("metrics were not reported: %s", error)
+        except Exception:  # noqa: BLE001  a source in a state that nobody thought of: the next report may be whole
+            _log.debug("metrics were not reported", exc_info=True)
 
 
 def start_reporting(make: Callable[[], MetricsReporter]) -> None:

@@ -197,6 +197,9 @@ def read_trace(path: Path, most_bytes: int | None = None) -> Trace:
     for line in of_view:
         line.pid %= VIEW_STRIDE
     trace = _TraceParser(size).read(of_view)
+    for line in of_view if most_bytes is not None else ():  # what was left out may have named them
+        if line.ph == "X" and 0 <= line.pid < size:
+            trace.names.setdefault(line.pid, f"rank {line.pid}")
     trace.views = [(line.args.view, line.args.change) for line in views if line.args]
     trace.is_cut, trace.view = is_cut, last
     return trace

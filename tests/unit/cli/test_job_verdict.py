@@ -81,6 +81,11 @@ def test_nothing_is_said_of_a_short_job_nor_where_nothing_stands_out(tmp_path: P
     assert said(path) == []
 
 
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert said(tmp_path / "pipe", begun=0) == []
+
+
 def test_other_files_and_broken_ones_are_no_matter(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json", 100, 8 * MS)
     assert said(path, {}) == said(path, {"HOROVOD_TIMELINE": "DYNAMIC"}) == []

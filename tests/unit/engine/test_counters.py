@@ -50,6 +50,20 @@ def test_a_transfer_that_began_before_the_wait_fills_it_and_no_more(monkeypatch:
     assert counters.times(clock.now) == (0.0, 1.0, 4.0)
 
 
+def test_what_was_moved_before_the_wait_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    counters = clock.counters
+    counters.executing_since = clock.now
+    clock.now += 0.5
+    counters.begin_wait("x")
+    clock.now += 0.25
+    counters.execution_seconds += 0.75
+    counters.executing_since = 0.0
+    clock.now += 1.0  # another rank is late
+    counters.end_wait()
+    assert counters.times(clock.now) == (1.0, 0.25, 0.75)
+
+
 def test_waits_of_several_threads_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     counters = clock.counters

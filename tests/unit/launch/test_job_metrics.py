@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from reigen.cluster.metrics import METRICS_PREFIX, METRICS_VARIABLE, REPORT_CODEC, MetricSample, MetricsReport
@@ -87,6 +88,17 @@ def test_a_rank_that_says_nothing_is_silent_and_waited_for() -> None:
     assert [(row.is_silent, row.is_waited_for) for row in rows] == [(False, False), (True, True)]
     metrics.take("r1", report(1, is_last=True), 4.0)
     assert not any(row.is_silent for row in metrics.status(5.0)), "it has left"
+
+
+def test_a_rank_that_says_nothing_is_waited_for_by_those_who_wait_alone() -> None:
+    metrics = job((0.0, "r0", report(0)), (0.0, "r1", report(1)), (3.0, "r0", report(0, times=(3.0, 0.0, 0.0))))
+    assert [(row.is_silent, row.is_waited_for) for row in metrics.status(3.0)] == [(False, False), (True, False)]
+
+
+def test_what_is_shown_is_printable() -> None:
+    shown = msgspec.structs.replace(report(0), host="h\x1b[2J\n", waits_for="g\x07")
+    (row,) = job((0.0, "r0", shown)).status(1.0)
+    assert (row.process.report.host, row.process.report.waits_for) == ("h?[2J?", "g?")
 
 
 def test_in_an_elastic_job_a_rank_is_who_has_it_in_the_latest_view() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -71,6 +73,25 @@ def test_scrapers_that_never_read_or_say_nothing_hold_up_nobody(
     finally:
         for each in silent:
             each.close()
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a byte often, for a minute at most, until the other end has closed."""
+    connection.settimeout(0.05)
+    begun = time.monotonic()
+    while time.monotonic() < begun + 60:
+        connection.sendall(b"G")
+        with suppress(TimeoutError):
+            if not connection.recv(1):
+                raise ConnectionResetError("closed")
+
+
+def test_a_connection_ends_in_time_however_often_something_comes(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition, "_CONNECTION_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port)) as slow, pytest.raises(ConnectionError):
+        drip(slow)
 
 
 def test_with_a_token_nobody_is_served_without() -> None:

@@ -6,6 +6,7 @@ Whoever reads slowly, or never, has a thread of his own; the job has nothing to 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.server
 import socket
@@ -93,20 +94,39 @@ class _Server(http.server.ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.pages, self.token = pages, address.token
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        #: by connection, when it is to end
+        self._due: dict[socket.socket, float] = {}
         super().__init__((address.host, address.port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread, if there are not too many."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        self._due[request] = time.monotonic() + _CONNECTION_SECONDS
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._leave(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve it."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._leave(request)
+
+    def service_actions(self) -> None:
+        """End connections that have taken too long, however often something has come."""
+        now = time.monotonic()
+        for request, due in list(self._due.items()):
+            if now >= due:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def _leave(self, request: socket.socket) -> None:
+        if self._due.pop(request, None) is not None:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import msgspec
+
 from reigen.cluster.metrics import MetricSample, MetricsReport, find_metric
 
 #: A process that says nothing for so long is shown as silent: two reports are missing.
@@ -14,6 +16,8 @@ SILENT_SECONDS = 2.3
 _WINDOW_SECONDS = 5.0
 #: The others wait for a process if it waits by so much less of the time than they do.
 _LEAST_DIFFERENCE = 0.1
+#: Who waits for so much of the time waits now.
+_MUCH_WAITING = 0.5
 
 #: Name and labels of a sample.
 SampleKey = tuple[str, tuple[str, ...]]
@@ -123,7 +127,9 @@ class JobMetrics:
     processes: dict[str, ProcessMetrics] = field(default_factory=dict)
 
     def take(self, key: str, report: MetricsReport, now: float) -> None:
-        """Take in a report; one that is there already changes nothing."""
+        """Take in a report; one that is there already changes nothing. What may be shown is made printable."""
+        host, waits_for = _printable(report.host), _printable(report.waits_for)
+        report = msgspec.structs.replace(report, host=host, waits_for=waits_for)
         known = self.processes.get(key)
         if known is not None and known.report == report:
             return
@@ -174,6 +180,10 @@ class JobMetrics:
             yield row.process, ("reigen_is_waited_for", (), float(row.is_waited_for))
 
 
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
+
+
 def _order(process: ProcessMetrics) -> tuple[int, float]:
     return process.report.epoch, process.latest.at
 
@@ -197,8 +207,11 @@ def find_waited_for(processes: Sequence[ProcessMetrics], now: float) -> ProcessM
     if len(ranks) < 2:
         return None
     silent = [process for process in ranks if _is_silent(process, now)]
-    if silent:
+    others = [process for process in ranks if process not in silent]
+    if silent and any(process.report.waits_for or process.shares()[2] > _MUCH_WAITING for process in others):
         return min(silent, key=lambda process: process.latest.at)
-    by_wait = sorted(ranks, key=lambda process: process.shares()[2])
+    if len(others) < 2:
+        return None
+    by_wait = sorted(others, key=lambda process: process.shares()[2])
     first, second = (process.shares()[2] for process in by_wait[:2])
     return by_wait[0] if second - first >= _LEAST_DIFFERENCE else None

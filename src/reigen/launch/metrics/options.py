@@ -18,6 +18,18 @@ REPORTS_PAGE = "/reports"
 _LOOPBACK = "127.0.0.1"
 
 
+def read_token(environ: Mapping[str, str]) -> str:
+    """Return the token that clients have to know, without white space around it; empty: none.
+
+    Raises:
+        ConfigError: it cannot be in a header of HTTP.
+    """
+    token = environ.get(TOKEN_VARIABLE, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{TOKEN_VARIABLE}: it must be of printable ASCII characters")
+    return token
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsAddress:
     """Address at which metrics are served.
@@ -39,7 +51,7 @@ class MetricsAddress:
             ConfigError: it has another form, beyond loopback there is no token, or a package is missing.
         """
         host, _, number = text.rpartition(":")
-        host, token = host.removeprefix("[").removesuffix("]") or _LOOPBACK, environ.get(TOKEN_VARIABLE, "")
+        host, token = host.removeprefix("[").removesuffix("]") or _LOOPBACK, read_token(environ)
         if not (number.isascii() and number.isdigit() and int(number) < 1 << 16):
             raise ConfigError(f"--metrics-port {text}: it must be a port, or address:port")
         try:

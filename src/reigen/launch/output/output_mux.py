@@ -135,7 +135,9 @@ class OutputMux:
 
     def set_footer(self, lines: list[bytes]) -> None:
         """Have these lines stand at the bottom of the terminal; none: no more."""
-        self._writers[STDERR].set_footer(lines)
+        writer = self._writers[STDERR]
+        if not (lines and writer.pending):  # otherwise the terminal has not taken the ones before
+            writer.set_footer(lines)
 
     def say(self, message: bytes) -> None:
         """Write a message of the launcher's own to stderr."""
