@@ -82,6 +82,8 @@ _LOOK_SECONDS = 0.2
 #: A program that goes on in a view that has ended is given up when it has caught the errors of so many calls, over this
 #: time at least; after `_ABSENT_SHARE` of the deadline so few refused ones are enough.
 _MANY_REFUSED, _REFUSED_SECONDS, _FEW_REFUSED = 100, 10.0, 3
+#: A step submits fewer collectives than that.
+_MORE_THAN_A_STEP = 10_000
 
 
 #: Why a process ends that keeps the others waiting.
@@ -218,18 +220,20 @@ class RefusedCalls:
         self._num_caught = 0
         self.num, self.seconds = 0, 0.0
 
-    def add(self, *, is_caught: bool) -> bool:
+    def add(self, *, is_caught: bool, is_in_step: bool = False) -> bool:
         """Count a refused call; returns whether the program is to be given up.
 
         Args:
             is_caught: the program has got the error of the one before, and has called again. It need not have where
                 the runtime of a framework goes ahead of it, or where a step has to submit the rest of its gradients.
+            is_in_step: there may be such a step, which may take longer than the deadline.
         """
         now = time.monotonic()
         self._first_at = now if self._first_at is None else self._first_at
         self.num, self.seconds = self.num + 1, now - self._first_at
         self._num_caught += is_caught
-        if self.num >= _FEW_REFUSED and self.seconds >= _ABSENT_SHARE * self._deadline_seconds:
+        few = _MORE_THAN_A_STEP if is_in_step else _FEW_REFUSED
+        if self.num >= few and self.seconds >= _ABSENT_SHARE * self._deadline_seconds:
             return True
         return self._num_caught >= _MANY_REFUSED and self.seconds >= _REFUSED_SECONDS
 
@@ -389,8 +393,10 @@ class ElasticJob(Generic[_Context]):
 
     def _note_refused(self, epoch: int) -> None:
         """Take note that a call of the program has failed because a view has ended; the thread that has made it."""
-        refused, is_caught = self._refused, self.step_state is None and threading.get_ident() == self._thread_id
-        if epoch == self.epoch and not self._is_waiting and refused.add(is_caught=is_caught):
+        refused, is_in_step = self._refused, self.step_state is not None
+        is_caught = not is_in_step and threading.get_ident() == self._thread_id
+        is_refused = epoch == self.epoch and not self._is_waiting
+        if is_refused and refused.add(is_caught=is_caught, is_in_step=is_in_step):
             self.end(1, _REFUSED_TEXT.format(epoch + 1, refused.seconds, epoch, refused.num))
 
     def _raise_left(self) -> None:

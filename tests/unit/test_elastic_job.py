@@ -56,12 +56,12 @@ class RefusedProgram:
         self.now, self.calls = 100.0, RefusedCalls(600.0)
         monkeypatch.setattr(elastic_job.time, "monotonic", lambda: self.now)
 
-    def call(self, num: int, seconds: float, *, is_caught: bool = True) -> list[bool]:
+    def call(self, num: int, seconds: float, *, is_caught: bool = True, is_in_step: bool = False) -> list[bool]:
         """Calls so often, each so many seconds behind the one before; returns what follows from each."""
         ends = []
         for _ in range(num):
             self.now += seconds
-            ends.append(self.calls.add(is_caught=is_caught))
+            ends.append(self.calls.add(is_caught=is_caught, is_in_step=is_in_step))
         return ends
 
 
@@ -78,6 +78,12 @@ def test_a_program_that_cleans_up_is_not_given_up(monkeypatch: pytest.MonkeyPatc
     assert not any(RefusedProgram(monkeypatch).call(5000, 1 / 512)), "many calls, in less than ten seconds"
     assert not any(RefusedProgram(monkeypatch).call(99, 5.0)), "few calls, in less than the deadline"
     assert not any(RefusedProgram(monkeypatch).call(2, 5000.0)), "one error leaves it, another one what cleans up"
+
+
+def test_a_step_may_take_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = RefusedProgram(monkeypatch)
+    assert not any(program.call(2000, 2.0, is_caught=False, is_in_step=True)), "gradients that it submits to its end"
+    assert program.call(10_000, 0.0, is_caught=False, is_in_step=True).index(True) == 7999
 
 
 def test_calls_whose_errors_the_program_need_not_have_seen_count_at_the_deadline(

@@ -525,7 +525,7 @@ class Engine:
                     observer.failed(instruction.name)
                 handle = self._outstanding.handles.get(instruction.name)
                 ends = self.late is not None or (handle is not None and handle.is_in_program)
-                if ends and isinstance(instruction.error, DeadlineError):
+                if ends and not instruction.is_release and isinstance(instruction.error, DeadlineError):
                     self._give_up(instruction.error)
                 else:
                     self._outstanding.finish([(instruction.name, instruction.error)])

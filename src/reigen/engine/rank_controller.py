@@ -39,10 +39,17 @@ class ExecuteBatch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class FailOperation:
-    """Instruction: the submission under this name has failed."""
+    """Instruction: the submission under this name has failed.
+
+    Attributes:
+        name: of the submission.
+        error: says why.
+        is_release: it was to release memory, for which no program waits.
+    """
 
     name: str
     error: CollectiveError
+    is_release: bool = False
 
 
 Instruction = ExecuteBatch | FailOperation
@@ -139,8 +146,9 @@ class RankController:
             case ErrorResponse(name, cause, reason, submitted, at_fault, details):
                 if self.rank not in submitted:
                     return []
-                del self.pending[name]
-                return [FailOperation(name, _ERRORS[cause](reason, tensor=name, ranks=at_fault, details=dict(details)))]
+                is_release = self.pending.pop(name).operation.kind is OperationKind.FREE
+                error = _ERRORS[cause](reason, tensor=name, ranks=at_fault, details=dict(details))
+                return [FailOperation(name, error, is_release)]
             case CacheEviction(slots):
                 for slot in slots:
                     self._forget(slot)

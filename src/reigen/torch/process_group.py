@@ -55,8 +55,10 @@ def connect_nccl(store: ReplicatedStore, rank: int, size: int, device: torch.dev
         group.eager_connect_single_device(device)
 
     def abort() -> None:
-        # The destructor joins torch's watchdog, which may be busy with the error for minutes: it is never called.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        # The destructor joins torch's watchdog, which may be busy with the error for minutes: it is never called. Nor
+        # are those of its stores, which the watchdog may ask.
+        for each in (group, shared, *shared.clones):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         group.abort()
 
     return C10dGroup(group, shared, rank, abort)
@@ -68,7 +70,8 @@ class SharedStore(c10d.Store):
     def __init__(self, store: ReplicatedStore) -> None:
         super().__init__()
         self._store = store
-        self._clones: list[SharedStore] = []
+        #: stores that torch has made of this one
+        self.clones: list[SharedStore] = []
 
     def set(self, key: str, value: bytes | str) -> None:
         self._store.set(key, value.encode() if isinstance(value, str) else bytes(value))
@@ -89,8 +92,8 @@ class SharedStore(c10d.Store):
 
     def clone(self) -> SharedStore:
         """Return another store with the same contents, which lives as long as this one."""
-        self._clones.append(SharedStore(self._store))
-        return self._clones[-1]
+        self.clones.append(SharedStore(self._store))
+        return self.clones[-1]
 
 
 class C10dGroup:

@@ -114,8 +114,10 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], root_rank: int, name: str
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements fill a piece of memory without gaps, in whatever order."""
+    if tensor.layout != torch.strided:
+        return False
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.layout == torch.strided and (extent == tensor.numel() or not tensor.numel())
+    return extent == tensor.numel() or not tensor.numel()
 
 
 def _broadcast_all(named: Iterable[tuple[str | None, Any]], root_rank: int) -> None:
@@ -138,7 +140,7 @@ class _Pickler(pickle.Pickler):
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
-        strides = obj.stride() if is_dense(obj) else obj.contiguous().stride()
+        strides = obj.stride() if is_dense(obj) else torch.empty(obj.shape, device="meta").stride()
         return self._numbers[id(obj)], tuple(obj.shape), strides, str(obj.dtype).removeprefix("torch."), obj.device.type
 
 
