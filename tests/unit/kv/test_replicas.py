@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
+from typing import Any
 
 import pytest
 
-from reigen.kv.server.replicas import CopyItem, CopyProgress, choose_backup
+from reigen.cluster.membership.messages import ServerInfo
+from reigen.cluster.membership.rendezvous import split_address
+from reigen.errors import PeerLostError, WireError
+from reigen.kv.connection import KVConnection
+from reigen.kv.protocol import MessageHeader, MessageKind
+from reigen.kv.server.replicas import (
+    COPIES_PURPOSE,
+    CopyHolder,
+    CopyItem,
+    CopyProgress,
+    ServerCopies,
+    check_owner,
+    choose_backup,
+)
+from reigen.kv.server.snapshots import StoreSnapshot
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.connection import Connection, ConnectionOptions, open_connection
+from reigen.net.event_loop import Callback, EventLoop, wait_ready
+from reigen.net.listener import Listener, open_listening_socket
 
 W, V, FACTS = (0, (7, 0)), (0, (8, 0)), (0, None)
 
@@ -95,6 +119,8 @@ def test_a_complete_copy_has_everything_whatever_happens() -> None:
                 newest += 1
                 processes[newest] = set()
             elif action < 0.3:
+                if progress.incarnation != newest and progress.has_nothing(newest):
+                    complete.add(newest)
                 if progress.connect(newest):
                     processes[newest].clear()
                 connected = newest
@@ -113,3 +139,183 @@ def test_a_complete_copy_has_everything_whatever_happens() -> None:
                     complete.add(connected)
             if newest in complete:
                 assert items <= processes[newest], seed
+
+
+# ---- a backup in a thread, and servers that have it
+
+SECRET, SECONDS, FACTS_OF_A_STORE = b"s" * 32, 20.0, StoreSnapshot(0, {}, [], (), (), {})
+
+
+class Backup:
+    """Process of server 1, which is the backup of server 0."""
+
+    def __init__(self, incarnation: int, *, num_broken: int = 0) -> None:
+        self._num_broken = num_broken
+        self.confirmed: list[Connection] = []
+        listening, address = open_listening_socket("127.0.0.1")
+        self.info = ServerInfo(1, address, incarnation, "here")
+        self.loop, self._is_over = EventLoop(), False
+        me = Identity(ProcessRole.RANK, 1, "kv")
+        self._listener = Listener(self.loop, listening, ConnectionOptions(SECRET, me, 1 << 12), self._accept)
+        self.holder = CopyHolder(self.loop, self._confirm, is_restarted=incarnation > 1)
+        self._thread = threading.Thread(target=self._run, name="backup")
+        self._thread.start()
+
+    def _accept(self, connection: Connection) -> Callback | None:
+        if self._num_broken:
+            self._num_broken -= 1
+            connection.close()
+            return None
+        return self.holder.accept(connection)
+
+    def _confirm(self, connection: Connection) -> None:
+        self.confirmed.append(connection)
+        self._listener.confirm(connection)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self.loop.wait(1.0)
+
+    def close(self) -> None:
+        self._is_over = True
+        self.loop.wake()
+        self._thread.join()
+        self.holder.close()
+        self._listener.close()
+        self.loop.close()
+
+
+class Member:
+    """Place of server 0 in a job of two."""
+
+    number, num_servers, secret, tls = 0, 2, SECRET, None
+
+    def __init__(self, incarnation: int, backup: Backup) -> None:
+        self.incarnation, self.backup = incarnation, backup
+
+    def servers(self, deadline: float) -> list[ServerInfo]:
+        return [ServerInfo(0, "", self.incarnation, "here"), self.backup.info]
+
+
+def copies_of(member: Any) -> AbstractContextManager[ServerCopies]:
+    return closing(ServerCopies(member, 10.0))
+
+
+@pytest.fixture
+def backup() -> Iterator[Backup]:
+    with closing(Backup(1)) as one:
+        yield one
+
+
+def in_a_thread(call: Callable[[], None]) -> tuple[threading.Thread, queue.SimpleQueue[BaseException | None]]:
+    """The thread, and where its outcome will be."""
+    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def perform() -> None:
+        try:
+            call()
+        except OSError as error:
+            outcome.put(error)
+        else:
+            outcome.put(None)
+
+    thread = threading.Thread(target=perform)
+    thread.start()
+    return thread, outcome
+
+
+def test_a_copy_is_begun_until_the_backup_has_answered() -> None:
+    with closing(Backup(1, num_broken=2)) as backup, copies_of(Member(5, backup)) as copies:
+        copies.save_store(0, FACTS_OF_A_STORE)
+        assert list(backup.holder.held[0].snapshots) == [FACTS]
+
+
+def test_a_process_that_was_replaced_does_not_change_the_copy_of_its_successor(backup: Backup) -> None:
+    with copies_of(Member(5, backup)) as old, copies_of(Member(6, backup)) as new:
+        old.save_store(0, FACTS_OF_A_STORE)
+        new.fetch()
+        assert [number for number, _, _ in new.load()] == [0]
+        thread, outcome = in_a_thread(lambda: old.save_store(1, FACTS_OF_A_STORE))
+        new.save_store(2, FACTS_OF_A_STORE)
+        with pytest.raises(queue.Empty):
+            outcome.get(timeout=0.5)
+        old.give_up()
+        assert isinstance(outcome.get(timeout=SECONDS), ConnectionAbortedError)
+        thread.join()
+        assert set(backup.holder.held[0].snapshots) == {FACTS, (2, None)}
+
+
+def test_who_was_replaced_or_uses_an_earlier_connection_is_not_heard() -> None:
+    loop = EventLoop()
+    holder = CopyHolder(loop, lambda connection: None, is_restarted=False)
+    for kind, incarnation, line in [("BEGIN_COPY", 5, 1), ("COPY_STORE", 5, 2), ("FETCH_COPY", 6, 1)]:
+        holder.check(0, MessageHeader(MessageKind[kind], request=incarnation, round=line))
+    holder.check(2, MessageHeader(MessageKind.BEGIN_COPY, request=7, round=1))
+    for kind, incarnation, line in [("COPY_STORE", 5, 3), ("FETCH_COPY", 5, 4), ("COPY_STORE", 6, 0)]:
+        with pytest.raises(WireError):
+            holder.check(0, MessageHeader(MessageKind[kind], request=incarnation, round=line))
+    loop.close()
+
+
+def test_an_answer_is_not_waited_for_when_the_backup_is_another_process() -> None:
+    with closing(Backup(1)) as first, closing(Backup(2)) as second, copies_of(member := Member(5, first)) as copies:
+        copies.save_store(0, FACTS_OF_A_STORE)
+        release = threading.Event()
+        first.loop.call_at(0.0, release.wait)  # it stands still
+        first.loop.wake()
+        thread, outcome = in_a_thread(lambda: copies.save_store(0, FACTS_OF_A_STORE))
+        try:
+            with pytest.raises(queue.Empty):
+                outcome.get(timeout=0.2)
+            member.backup = second
+            assert outcome.get(timeout=SECONDS) is None
+            assert list(second.holder.held[0].snapshots) == [FACTS]
+        finally:
+            copies.give_up()
+            release.set()
+            thread.join()
+
+
+def test_nothing_is_lost_with_a_backup_that_had_nothing(backup: Backup) -> None:
+    with closing(Backup(2)) as second:
+        with copies_of(Member(5, second)) as copies:
+            copies.copy_anew(2, [])
+            copies.announce(2)
+        with copies_of(Member(6, second)) as copies:
+            copies.fetch()
+            assert list(copies.load()) == []
+        with copies_of(Member(7, backup)) as copies:
+            copies.save_store(0, FACTS_OF_A_STORE)
+    with closing(Backup(3)) as third, copies_of(Member(8, third)) as copies, pytest.raises(PeerLostError):
+        copies.fetch()
+
+
+def test_only_other_servers_are_copied() -> None:
+    check_owner(Identity(ProcessRole.RANK, 0), 1, 2)
+    for role, rank in [("AGENT", 0), ("RANK", 1), ("RANK", 2), ("LAUNCHER", 0)]:
+        with pytest.raises(WireError, match=f"{role.lower()} {rank} wants to be copied"):
+            check_owner(Identity(ProcessRole[role], rank), 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["COMPLETE_COPY", "BEGIN_COPY", "PUSH", "COPY_SHARD"])
+def test_a_message_that_makes_no_sense_ends_its_connection_alone(
+    backup: Backup, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with copies_of(Member(5, backup)) as copies:
+        copies.save_store(0, FACTS_OF_A_STORE)
+        me = Identity(ProcessRole.RANK, 0, COPIES_PURPOSE)
+        address, until = split_address(backup.info.address), time.monotonic() + SECONDS
+        stream, session = open_connection(address, SECRET, me, 1 << 12, until).detach()
+        num_confirmed = len(backup.confirmed)
+        with closing(KVConnection(stream, session, None, "the backup")) as line:  # type: ignore[arg-type]
+            assert not wait_ready(line, 0.2)
+            assert len(backup.confirmed) == num_confirmed, "it has said nothing"
+            if kind == "COPY_SHARD":
+                monkeypatch.setattr(backup.holder, "change", lambda *arguments: 1 / 0)
+            line.send(MessageHeader(MessageKind[kind], request=5, round=9, body_bytes=8), bytes(8))
+            line.advance_sends()
+            assert wait_ready(line, SECONDS)
+            with pytest.raises(ConnectionError):
+                line.receive()
+        monkeypatch.undo()
+        assert list(backup.holder.held[0].snapshots) == [FACTS]

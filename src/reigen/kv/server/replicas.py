@@ -5,7 +5,8 @@ the same that `reigen.kv.server.snapshots` keeps on a disk, each before what it 
 moment what was acknowledged is in the memory of two processes, or of one while the other one is started again.
 
 a. A server connects to its backup for `COPIES_PURPOSE`, from the threads that compute, which wait there; a thread that
-   does I/O never waits for another server. If that process has no copy of this one yet, BEGIN_COPY comes first.
+   does I/O never waits for another server. If that process has no copy of this one yet, BEGIN_COPY comes first, until
+   it is answered; with COMPLETE_COPY in ``about`` where there is nothing to copy: then the copy is complete at once.
 b. COPY_SHARD and COPY_STORE replace the copy of a shard, or of the facts of a store; DROP_COPY removes that of a shard.
    COMPLETE_COPY says that all that there was at the beginning has been copied: only a complete copy can be taken up.
    Each of these is answered by DONE. A message that is not answered is sent again, over another connection.
@@ -13,6 +14,9 @@ c. A backup that has died is another process (`MemberReturned`): the server copi
    that have something to save wait, and with them the acknowledgements. So the second copy is never left out.
 d. A server that is started again asks its backup by FETCH_COPY: each snapshot comes as a VALUE, then DONE, whose
    ``round`` says whether the copy `can be taken up`. If it cannot, because the backup has died, too, the job ends.
+e. Each of these messages has the sender's incarnation in ``request``, and which of its connections this is in
+   ``round``. From FETCH_COPY on the copy is that of the process which asked: the one before it may live, if it was
+   only stopped, and is heard no more; nor is what comes late by an earlier connection.
 
 A snapshot ends with a code by the job's secret, so that what comes back is what this server, or the process before it,
 has copied. The backup reads nothing of it.
@@ -24,12 +28,16 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import math
+import os
 import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from reigen.cluster.membership.messages import ServerInfo
 from reigen.cluster.membership.rendezvous import split_address
@@ -50,8 +58,10 @@ _log = logging.getLogger(__name__)
 #: What the connections are for, in the handshake; the rank there is the number of the server whose copies they carry.
 COPIES_PURPOSE = "kv copies"
 #: How long one attempt to connect may take, the pause behind one that has failed, and how long to wait for an answer
-#: before looking whether this server is to end.
+#: before looking whether this server is to end, or the backup is another process by now.
 _CONNECT_SECONDS, _AGAIN_SECONDS, _LOOK_SECONDS = 5.0, 0.1, 0.5
+#: How long the backup may be away before there is a warning.
+_WARN_SECONDS = 5.0
 _MAX_HANDSHAKE_BYTES = 1 << 12
 _TAG_BYTES = 32
 #: In DONE, the answer to FETCH_COPY: the copy cannot be taken up, is complete, or there was never anything to copy.
@@ -76,6 +86,18 @@ def choose_backup(server: int, hosts: Sequence[str]) -> int:
     return next((one for one in following if hosts[one] != hosts[server]), following[0])
 
 
+def check_owner(peer: Identity, server: int, num_servers: int) -> None:
+    """Check who wants to be copied; raises WireError if it is no other server of the job.
+
+    Args:
+        peer: as it has proven.
+        server: number of the one that is to keep the copy.
+        num_servers: of the job.
+    """
+    if peer.role is not ProcessRole.RANK or not 0 <= peer.rank < num_servers or peer.rank == server:
+        raise WireError(f"{peer.role.name.lower()} {peer.rank} wants to be copied, and is no other server of this job")
+
+
 # ---------------------------------------------------------------- decisions
 
 
@@ -93,8 +115,12 @@ class CopyProgress:
         self._copied: set[CopyItem] = set()
         self._is_announced = False
 
+    def has_nothing(self, incarnation: int) -> bool:
+        """Return whether there is nothing to copy to a process of the backup, before what will be saved."""
+        return self._expected is None or self._expected == (incarnation, frozenset())
+
     def connect(self, incarnation: int) -> bool:
-        """Note a connection to a process of the backup; return whether the copy begins anew there."""
+        """Note that a process of the backup begins with the copy, or has it; return whether it begins."""
         if incarnation == self.incarnation:
             return False
         if self._expected is None:
@@ -152,16 +178,23 @@ class HeldCopy:
 
 
 class _CopyLine:
-    """Connection to a backup, one request at a time; its caller waits."""
+    """Connection to a backup, one request at a time; its caller waits.
 
-    def __init__(self, connection: Connection, name: str) -> None:
+    Args:
+        peer: the backup.
+        sender: incarnation of this process.
+        number: which of its connections this is.
+    """
+
+    def __init__(self, connection: Connection, peer: ServerInfo, sender: int, number: int) -> None:
+        self.incarnation, self._sender, self._number = peer.incarnation, sender, number
         stream, session = connection.detach()
-        self._line = KVConnection(stream, session, self, name)
+        self._line = KVConnection(stream, session, self, f"server {peer.number} on host {peer.host}")
         self._answers: list[MessageHeader] = []
         self.values: list[tuple[MessageHeader, memoryview]] = []
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
-        return memoryview(bytearray(header.body_bytes))
+        return memoryview(bytearray(header.body_bytes if header.kind == _VALUE else 0))
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
         if header.kind == _VALUE:
@@ -171,17 +204,17 @@ class _CopyLine:
         else:
             raise WireError(f"{line.name} answers with a {MessageKind(header.kind).name}")
 
-    def ask(self, header: MessageHeader, body: Buffer, is_over: threading.Event) -> MessageHeader:
-        """Send a message and return the answer; raises OSError if the connection, or this server, ends."""
-        line = self._line
+    def ask(self, header: MessageHeader, body: Buffer, look: Callable[[], None]) -> MessageHeader:
+        """Send a message and return the answer; raises OSError if the connection ends, and what ``look`` raises."""
+        line, header = self._line, msgspec.structs.replace(header, request=self._sender, round=self._number)
         self._answers.clear()
         self.values.clear()
         line.send(header, memoryview(body))
         while not self._answers:
             line.advance_sends()
             events = select.POLLIN | (select.POLLOUT if line.wants_to_send else 0)
-            if not wait_ready(line, _LOOK_SECONDS, events) and is_over.is_set():
-                raise ConnectionAbortedError("this server ends")
+            if not wait_ready(line, _LOOK_SECONDS, events):
+                look()
             while line.receive():
                 pass
         return self._answers[0]
@@ -195,22 +228,26 @@ class ServerCopies:
 
     Args:
         member: the server's place in the job.
+        peer_timeout_seconds: after which a host that is silent is given up.
     """
 
     #: saving waits for another process
     is_remote = True
 
-    def __init__(self, member: SchedulerClient) -> None:
+    def __init__(self, member: SchedulerClient, peer_timeout_seconds: float) -> None:
         if member.num_servers < 2:
             raise ConfigError(
                 "REIGEN_KV_REPLICAS=2 (--replicate-servers 2): the copies are in the memory of another server, and the "
                 "job has only one; use at least two"
             )
-        self._member = member
+        self._member, self._peer_timeout_seconds = member, peer_timeout_seconds
         self._progress = CopyProgress()
         #: guards the connection; and what is known
         self._sending, self._lock = threading.Lock(), threading.Lock()
         self._line: _CopyLine | None = None
+        self._num_lines = 0
+        #: when to warn that the backup is away
+        self._warn_at = math.inf
         self._is_over = threading.Event()
         #: shards that are gone, and still are in the copy
         self._dropped: set[CopyItem] = set()
@@ -247,6 +284,11 @@ class ServerCopies:
         with self._lock:
             self._progress.expect(incarnation, items)
 
+    def announce(self, incarnation: int) -> None:
+        """Tell this process of the backup that there was nothing to copy; raises OSError if this server ends."""
+        with self._sending:
+            self._ask(MessageHeader(MessageKind.COMPLETE_COPY), incarnation=incarnation)
+
     def backup(self) -> ServerInfo:
         """Return the backup, as it is to be found now; waits until all servers have come once."""
         servers = self._member.servers(time.monotonic() + _CONNECT_SECONDS)
@@ -276,20 +318,36 @@ class ServerCopies:
 
     def _ask(self, header: MessageHeader, body: Buffer = b"", incarnation: int = 0) -> MessageHeader:
         """Have the backup do something, however often it takes to reach it; or its process of one incarnation alone."""
-        problem = ""
+        problem, self._warn_at = "", time.monotonic() + _WARN_SECONDS
         while not self._is_over.is_set():
             try:
                 line = self._connected()
                 if incarnation not in {0, self._progress.incarnation}:
                     return header
-                return line.ask(header, body, self._is_over)
+                return line.ask(header, body, self._look)
             except (OSError, ReigenError) as error:  # also a process that cannot prove anything: it is about to end
                 self._disconnect()
                 if problem != str(error):
                     problem = str(error)
                     _log.info("the copies of this server cannot be reached now: %s", problem)
+                self._warn(problem)
                 self._is_over.wait(_AGAIN_SECONDS)
         raise ConnectionAbortedError("this server ends")
+
+    def _look(self) -> None:
+        """Look whether an answer is to be waited for any longer; raises OSError if not."""
+        if self._is_over.is_set():
+            raise ConnectionAbortedError("this server ends")
+        if self._line is None or self._line.incarnation != self.backup().incarnation:
+            raise ConnectionResetError("the backup is another process by now")
+        self._warn("it does not answer")
+
+    def _warn(self, problem: str) -> None:
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = math.inf
+            _log.warning(
+                "the backup of this server has been away for %g s, and pushes wait: %s", _WARN_SECONDS, problem
+            )
 
     def _connected(self) -> _CopyLine:
         peer = self.backup()
@@ -300,12 +358,17 @@ class ServerCopies:
         until = time.monotonic() + _CONNECT_SECONDS
         address = split_address(peer.address)
         connection = open_connection(address, member.secret, me, _MAX_HANDSHAKE_BYTES, until, member.tls)
-        self._line = _CopyLine(connection, f"server {peer.number} on host {peer.host}")
+        connection.keep_alive(self._peer_timeout_seconds, bulk=True)
+        self._num_lines += 1
+        line = self._line = _CopyLine(connection, peer, member.incarnation, self._num_lines)
         with self._lock:
-            is_new = self._progress.connect(peer.incarnation)
-        if is_new and not self._is_fetching:
-            self._line.ask(MessageHeader(MessageKind.BEGIN_COPY), b"", self._is_over)
-        return self._line
+            must_begin = self._progress.incarnation != peer.incarnation and not self._is_fetching
+            about = int(MessageKind.COMPLETE_COPY) if self._progress.has_nothing(peer.incarnation) else 0
+        if must_begin:
+            line.ask(MessageHeader(MessageKind.BEGIN_COPY, about=about), b"", self._look)
+        with self._lock:
+            self._progress.connect(peer.incarnation)
+        return line
 
     def _disconnect(self) -> None:
         if self._line is not None:
@@ -389,15 +452,23 @@ class _CopyConnection:
         self.line = KVConnection(connection, session, self, f"server {self.owner}")
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
-        return memoryview(bytearray(header.body_bytes))
+        self._check(header)
+        if header.body_bytes > _host_bytes():
+            raise MemoryError(f"{header.body_bytes} bytes, more than this host has")
+        return memoryview(bytearray(header.body_bytes if header.kind in (_COPY_SHARD, _COPY_STORE) else 0))
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
+        self._check(header)
         outcome = _CANNOT
         if header.kind == MessageKind.FETCH_COPY:
             outcome = self._send_copy()
         else:
             self._holder.change(self.owner, header, body)
         line.send(MessageHeader(_DONE, round=outcome))
+
+    def _check(self, header: MessageHeader) -> None:
+        self._holder.check(self.owner, header)
+        self._holder.confirm(self.accepted)
 
     def _send_copy(self) -> int:
         copy = self._holder.held.get(self.owner)
@@ -418,7 +489,7 @@ class CopyHolder:
 
     Args:
         loop: of the server.
-        confirm: counts a connection as pending no more.
+        confirm: counts a connection as pending no more; it has sent a message, or has ended.
         is_restarted: a process before this one may have held copies.
 
     Attributes:
@@ -428,8 +499,11 @@ class CopyHolder:
     def __init__(self, loop: EventLoop, confirm: Callable[[Connection], None], *, is_restarted: bool) -> None:
         self.held: dict[int, HeldCopy] = {}
         self.is_restarted = is_restarted
-        self._loop, self._confirm = loop, confirm
+        self._loop, self.confirm = loop, confirm
         self._connections: set[_CopyConnection] = set()
+        #: the process that is copied, and the latest of its connections, by number of the server; and those before it
+        self._senders: dict[int, tuple[int, int]] = {}
+        self._replaced: set[int] = set()
         #: servers for whose copies there was no memory; that is logged once
         self._refused: set[int] = set()
 
@@ -441,11 +515,22 @@ class CopyHolder:
         self._loop.call_at(0.0, partial(self._receive, connection))  # something may have been read with the handshake
         return partial(self._drop, connection)
 
+    def check(self, owner: int, header: MessageHeader) -> None:
+        """Note who sends a message; raises WireError if another process has its place, or another connection."""
+        incarnation, connection = self._senders.get(owner, (0, 0))
+        if header.request != incarnation:
+            if (incarnation and header.kind != MessageKind.FETCH_COPY) or header.request in self._replaced:
+                raise WireError(f"another process is server {owner} by now")
+            self._replaced.add(incarnation)
+        elif header.round < connection:
+            raise WireError(f"server {owner} has another connection by now")
+        self._senders[owner] = header.request, header.round
+
     def change(self, owner: int, header: MessageHeader, body: memoryview) -> None:
         """Change a copy as a message says; raises WireError if it is another one."""
         copy = self.held.get(owner)
         if header.kind == MessageKind.BEGIN_COPY:
-            self.held[owner] = HeldCopy()
+            self.held[owner] = HeldCopy(is_complete=header.about == MessageKind.COMPLETE_COPY)
         elif copy is None:
             raise WireError(f"server {owner} goes on with a copy that is not here")
         elif header.kind in (_COPY_SHARD, _COPY_STORE):
@@ -477,8 +562,10 @@ class CopyHolder:
         except (ReigenError, OSError) as error:
             _log.info("the connection of server %d, whose copy is here, has ended: %s", connection.owner, error)
             self._drop(connection)
+        except Exception:  # noqa: BLE001 - the copy may lack something, which is sent again
+            _log.exception("a message of server %d, whose copy is here, has met a bug of this server", connection.owner)
+            self._drop(connection)
         else:
-            self._confirm(connection.accepted)
             self._watch(connection)
 
     def _watch(self, connection: _CopyConnection) -> None:
@@ -487,7 +574,7 @@ class CopyHolder:
 
     def _drop(self, connection: _CopyConnection) -> None:
         self._connections.discard(connection)
-        self._confirm(connection.accepted)
+        self.confirm(connection.accepted)
         self._loop.unwatch(connection.line)
         with contextlib.suppress(OSError):
             connection.line.close()
@@ -495,3 +582,8 @@ class CopyHolder:
 
 def _item_of(header: MessageHeader, kind: int) -> CopyItem:
     return header.store, None if kind == _COPY_STORE else (header.key, header.shard)
+
+
+def _host_bytes() -> int:
+    """Return how much memory this host has: no shard of another one that is to be copied here may be larger."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

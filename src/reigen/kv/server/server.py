@@ -46,7 +46,7 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.flow_control import MAX_LEAD_BYTES, SILENT_SECONDS, WINDOW_STEP_BYTES, ReceiveRate, should_pause
-from reigen.kv.server.replicas import COPIES_PURPOSE, CopyHolder, ServerCopies
+from reigen.kv.server.replicas import COPIES_PURPOSE, CopyHolder, ServerCopies, check_owner
 from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
 from reigen.kv.server.snapshots import SnapshotDirectory, SnapshotStorage
@@ -131,7 +131,9 @@ def _open_storage(member: SchedulerClient, config: Config) -> tuple[SnapshotDire
         )
     if config.kv_snapshot_dir is not None:
         return SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number), None
-    return None, ServerCopies(member) if config.kv_replicas > 1 else None
+    if config.kv_replicas > 1:
+        return None, ServerCopies(member, config.peer_timeout_seconds)
+    return None, None
 
 
 class KVServer:
@@ -350,15 +352,15 @@ class KVServer:
         return client.connection is not None and self._stores[client.connection.store].is_saving
 
     def _on_authenticated(self, accepted: Connection) -> Callback | None:
-        worker = accepted.peer.rank
-        if accepted.peer.purpose == COPIES_PURPOSE:
-            return self._holder.accept(accepted)
-        drops = None
+        worker, drops = accepted.peer.rank, None
         if self._config.kv_drop_percent:
             drops = MessageDropper(self._config.kv_drop_percent, self._member.number * 1009 + worker)
         try:
+            if accepted.peer.purpose == COPIES_PURPOSE and self._copies is not None:
+                check_owner(accepted.peer, self._member.number, self._member.num_servers)
+                return self._holder.accept(accepted)
             if accepted.peer.purpose != PURPOSE:
-                raise WireError(f"worker {worker} connects for {accepted.peer.purpose!r}")
+                raise WireError(f"process {worker} connects for {accepted.peer.purpose!r}")
             client = _ClientConnection(self, accepted, drops, self._config.kv_verbose >= 2)
         except (WireError, OSError) as error:
             _log.info("a connection came to nothing: %s", error)
@@ -508,6 +510,9 @@ class KVServer:
         self._copies.copy_anew(event.incarnation, [*shards, *((store.number, None) for store in stores)])
         for store in stores:
             store.save_anew()
+        if not stores:  # or it would not know that this server has lost nothing with it
+            copies = self._copies
+            self._workers.begin(lambda _: copies.announce(event.incarnation), lambda _: None)
 
     def _follow(self, event: MembershipEvent) -> None:
         """Take in what has happened to workers of an elastic job."""
