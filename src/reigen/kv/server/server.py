@@ -349,7 +349,10 @@ class KVServer:
 
     def _is_held(self, client: _ClientConnection) -> bool:
         """Return whether a connection's answers must wait until the facts of its store are saved."""
-        return client.connection is not None and self._stores[client.connection.store].is_saving
+        if client.connection is None or self._context.snapshots is None:
+            return False
+        store = self._stores[client.connection.store]
+        return store.is_saving or store.must_save
 
     def _on_authenticated(self, accepted: Connection) -> Callback | None:
         worker, drops = accepted.peer.rank, None
@@ -417,7 +420,11 @@ class KVServer:
         self._watch(client)
 
     def _flush(self, client: _ClientConnection) -> None:
-        if client not in self._connections or self._is_held(client):
+        if client not in self._connections:
+            return
+        if client.connection is not None and self._is_held(client):
+            client.connection.must_flush = True
+            self._watch(client)  # not for the time when it is writable, which it is
             return
         try:
             client.line.advance_sends()
