@@ -258,7 +258,9 @@ def test_servers_tell_the_scheduler_which_keys_they_hold(made: Job) -> None:
 
 def test_the_launcher_hears_of_them_in_one_line() -> None:
     lines: list[bytes] = []
-    scheduler: Any = SimpleNamespace(_report=lines.append)
+    scheduler: Any = SimpleNamespace(_report=lines.append, _settings=SimpleNamespace(num_servers=4))
+    Scheduler.on_held_keys(scheduler, HeldKeys(3, " \n"))
+    Scheduler.on_held_keys(scheduler, HeldKeys(4, "of a server that is not there"))
     Scheduler.on_held_keys(scheduler, HeldKeys(3, "2 keys: 'a\nb', " + 1000 * "c"))
     (line,) = lines
     assert line.startswith(b"holds 3 2 keys: 'a b', ccc")

@@ -22,7 +22,7 @@ class ProcessLocations:
         hosts: of each process, by number; empty where all are on one.
         names: of PS processes, by number.
         losses: hosts that were lost, and why.
-        held_keys: keys of which each server holds something, by the server's number, in words.
+        held_keys: keys that are lost in part with each server, by the server's number, in words.
     """
 
     hosts: Mapping[int, str] = field(default_factory=dict)

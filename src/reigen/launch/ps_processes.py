@@ -170,6 +170,12 @@ class RestartPolicy:
     continue_on_failure: bool = False
 
 
+def servers_keep_values(servers: ServerOptions, environ: Mapping[str, str]) -> bool:
+    """Return whether what servers hold outlives them, in snapshots on a disk or in the memory of other servers."""
+    variables = {**environ, **servers.environ}
+    return bool(variables.get(SNAPSHOT_VARIABLE)) or variables.get(REPLICAS_VARIABLE, "1") == "2"
+
+
 def choose_restart_policy(
     num_ranks: int, servers: ServerOptions | None, environ: Mapping[str, str], *, is_elastic: bool = False
 ) -> RestartPolicy:
@@ -182,9 +188,7 @@ def choose_restart_policy(
     """
     if servers is None:
         return RestartPolicy()
-    variables = {**environ, **servers.environ}
-    keeps = variables.get(SNAPSHOT_VARIABLE) or variables.get(REPLICAS_VARIABLE, "1") == "2"
-    of_servers = servers.num_restarts if keeps else 0
+    of_servers = servers.num_restarts if servers_keep_values(servers, environ) else 0
     of_scheduler = 0 if is_elastic else servers.num_restarts
     restarts = {
         process.number: of_scheduler if process.role is PsRole.SCHEDULER else of_servers

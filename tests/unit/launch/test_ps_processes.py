@@ -19,6 +19,7 @@ from reigen.launch.ps_processes import (
     choose_restart_policy,
     list_ps_processes,
     name_ps_processes,
+    servers_keep_values,
 )
 
 SECRET = b"\xab" * 32
@@ -48,6 +49,9 @@ def test_what_makes_no_sense():
 def test_a_server_is_started_again_only_where_it_keeps_snapshots():
     keeps = {"REIGEN_KV_SNAPSHOT_DIR": "/s"}
     assert choose_restart_policy(2, None, {}) == RestartPolicy()
+    assert not servers_keep_values(ServerOptions(2), {})
+    assert servers_keep_values(ServerOptions(2), {"REIGEN_KV_REPLICAS": "2"})
+    assert servers_keep_values(ServerOptions(2), keeps)
     assert choose_restart_policy(1, ServerOptions(2), {}) == RestartPolicy({1: 0, 2: 0, 3: 3})
     assert choose_restart_policy(1, ServerOptions(2), keeps) == RestartPolicy({1: 3, 2: 3, 3: 3})
     assert choose_restart_policy(1, ServerOptions(1, environ=keeps, num_restarts=1), {}) == RestartPolicy({1: 1, 2: 1})

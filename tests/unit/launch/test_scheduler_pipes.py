@@ -34,6 +34,15 @@ def test_keys_are_noted_and_are_no_report_of_workers() -> None:
     pipes.close()
 
 
+def test_a_server_whose_keys_are_not_told_is_no_error() -> None:
+    pipes = SchedulerPipes()
+    reports, _ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
+    os.write(reports, b"holds 0 \njoined 0 0\n")
+    assert list(pipes.read()) == [b"joined 0 0\n"]
+    assert pipes.held == {0: ""}
+    pipes.close()
+
+
 def test_a_scheduler_that_does_not_read_holds_nothing_up() -> None:
     pipes = SchedulerPipes()
     for _ in range(100_000):

@@ -163,7 +163,9 @@ class Scheduler(ControlService):
 
     def on_held_keys(self, message: HeldKeys) -> None:
         """Tell the launcher, whose message it is if that server dies."""
-        text = " ".join(message.text.split())[:_MAX_HELD_CHARACTERS]
+        text = " ".join(message.text[:_MAX_HELD_CHARACTERS].split())
+        if not text or message.server >= self._settings.num_servers:
+            return
         self._report(b"holds %d %s\n" % (message.server, text.encode(errors="replace")))
 
     def on_events(self, events: Sequence[MembershipEvent]) -> None:

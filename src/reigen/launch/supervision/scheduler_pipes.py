@@ -45,8 +45,8 @@ class SchedulerPipes:
             while True:
                 lines = os.read(self._reports, _READ_BYTES).splitlines(keepends=True)
                 for line in [line for line in lines if line.startswith(b"holds ")]:
-                    _, server, text = line.decode(errors="replace").split(maxsplit=2)
-                    self.held[int(server)] = text.rstrip()
+                    _, server, text = line.decode(errors="replace").rstrip("\n").split(" ", 2)
+                    self.held[int(server)] = text
                 yield b"".join(line for line in lines if not line.startswith(b"holds "))
 
     def announce_death(self, slot: int, incarnation: int) -> None:

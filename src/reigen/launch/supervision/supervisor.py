@@ -49,7 +49,13 @@ from reigen.launch.metrics.top import LiveTable
 from reigen.launch.metrics.waiting import describe_waiting
 from reigen.launch.options import JobListener, LaunchOptions, complain, notice_grace_seconds
 from reigen.launch.output.output_mux import OutputMux
-from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, choose_restart_policy, name_ps_processes
+from reigen.launch.ps_processes import (
+    NODE_HOST_VARIABLE,
+    PsJobSpec,
+    choose_restart_policy,
+    name_ps_processes,
+    servers_keep_values,
+)
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
@@ -351,6 +357,7 @@ class Supervisor:
         """
         plan = self._plan = launcher.allocate(self.turn)
         self._hosts = {number: each.host for each in plan.assignments for number in each.numbers}
+        self._watch_scheduler()
         placed, wanted = sorted(rank for each in plan.assignments for rank in each.ranks), self._options.num_ranks
         if self._options.elastic is not None:
             if plan.processes is not None:
@@ -369,13 +376,17 @@ class Supervisor:
         )
         return plan
 
+    def _watch_scheduler(self) -> None:
+        """Read what the scheduler reports as it comes: a full pipe would lose departures."""
+        if self._options.servers is not None:
+            self.loop.watch(self._scheduler_pipes, self._read_departures)
+
     # ---------------------------------------------------------------- elastic jobs
 
     def make_elastic(self, part: ElasticSupervision) -> None:
         """Let this part decide about processes and hosts, which come and go."""
         self._elastic, self._job = part, part.job
-        if self._options.servers is not None:
-            self.loop.watch(self._scheduler_pipes, self._read_departures)
+        self._watch_scheduler()
         self._hosts.clear()
         self._numbers.clear()
 
@@ -516,8 +527,10 @@ class Supervisor:
         if self._plan.describe_end is not None:
             message = self._plan.describe_end(finish)
             return f"reigen run: {message}\n".encode() if message else b""
+        environ, servers = self._environ if self._plan.processes is None else {}, self._options.servers
+        is_lost = servers is not None and not servers_keep_values(servers, environ)
         locations = ProcessLocations(
-            self._hosts if self._all_agents else {}, self._names, self._losses, self._held_keys
+            self._hosts if self._all_agents else {}, self._names, self._losses, self._held_keys if is_lost else {}
         )
         if finish.failure is None:
             return format_exit_report(finish, [], locations)
