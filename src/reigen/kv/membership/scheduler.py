@@ -238,6 +238,7 @@ def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool) -> tuple[fl
         return seconds, "this scheduler was started again (DMLC_NUM_ATTEMPT)"
     if settings.job or settings.secret is None:
         return 0.0, "this is the job's first scheduler"
-    if config.kv_snapshot_dir is not None or config.kv_on_worker_loss == LossPolicy.WAIT.value:
+    servers_return = config.kv_snapshot_dir is not None or config.kv_replicas > 1
+    if servers_return or config.kv_on_worker_loss == LossPolicy.WAIT.value:
         return seconds, "this may not be the job's first scheduler, and processes of the job may be replaced"
     return 0.0, "processes of this job cannot be replaced"
