@@ -432,8 +432,9 @@ class KVWorker:
     def server_lost_state(self, connection: ServerConnection) -> None:
         if any(True for _ in self._counts(connection.peer.number)):
             raise PeerLostError(
-                f"{connection.name} was started again and holds nothing: what it held is lost. Servers that write "
-                "snapshots (REIGEN_KV_SNAPSHOT_DIR) go on from the last one"
+                f"{connection.name} was started again and holds nothing: what it held is lost. Servers that have "
+                "copies (REIGEN_KV_REPLICAS=2, --replicate-servers 2) or write snapshots (REIGEN_KV_SNAPSHOT_DIR) go "
+                "on from them"
             )
 
     # -- driving ------------------------------------------------------------------------------------------------------

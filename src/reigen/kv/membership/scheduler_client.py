@@ -1,7 +1,7 @@
 """Membership of a worker or a server: its connection to the scheduler, kept by a small thread.
 
 A job has one scheduler, which knows who is there and carries no data, servers, and workers. Workers connect to the
-servers; servers do not connect to each other, nor workers.
+servers, not to each other; a server connects to another one only for its copy (`reigen.kv.server.replicas`).
 
 The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
 gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
