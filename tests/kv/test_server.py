@@ -716,7 +716,9 @@ def test_a_server_that_did_not_run_listens_before_it_says_who_is_late():
         contextlib.closing(KVServer(member, Config(), open_listening_socket("127.0.0.1")[0])) as server,
     ):
         looks = []
-        server._stores[0] = SimpleNamespace(expire=lambda: looks.append(True), waiting=lambda before: ())
+        server._stores[0] = SimpleNamespace(
+            layout_version=0, shards={}, expire=lambda: looks.append(True), waiting=lambda before: ()
+        )
         now = time.monotonic()
         for later, num_looks in (
             (0.6, 1),
