@@ -377,7 +377,7 @@ class Supervisor:
         return plan
 
     def _watch_scheduler(self) -> None:
-        """Read what the scheduler reports as it comes: a full pipe would lose departures."""
+        """Read the reports of the scheduler at once; a full pipe would lose departures."""
         if self._options.servers is not None:
             self.loop.watch(self._scheduler_pipes, self._read_departures)
 
