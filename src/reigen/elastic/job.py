@@ -253,8 +253,7 @@ class BaseJob(ABC):
     def __enter__(self) -> Self:
         """Collective: all ranks get the state of rank 0, or of the members that there are."""
         self._elastic = contexts.elastic_job()
-        if membership.is_candidate() and self._elastic is not None:
-            self._elastic.reserve_memory(self.training.registered_bytes())
+        if membership.is_candidate():
             self.training.change_view(membership.join)
         if self._resume is not None:
             self.load(self._resume)

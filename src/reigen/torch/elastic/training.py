@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from reigen.api.job import rank
 from reigen.api.objects import dumps
-from reigen.backends.shm.reduction_journal import journal_bytes
 from reigen.elastic.cursor import Part
 from reigen.elastic.state_transfer import read_from_source
 from reigen.elastic.training import digest_of, generator_states, set_generator_states
@@ -30,8 +29,6 @@ from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_parameters, broadcast_tensors, is_dense, share_optimizer_state
 
-#: In a bucket, and between buckets, a gradient may have so many bytes in front of it.
-_MAX_GAP_BYTES = 128
 _is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -85,11 +82,6 @@ class TorchTraining:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def registered_bytes(self) -> int:
-        """Implement `TrainingState.registered_bytes`."""
-        sizes = [p.numel() * p.element_size() for p in self._parameters() if p.requires_grad and p.device.type == "cpu"]
-        return sum(sizes) + _MAX_GAP_BYTES * len(sizes) + journal_bytes(len(sizes)) if sizes else 0
 
     def change_view(self, change: Callable[[], None]) -> None:
         """Implement `TrainingState.change_view`."""
