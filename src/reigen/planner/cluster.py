@@ -47,7 +47,7 @@ class ClusterHost:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Cluster of hosts. See `reigen.planner` for the file.
+    """Cluster of hosts. `reigen.planner` describes the file.
 
     Attributes:
         hosts: in the order of ranks.

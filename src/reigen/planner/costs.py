@@ -1,4 +1,4 @@
-"""Costs of the backends: what a message and a byte take, as a table that a calibration file replaces."""
+"""Costs of messages and bytes in the backends: one table, which a calibration file replaces."""
 
 from __future__ import annotations
 

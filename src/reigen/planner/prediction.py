@@ -1,4 +1,4 @@
-"""Strategies of reducing gradients, and predictions of what each gives."""
+"""Strategies of reducing gradients, and predictions."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Span of a step, for the picture: on which lane, what, from when to when (seconds from the step's start)."""
+    """Span of a step, for the picture: on which track, what, from when to when (seconds from the step's start)."""
 
-    lane: str
+    track: str
     name: str
     begin: float
     end: float

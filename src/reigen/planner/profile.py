@@ -1,4 +1,4 @@
-"""Training profile: what one rank computes in a step, and the gradients that it makes."""
+"""Training profile: the computing of one rank in a step, and the gradients that it makes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GradientProfile:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProfile:
-    """What a step of one rank consists of. See `reigen.planner` for the file and the meaning of each field."""
+    """Step of one rank. `reigen.planner` describes the file and the meaning of each field."""
 
     name: str
     batch: int
