@@ -17,7 +17,7 @@ from typing import Any
 from reigen.errors import ConfigError
 
 #: Algorithms of the TCP backend; see `reigen.backends.tcp.algorithm`.
-TCP_ALGORITHMS = ("auto", "direct", "ring", "latency")
+TCP_ALGORITHMS = ("auto", "ordered", "direct", "ring", "latency")
 #: Connections between two ranks: each is a descriptor, and a handshake before the first collective.
 MAX_TCP_SOCKETS = 64
 #: Policies of the parameter server for the loss of a worker; see docs/kv.md.

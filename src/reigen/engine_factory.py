@@ -161,7 +161,7 @@ def create_multi_host_engine(
         looks, device = _spin_count(_SYSCALL_LOOKS, len(layout.local)), create_device_backend(config, backend)
         engine = Engine(backend, star, detector, coordinator, config.deadline_seconds, looks, device)
         if isinstance(network, TcpNetwork):
-            engine.traffic = network
+            engine.traffic = engine.tunable = network
         if peers is not None:
             engine.segment = peers
         _enable_stall_check(engine, config, peers)

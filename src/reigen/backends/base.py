@@ -282,6 +282,18 @@ class FlatBackend(Backend):
         """Do nothing: the memory goes with its last view."""
 
 
+class TunableNetwork(Protocol):
+    """Network whose parameters change while it is in use."""
+
+    def tune(self, algorithm: str, num_sockets: int) -> None:
+        """Change parameters between two operations, the same ones on all ranks.
+
+        Args:
+            algorithm: of reductions, as in the configuration.
+            num_sockets: connections between two ranks that are used; no more than were made.
+        """
+
+
 class HostNetwork(Protocol):
     """Network between hosts: makes flat backends, in which every rank is on its own, among any ranks of the job."""
 

@@ -60,12 +60,15 @@ O. *Eager.* On one host a rank that waits for a small allreduce that is cached, 
    `ResponseList` of that slot and its execution. In any other case rank 0 takes what was submitted so as a cache hit.
    Since rank 0 alone decides which of the two happens, all ranks do the same. A rank reads the answer before messages
    that came behind it, and rank 0 the submission before those of its sender.
+P. *Autotuning.* What is chosen anew on rank 0 is announced right before the next `ResponseList` (`TunedParameters`), so
+   that all ranks carry out the same batches before it and after it. Fusion changes there and then. An operation that is
+   carried out eagerly may come on either side; it depends on none of these parameters.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -88,6 +91,7 @@ from reigen.engine.messages import (
     ResponseList,
     ShutdownRequest,
     SubmitRequest,
+    TunedParameters,
 )
 from reigen.engine.response_batches import MAX_SLOTS, build_response_lists
 from reigen.engine.stall.inspector import PendingCollective
@@ -168,6 +172,8 @@ class Coordinator:
         self._next_slot = 0
         self._ready: list[tuple[Operation, Response, bool]] = []
         self._announcements: list[Announcement] = []
+        #: chosen and not announced
+        self._tuned: deque[TunedParameters] = deque()
         self._closed = False
 
     def receive(self, rank: int, reports: Iterable[Report], now: float) -> None:
@@ -204,6 +210,10 @@ class Coordinator:
             return False
         self._cache.move_to_end(slot)
         return True
+
+    def tune(self, parameters: TunedParameters) -> None:
+        """Change parameters of all ranks with the next batch (step P). Any thread."""
+        self._tuned.append(parameters)
 
     def announce(self, now: float) -> list[Announcement]:
         """Return the next announcements to all ranks, this one too: steps C to F."""
@@ -398,7 +408,11 @@ class Coordinator:
         self._cache[response.slot] = _CacheEntry(response, operations)
 
     def _flush(self) -> None:
-        """Announce ready names, then those that leave the cache: steps C and E."""
+        """Announce ready names, then those that leave the cache: steps C, E and P."""
+        while self._tuned:
+            tuned = self._tuned.popleft()
+            self._threshold = tuned.fusion_threshold_bytes
+            self._announcements.append(tuned)
         if self._ready:
             ready, self._ready = self._ready, []
             if len(ready) == 1:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reigen.backends.base import Backend, ProgressHook
+from reigen.backends.base import Backend, ProgressHook, TunableNetwork
 from reigen.backends.device import DeviceBackend
 from reigen.cluster.metrics import MetricSample
 from reigen.engine.control_channel import BACKLOG_RETRY_SECONDS, CHECK_SECONDS, ControlChannel, NoteListener
@@ -42,6 +42,7 @@ from reigen.engine.messages import (
     OperationKind,
     Response,
     Topic,
+    TunedParameters,
 )
 from reigen.engine.observer import EngineObserver
 from reigen.engine.process_set import BatchItem, ProcessSetGroup
@@ -127,6 +128,9 @@ class Engine:
         self.counters = self._controller.counters
         #: of this rank with other hosts, where there are some
         self.traffic: NetworkTraffic | None = None
+        #: the same network, if its parameters can be tuned; and what has been chosen by autotuning
+        self.tunable: TunableNetwork | None = None
+        self.tuned: TunedParameters | None = None
         #: shared memory of this rank, where there is some
         self.segment: SharedSegment | None = None
         #: called with each operation that is refused because nothing works any more, if anybody wants to know
@@ -256,6 +260,11 @@ class Engine:
         self.counters = self._controller.counters = counters
         if self._eager is not None:
             self._eager.counters = counters
+
+    def tune(self, parameters: TunedParameters) -> None:
+        """On rank 0: change parameters of all ranks with the next batch that is negotiated. Any thread; never waits."""
+        assert self._coordinator is not None, "parameters are chosen on rank 0"
+        self._coordinator.tune(parameters)
 
     def observe(self, observer: EngineObserver | None) -> None:
         """Report to ``observer`` alone from now on; None ends it."""
@@ -520,6 +529,10 @@ class Engine:
         for instruction in instructions:
             if isinstance(instruction, ExecuteBatch):
                 self._execute(instruction.batch)
+            elif isinstance(instruction, TunedParameters):
+                self.tuned = instruction
+                if self.tunable is not None and instruction.tcp_algorithm:
+                    self.tunable.tune(instruction.tcp_algorithm, instruction.tcp_sockets)
             else:
                 if observer is not None:
                     observer.failed(instruction.name)

@@ -240,7 +240,29 @@ class JobAbort(msgspec.Struct, frozen=True, array_like=True, tag=15):
     details: tuple[tuple[int, str], ...]
 
 
-Announcement = ResponseList | ErrorResponse | CacheEviction | RankShutdown | JobAbort | Note | MessageFragment
+class TunedParameters(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Parameters that autotuning has chosen; they count from here on, between two batches, on every rank.
+
+    Attributes:
+        version: counts the choices of a job.
+        fusion_threshold_bytes: rank 0 fuses by it; the others keep it for a view in which one of them is rank 0.
+        bucket_bytes: size of a gradient bucket, or 0 for none chosen. Whoever has buckets agrees on when it counts.
+        tcp_algorithm: of reductions over TCP; empty: it is not tuned.
+        tcp_sockets: connections between two ranks that are used; 0: it is not tuned.
+        is_final: tuning is over.
+    """
+
+    version: int
+    fusion_threshold_bytes: int
+    bucket_bytes: int = 0
+    tcp_algorithm: str = ""
+    tcp_sockets: int = 0
+    is_final: bool = False
+
+
+Announcement = (
+    ResponseList | ErrorResponse | CacheEviction | RankShutdown | JobAbort | TunedParameters | Note | MessageFragment
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REPORTS = msgspec.msgpack.Decoder(list[Report])

@@ -21,6 +21,7 @@ from reigen.engine.messages import (
     ResponseList,
     ShutdownRequest,
     SubmitRequest,
+    TunedParameters,
 )
 from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, JoinedError, MismatchError, PeerLostError
 
@@ -52,7 +53,8 @@ class FailOperation:
     is_release: bool = False
 
 
-Instruction = ExecuteBatch | FailOperation
+#: The last one: from now on these are the parameters.
+Instruction = ExecuteBatch | FailOperation | TunedParameters
 
 
 class CachedResponse(msgspec.Struct, frozen=True):
@@ -159,6 +161,8 @@ class RankController:
                     )
                     error.has_left = True
                     return self.lose(error)
+            case TunedParameters():
+                return [announcement]
             case JobAbort():
                 return self.lose(abort_error(announcement))
         return []

@@ -190,8 +190,36 @@ def test_bits_do_not_depend_on_the_algorithm_the_sockets_or_on_how_tensors_are_f
                 np.testing.assert_array_equal(result.view(np.uint32), truth.view(np.uint32))
 
 
+def test_algorithm_and_sockets_change_between_two_operations() -> None:
+    size, count, choices = 3, 90_001, [("ordered", 4), ("direct", 1), ("ordered", 3), ("latency", 2), ("direct", 4)]
+    inputs = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(size)]
+    truth = np.empty(count, np.float32)
+    BlockReducer(reduction(size)).reduce(inputs, truth)
+
+    def one(rank: int, rendezvous: Rendezvous) -> list[np.ndarray[Any, Any]]:
+        results = []
+        with network(rank, size, rendezvous, algorithm="ordered", num_sockets=4) as mine:
+            backend = mine.among(range(size), soon())
+            for algorithm, num_sockets in choices * 3:
+                mine.tune(algorithm, num_sockets)
+                for elements in (count, 5):  # the second one ends on another connection than it began
+                    data = inputs[rank][:elements].copy()
+                    allreduce(backend, data)
+                    results.append(data)
+            backend.close()
+            rendezvous.put(f"done/{rank}", b"")
+            for other in range(size):
+                rendezvous.get(f"done/{other}", 30.0)
+        return results
+
+    for results in run_threads(one, size):
+        assert len(results) == 6 * len(choices)
+        for result in results:
+            np.testing.assert_array_equal(result.view(np.uint32), truth[: result.size].view(np.uint32))
+
+
 def test_the_backend_says_whether_it_adds_in_order() -> None:
-    for algorithm in ("auto", "direct", "latency", "ring"):
+    for algorithm in ("auto", "ordered", "direct", "latency", "ring"):
         (told, _) = run_backends(2, lambda backend: backend.capabilities.ordered_sums, algorithm=algorithm)
         assert told == (algorithm != "ring")
 

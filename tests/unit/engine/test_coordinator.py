@@ -23,6 +23,7 @@ from reigen.engine.messages import (
     ResponseList,
     ShutdownRequest,
     SubmitRequest,
+    TunedParameters,
     encode,
 )
 from reigen.engine.rank_controller import ExecuteBatch, FailOperation, RankController
@@ -548,3 +549,39 @@ def test_l_one_name_in_two_sets_is_a_mismatch() -> None:
     [refuse] = told(c, (0, SubmitRequest(op())), (1, SubmitRequest(op(process_set=1))), (2, SubmitRequest(op())))
     assert isinstance(refuse, ErrorResponse)
     assert refuse.reason == "the process sets differ between ranks"
+
+
+# P
+
+
+def test_p_what_is_tuned_counts_from_the_next_batch_on() -> None:
+    c = coordinator(threshold=0)
+    tuned = TunedParameters(1, 1 << 20, 1 << 22, "direct", 2)
+    both = [(rank, SubmitRequest(op(name))) for name in "ab" for rank in (0, 1)]
+    assert [type(one) for one in told(c, *both)] == [ResponseList]
+    c.tune(tuned)
+    assert c.next_expiry() is None, "nothing is to be done for it alone"
+    assert told(c) == []
+    first, second = told(c, *[(rank, slot) for slot in (0, 1) for rank in (0, 1)])
+    assert first == tuned
+    assert second == ResponseList(((0, 1),)), "and fusion is on"
+
+
+def test_p_several_choices_are_announced_in_their_order() -> None:
+    c = coordinator()
+    choices = [TunedParameters(version, 1 << 20) for version in (1, 2)]
+    for choice in choices:
+        c.tune(choice)
+    assert told(c, *[(rank, SubmitRequest(op())) for rank in (0, 1)])[:2] == choices
+
+
+def test_p_a_job_that_has_ended_announces_none() -> None:
+    c = coordinator()
+    told(c, (1, ShutdownRequest()))
+    c.tune(TunedParameters(1, 1 << 20))
+    assert told(c, (0, SubmitRequest(op()))) == []
+
+
+def test_p_every_rank_takes_it_where_it_stands() -> None:
+    p = participant_with(Response("t", 7), op())
+    assert p.receive(TunedParameters(1, 5)) == [TunedParameters(1, 5)]

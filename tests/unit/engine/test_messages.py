@@ -20,6 +20,7 @@ from reigen.engine.messages import (
     ResponseList,
     ShutdownRequest,
     SubmitRequest,
+    TunedParameters,
     decode_announcements,
     decode_reports,
     encode,
@@ -48,6 +49,7 @@ def test_announcements_come_back() -> None:
         ErrorResponse("n", ErrorCause.LATE, "why", (0, 2), (1,), ((0, "this"), (1, "that"))),
         CacheEviction((1, 2**33)),
         RankShutdown(7),
+        TunedParameters(3, 1 << 27, 1 << 22, "ordered", 4, True),
     ]
     assert decode_announcements(encode(announcements)) == announcements
 

@@ -59,14 +59,14 @@ def choose_algorithm(nbytes: int, size: int, requested: str = "auto") -> tuple[A
     Args:
         nbytes: of one rank's array.
         size: at least 2.
-        requested: an algorithm, or ``auto``.
+        requested: an algorithm, or ``auto``, or ``ordered``: the same, but sums of all sizes are taken in rank order.
     """
-    if requested != "auto":
+    if requested not in {"auto", "ordered"}:
         return cast("Algorithm", requested), "it was asked for"
     more = (size - 1) * (size - 2) * nbytes // size
     if more <= HOP_BYTES and nbytes <= LATENCY_BYTES:
         return "latency", f"{nbytes} bytes: one hop, for which {more} bytes more travel"
-    if size >= RING_RANKS and nbytes >= RING_BYTES:
+    if size >= RING_RANKS and nbytes >= RING_BYTES and requested == "auto":
         return "ring", f"{nbytes} bytes and {size} ranks: each hears from one other, so that nothing piles up before it"
     return "direct", f"{nbytes} bytes: two hops, and sums in rank order"
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -50,6 +51,19 @@ _DIRECT_BARRIER_RANKS = 8
 _EMPTY = np.empty(0, np.uint8)
 
 
+@dataclass(slots=True)
+class TcpOptions:
+    """Parameters of a network and all its backends; they change between two operations, on all ranks alike.
+
+    Attributes:
+        algorithm: of reductions.
+        num_sockets: connections between two ranks that are used.
+    """
+
+    algorithm: str
+    num_sockets: int
+
+
 class TcpNetwork:
     """`reigen.backends.base.HostNetwork` over TCP.
 
@@ -74,7 +88,7 @@ class TcpNetwork:
         hosts: Sequence[str] = (),
     ) -> None:
         self._loop = TcpEventLoop(mesh, failure, num_sockets, dict(enumerate(hosts)))
-        self._algorithm, self._num_sockets = algorithm, num_sockets
+        self._options = TcpOptions(algorithm, num_sockets)
 
     @property
     def num_sent_bytes(self) -> int:
@@ -84,10 +98,15 @@ class TcpNetwork:
     def among(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend:
         if len(ranks) == 1:
             return NullBackend()
-        backend = TcpBackend(self._loop, ranks, self._algorithm, self._num_sockets)
+        backend = TcpBackend(self._loop, ranks, self._options)
         if len(ranks) <= _CONNECTED_RANKS:
             backend.connect(deadline)
         return backend
+
+    def tune(self, algorithm: str, num_sockets: int) -> None:
+        """Implement `reigen.backends.base.TunableNetwork`: for all backends of this network."""
+        self._options.algorithm, self._options.num_sockets = algorithm, num_sockets
+        self._loop.use_sockets(num_sockets)
 
     def close(self) -> None:
         self._loop.close()
@@ -98,12 +117,12 @@ class TcpBackend(FlatBackend):
 
     name = "tcp"
 
-    def __init__(self, loop: TcpEventLoop, ranks: Sequence[int], algorithm: str, num_sockets: int) -> None:
+    def __init__(self, loop: TcpEventLoop, ranks: Sequence[int], options: TcpOptions) -> None:
         self.rank, self.size = tuple(ranks).index(loop.rank), len(ranks)
         self.capabilities = BackendCapabilities(
-            registered_memory=True, ordered_sums=adds_in_order(self.size, algorithm), abortable=True
+            registered_memory=True, ordered_sums=adds_in_order(self.size, options.algorithm), abortable=True
         )
-        self._loop, self._algorithm, self._num_sockets = loop, algorithm, num_sockets
+        self._loop, self._options = loop, options
         self._group = TcpGroup(loop, tuple(ranks), self.rank)
         self._members = {rank: member for member, rank in enumerate(ranks)}
         self._others = frozenset(ranks) - {loop.rank}
@@ -121,7 +140,7 @@ class TcpBackend(FlatBackend):
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         if not source.size:
             return
-        algorithm, _ = choose_algorithm(source.size * reduction.dtype.itemsize, self.size, self._algorithm)
+        algorithm, _ = choose_algorithm(source.size * reduction.dtype.itemsize, self.size, self._options.algorithm)
         others = self._group.others
         needed = (others[0], others[-1]) if algorithm == "ring" else others
         with self._operation(deadline, needed) as loop:
@@ -179,7 +198,7 @@ class TcpBackend(FlatBackend):
         received[self.rank][:] = sent[self.rank]
 
     def _stripes(self, data: Array) -> list[tuple[int, int]]:
-        return stripe_messages(data.size, data.itemsize, self._num_sockets)
+        return stripe_messages(data.size, data.itemsize, self._options.num_sockets)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         data = target if source is None else source
@@ -241,7 +260,7 @@ class TcpBackend(FlatBackend):
         if len(ranks) == 1:
             return NullBackend()
         members = [self._group.ranks[rank] for rank in ranks]
-        return TcpBackend(self._loop, members, self._algorithm, self._num_sockets)
+        return TcpBackend(self._loop, members, self._options)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

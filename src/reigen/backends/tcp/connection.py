@@ -89,8 +89,9 @@ class TcpPeer:
     with cubic or reno; why is not known.
 
     Attributes:
-        connections: all links; ``outgoing``: those for sending; ``incoming``: those for receiving.
-        num_given, num_expected: numbers of messages to send, and to receive, ever.
+        connections: all links; ``ways``: those there are for sending, and for receiving.
+        outgoing, incoming: those of them that are used.
+        num_given, num_expected: numbers of messages to send, and to receive, since these have changed.
         num_leaving: number of messages to send that have not left.
         has_untried: a message was posted and has not been tried; ``expects_more``: a place for one was.
         is_heard: data has come since the operation began; ``is_active``: since the last look around.
@@ -100,6 +101,7 @@ class TcpPeer:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.connections: list[PeerConnection] = []
+        self.ways = (self.connections, self.connections)
         self.outgoing = self.incoming = self.connections
         self.num_given = self.num_expected = self.num_leaving = 0
         self.has_untried = self.expects_more = self.is_heard = self.is_active = self.is_silent = False
@@ -108,6 +110,13 @@ class TcpPeer:
     def close(self) -> None:
         """Drop the links, which refer to their peer."""
         self.connections, self.outgoing, self.incoming = [], [], []
+        self.ways = ([], [])
+
+    def use_sockets(self, num_sockets: int) -> None:
+        """Send through, and expect from, so many connections; nothing is under way."""
+        there, back = self.ways
+        self.outgoing, self.incoming = there[:num_sockets], back[:num_sockets]
+        self.num_given = self.num_expected = 0
 
     def call_in_order(self, then: CompletionCallback | None) -> CompletionCallback:
         """Have ``then`` called when its message and all posted before it have come, though they take several links."""

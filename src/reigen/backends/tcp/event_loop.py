@@ -60,6 +60,8 @@ class TcpEventLoop:
     ) -> None:
         self.rank = mesh.rank
         self._mesh, self._failure, self._num_sockets = mesh, failure, num_sockets
+        #: of these connections, so many are used
+        self._num_used = num_sockets
         self._peers: dict[int, TcpPeer] = {}
         self._connections: dict[int, PeerConnection] = {}
         self._diagnosis = FailureDiagnosis(self.rank, self._peers, failure, hosts or {})
@@ -137,6 +139,12 @@ class TcpEventLoop:
             self._diagnosis.send_abort(self._stop)
         self._running.release()
 
+    def use_sockets(self, num_sockets: int) -> None:
+        """Between two operations, on all ranks: messages take so many of the connections in turn, from the first on."""
+        self._num_used = min(num_sockets, self._num_sockets)
+        for peer in self._peers.values():
+            peer.use_sockets(self._num_used)
+
     def _connect(self, missing: Sequence[int]) -> None:
         peers = {rank: TcpPeer(rank) for rank in missing}
         self._open(peers, "data")
@@ -144,7 +152,9 @@ class TcpEventLoop:
         self._open(near, "back")
         for rank, peer in near.items():
             there, back = peer.connections[: self._num_sockets], peer.connections[self._num_sockets :]
-            peer.outgoing, peer.incoming = (there, back) if self.rank < rank else (back, there)
+            peer.ways = (there, back) if self.rank < rank else (back, there)
+        for peer in peers.values():
+            peer.use_sockets(self._num_used)
         self._peers.update(peers)
         if len(self._peers) > 1:
             self._depth = 1
