@@ -22,6 +22,8 @@ class Costs:
         operation_seconds: a rank's part of a collective besides its data: submission, negotiation, execution.
         control_message_seconds: what rank 0 spends on a control message of another host's rank, sent or received.
         wakeup_seconds: from a message's arrival until a process that slept acts on it (delay, no processor is busy).
+        barrier_seconds: until all ranks of a host know that all have come.
+        device_hop_seconds: a message between two GPUs, besides the network's latency.
         shm_seconds_per_byte: adding up in shared memory: for each byte that is read.
         copy_seconds_per_byte: copying memory, and writing results, for each byte.
         tcp_message_seconds: one message of data, on the sender and on the receiver.
@@ -38,6 +40,8 @@ class Costs:
     operation_seconds: float = 60e-6
     control_message_seconds: float = 10e-6
     wakeup_seconds: float = 50e-6
+    barrier_seconds: float = 40e-6
+    device_hop_seconds: float = 6e-6
     shm_seconds_per_byte: float = 0.1e-9
     copy_seconds_per_byte: float = 0.1e-9
     tcp_message_seconds: float = 15e-6

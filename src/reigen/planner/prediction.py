@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: How gradients become sums: ``allreduce`` is what Reigen does by itself (shared memory within hosts, the TCP backend's
-#: choice between them); ``ring`` the same with HOROVOD/REIGEN's ring asked for; ``flat`` does not use shared memory:
-#: each rank talks to each; ``servers`` is a parameter server.
-StrategyKind = Literal["allreduce", "ring", "flat", "servers"]
+#: How gradients become sums: ``allreduce`` is what Reigen does by itself (shared memory, or links between devices,
+#: within hosts, the TCP backend's choice between them); ``ring`` is one ring through all ranks (REIGEN_PLANE=tcp,
+#: REIGEN_TCP_ALGORITHM=ring); ``servers`` is a parameter server.
+StrategyKind = Literal["allreduce", "ring", "servers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class Strategy:
         compression: parameters of `reigen.compression.from_params`, such as ``{"type": "fp16"}``; empty: none.
         bucket_bytes: 0: as the job would choose by itself.
         fusion_bytes: None: the default of the knob.
+        sums_on_host: of a parameter server: the ranks of a host add up their gradients first and are one worker, as
+            MXNet's Trainer does with the devices of a host. False: each rank is a worker.
         slice_bytes: the largest shard of a key on servers; 0: as the job would choose.
         overlaps: gradients are reduced while backward runs (False: after it).
     """
@@ -33,6 +35,7 @@ class Strategy:
     bucket_bytes: int = 0
     fusion_bytes: int | None = None
     slice_bytes: int = 0
+    sums_on_host: bool = False
     overlaps: bool = True
 
     @property

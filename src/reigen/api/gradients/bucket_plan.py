@@ -105,11 +105,14 @@ def split_evenly(items: Sequence[Item], num_parts: int) -> list[Sequence[Item]]:
 
 def choose_bucket_bytes(context: Context, overlaps: bool = True) -> int:
     """The size of a gradient bucket in this job; ``overlaps``: buckets are reduced while backward runs."""
-    if context.config.bucket_bytes:
-        return context.config.bucket_bytes
+    return context.config.bucket_bytes or default_bucket_bytes(context.has_network, overlaps)
+
+
+def default_bucket_bytes(has_network: bool, overlaps: bool = True) -> int:
+    """Size of a gradient bucket where the user does not say; ``has_network``: some bytes leave the host."""
     if not overlaps:
         return SERIAL_BUCKET_BYTES
-    return NETWORK_BUCKET_BYTES if context.has_network else BUCKET_BYTES
+    return NETWORK_BUCKET_BYTES if has_network else BUCKET_BYTES
 
 
 def plan_buckets(
