@@ -22,6 +22,7 @@ COMMANDS = {
     "check": "say what is installed here, whether jobs can run, and how",
     "bench": "measure, beside the peers, in one run",
     "trace": "say what a timeline tells, and what to do about it",
+    "plan": "predict speed and cost on a described cluster, and how many servers to take",
 }
 
 

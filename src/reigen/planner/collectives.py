@@ -110,8 +110,8 @@ class CollectiveModel:
         #: ranks of each host that exchange with other hosts
         self._groups = min(kind.host.num_ranks for kind in layout.training) if self.shares_memory else 1
         self._on_devices = all(kind.host.device_bandwidth for kind in layout.training)
-        #: how an allreduce between hosts was last done, for the report
-        self.last_plan: TcpPlan | None = None
+        #: the largest allreduce between hosts so far, for the report
+        self.largest_plan: TcpPlan | None = None
 
     @property
     def hop_seconds(self) -> float:
@@ -180,7 +180,7 @@ class CollectiveModel:
         layout, itemsize, hosts = self._layout, DTYPES[dtype].itemsize, self._layout.num_hosts
         groups = 1 if count * itemsize <= SMALL_BYTES else self._groups
         low, high = rank_slice(count, 0, groups, itemsize)
-        plan = self.last_plan = plan_tcp(high - low, itemsize, hosts, self._algorithm)
+        plan = self._plan(high - low, itemsize, hosts, self._algorithm)
         # partial sums of half precision travel as float32, results do not: three halves of the bytes
         wide = 1.5 if dtype in _HALF_TYPES and self.shares_memory and not self._on_devices else 1.0
         load = defaultdict[str, float](float)
@@ -202,9 +202,7 @@ class CollectiveModel:
         """One ring through all ranks, host after host: of each host one rank sends to the next host."""
         layout, itemsize = self._layout, DTYPES[dtype].itemsize
         size = layout.num_ranks
-        plan = self.last_plan = plan_tcp(
-            count, itemsize, size, "ring" if self._algorithm == "auto" else self._algorithm
-        )
+        plan = self._plan(count, itemsize, size, "ring" if self._algorithm == "auto" else self._algorithm)
         is_ring = plan.algorithm == "ring"
         load, sent = defaultdict[str, float](float), {}
         thread = 0.0 if self._on_devices else self._thread_seconds(plan, 1.0)
@@ -225,6 +223,12 @@ class CollectiveModel:
             CollectiveStage("latency", plan.hops * once),
             CollectiveStage(plan.algorithm, thread, load, messages, max(sent.values())),
         ]
+
+    def _plan(self, count: int, itemsize: int, size: int, requested: str) -> TcpPlan:
+        plan = plan_tcp(count, itemsize, size, requested)
+        if self.largest_plan is None or plan.sent > self.largest_plan.sent:
+            self.largest_plan = plan
+        return plan
 
     def _thread_seconds(self, plan: TcpPlan, wide: float) -> float:
         """Processor time of one rank for its part."""

@@ -85,8 +85,8 @@ def _run_allreduce(
         notes.append("gradients are reduced when backward is over")
     if layout.num_ranks > 1:
         job.run_step()  # the first step fills the response cache
-    if model.last_plan is not None:
-        notes.append(f"between hosts: {model.last_plan.algorithm} ({model.last_plan.reason})")
+    if model.largest_plan is not None:
+        notes.append(f"between hosts: {model.largest_plan.algorithm} ({model.largest_plan.reason})")
     return job, layout, notes
 
 
