@@ -93,9 +93,10 @@ from reigen.engine.messages import (
     SubmitRequest,
     TunedParameters,
 )
+from reigen.engine.rank_masks import to_mask, to_ranks
 from reigen.engine.response_batches import MAX_SLOTS, build_response_lists
 from reigen.engine.stall.inspector import PendingCollective
-from reigen.engine.validation import build_response, find_mismatch, validate_operation
+from reigen.engine.validation import Mismatch, build_response, find_mismatch, validate_operation
 from reigen.errors import DeadlineError, format_ranks
 from reigen.types import ReduceOp
 
@@ -107,26 +108,33 @@ _UNCACHEABLE = (
     OperationKind.REMOVE_SET,
     OperationKind.EXCHANGE,
 )
+#: Operations in whose responses each rank has a part.
+_PER_RANK_KINDS = (OperationKind.ALLGATHER, OperationKind.ALLTOALL, OperationKind.EXCHANGE)
 #: Operations that say nothing of a rank's data: they wait for those who have joined, too.
 _INTERNAL_KINDS = (OperationKind.FREE,)
 
 
 class _PendingTensor(msgspec.Struct):
-    """Name that some ranks have reported."""
+    """Name that some ranks have reported. Ranks are bits of integers (`reigen.engine.rank_masks`)."""
 
     since: float
     process_set: int
-    operations: dict[int, Operation] = {}
-    #: ranks that said so by the number of ``slot``
+    #: what the first one wants
+    first: Operation
+    #: ranks that have reported it, and those that said so by the number of ``slot``
+    ranks: int = 0
     by_slot: int = 0
     slot: int = -1
+    #: ranks that reported it in full, by their operation
+    operations: dict[Operation, int] = {}
 
 
 class _CacheEntry(msgspec.Struct, frozen=True):
-    """A cached response, and what every rank had reported."""
+    """A cached response, and the operations of all ranks then: ranks by their operation."""
 
     response: Response
-    operations: dict[int, Operation]
+    operations: dict[Operation, int]
+    first: Operation
 
 
 class Coordinator:
@@ -159,8 +167,9 @@ class Coordinator:
         self._warn = warn
         #: process sets: their ranks in ascending order, by number
         self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
+        self._set_masks: dict[int, int] = {0: (1 << size) - 1}
         #: ranks that have joined, and those that will have when what they said by forgotten numbers has come in full
-        self._joined: set[int] = set()
+        self._joined = 0
         self._joining: set[int] = set()
         #: by rank: numbers by which it reported something when they had been forgotten
         self._crossed: defaultdict[int, set[int]] = defaultdict(set)
@@ -178,31 +187,43 @@ class Coordinator:
 
     def receive(self, rank: int, reports: Iterable[Report], now: float) -> None:
         """Take in a rank's message (steps B, E, G, K). Its consequences are announced by the next `announce`."""
+        ranks, cache, table = 1 << rank, self._cache, self._table
         for report in reports:
             if self._closed:
                 return
             if isinstance(report, int):
-                record = self._cache.get(report)
+                record = cache.get(report)
                 if record is None:
-                    self._crossed[rank].add(report)
+                    for each in to_ranks(ranks):
+                        self._crossed[each].add(report)
                     continue
                 name = record.response.name
-                entry = self._table.get(name)
+                entry = table.get(name)
                 if entry is None:
-                    entry = self._table[name] = _PendingTensor(now, record.response.process_set)
-                entry.operations[rank] = record.operations[rank]
+                    entry = table[name] = _PendingTensor(now, record.response.process_set, record.first)
+                entry.ranks |= ranks
+                entry.by_slot |= ranks
                 entry.slot = report
-                entry.by_slot += 1
-                if self._joined or len(entry.operations) == len(record.operations):
+                if self._joined or entry.ranks == self._set_masks[entry.process_set]:
                     self._complete_if_all_submitted(name, entry)
             elif isinstance(report, SubmitRequest):
-                self._take(rank, report.operation, now)
-                self._crossed[rank].discard(report.instead_of)
-                if rank in self._joining:
-                    self._join(rank)
+                self._take(ranks, report.operation, now)
+                if self._crossed:
+                    self._take_in_full(ranks, report.instead_of)
             elif isinstance(report, ShutdownRequest):
                 self._flush()
-                self._close(RankShutdown(rank))
+                self._close(RankShutdown(to_ranks(ranks)[0]))
+
+    def _take_in_full(self, ranks: int, instead_of: int) -> None:
+        """Take in full reports that replace hits of a forgotten slot: steps E and K."""
+        for rank in to_ranks(ranks):
+            crossed = self._crossed.get(rank)
+            if crossed is not None:
+                crossed.discard(instead_of)
+                if not crossed:
+                    del self._crossed[rank]
+            if rank in self._joining:
+                self._join(rank)
 
     def may_answer_eagerly(self, slot: int) -> bool:
         """Return whether rank 0 may answer this slot eagerly, if all ranks want it (step O)."""
@@ -244,18 +265,15 @@ class Coordinator:
         """Return everything that waits for ranks and that ranks wait for, oldest first."""
         found = []
         for name, entry in self._table.items():
-            first = next(iter(entry.operations.values()))
-            if first.kind not in _INTERNAL_KINDS:
-                ready, missing = tuple(sorted(entry.operations)), self._missing(entry)
-                found.append(
-                    PendingCollective(name, first.kind.name.lower(), entry.process_set, entry.since, ready, missing)
-                )
+            if entry.first.kind not in _INTERNAL_KINDS:
+                kind, ready, missing = entry.first.kind.name.lower(), to_ranks(entry.ranks), self._missing(entry)
+                found.append(PendingCollective(name, kind, entry.process_set, entry.since, ready, missing))
         return found
 
     def oldest_wait(self) -> float | None:
         """Since when the first of `waits` does."""
         for entry in self._table.values():
-            if next(iter(entry.operations.values())).kind not in _INTERNAL_KINDS:
+            if entry.first.kind not in _INTERNAL_KINDS:
                 return entry.since
         return None
 
@@ -270,75 +288,106 @@ class Coordinator:
         self._table.clear()
         self._announcements.append(last)
 
-    def _take(self, rank: int, operation: Operation, now: float) -> None:
-        """Take in a rank's full report: steps A, I, K, L."""
+    def _take(self, ranks: int, operation: Operation, now: float) -> None:
+        """Take in the full report of some ranks: steps A, I, K, L."""
         if operation.process_set not in self._sets:
-            self._refuse_removed(operation.name, operation.process_set, [rank])
+            self._refuse_removed(operation.name, operation.process_set, to_ranks(ranks))
             return
-        reason = validate_operation(operation, rank, self._sets[operation.process_set])
-        if reason is not None:
+        if outside := ranks & ~self._set_masks[operation.process_set]:
+            self._refuse_invalid(operation, outside)
+            if not (ranks := ranks & ~outside):
+                return
+        if self._validate(operation, ranks) is not None:
+            self._refuse_invalid(operation, ranks)
+            return
+        if operation.kind is OperationKind.JOIN:
+            for rank in to_ranks(ranks):
+                self._join(rank)
+            return
+        entry = self._table.get(operation.name)
+        if entry is None:
+            entry = self._table[operation.name] = _PendingTensor(now, operation.process_set, operation)
+        entry.ranks |= ranks
+        entry.operations[operation] = entry.operations.get(operation, 0) | ranks
+        self._complete_if_all_submitted(operation.name, entry)
+
+    def _validate(self, operation: Operation, ranks: int) -> str | None:
+        """Step L: return the error in the operation of the lowest of these ranks, which is that of the others."""
+        members = self._sets[operation.process_set] if operation.process_set else range(self.size)
+        return validate_operation(operation, (ranks & -ranks).bit_length() - 1, members)
+
+    def _refuse_invalid(self, operation: Operation, ranks: int) -> None:
+        """Step L."""
+        for rank in to_ranks(ranks):
+            reason = self._validate(operation, 1 << rank)
+            assert reason is not None, "it was found before"
             self._announcements.append(ErrorResponse(operation.name, ErrorCause.MISMATCH, reason, (rank,), (rank,)))
-        elif operation.kind is OperationKind.JOIN:
-            self._join(rank)
-        else:
-            entry = self._table.get(operation.name)
-            if entry is None:
-                entry = self._table[operation.name] = _PendingTensor(now, operation.process_set)
-            entry.operations[rank] = operation
-            self._complete_if_all_submitted(operation.name, entry)
 
     def _complete_if_all_submitted(self, name: str, entry: _PendingTensor) -> None:
-        num_ranks = len(self._sets[entry.process_set])
-        if len(entry.operations) < num_ranks and (not self._joined or self._missing(entry)):
+        members = self._set_masks[entry.process_set]
+        if entry.ranks != members and self._missing_mask(entry):
             return
         del self._table[name]
-        if entry.by_slot == num_ranks:
+        if entry.by_slot == members:
             cached = self._cache[entry.slot]
             self._cache.move_to_end(entry.slot)
-            self._ready.append((next(iter(entry.operations.values())), cached.response, True))
+            self._ready.append((entry.first, cached.response, True))
         else:
             self._complete(name, entry)
 
+    def _missing_mask(self, entry: _PendingTensor) -> int:
+        missing = self._set_masks[entry.process_set] & ~entry.ranks
+        return missing if entry.first.kind in _INTERNAL_KINDS else missing & ~self._joined
+
     def _missing(self, entry: _PendingTensor) -> tuple[int, ...]:
         """Ranks that the entry waits for."""
-        waits_for_joined = next(iter(entry.operations.values())).kind in _INTERNAL_KINDS
-        return tuple(
-            rank
-            for rank in self._sets[entry.process_set]
-            if rank not in entry.operations and (waits_for_joined or rank not in self._joined)
-        )
+        return to_ranks(self._missing_mask(entry))
+
+    def _operations_of(self, entry: _PendingTensor) -> dict[Operation, int]:
+        """Return the ranks by operation: hits of the slot stand for those that are cached."""
+        if not entry.by_slot:
+            return entry.operations
+        found = dict(entry.operations)
+        for operation, ranks in self._cache[entry.slot].operations.items():
+            if hits := ranks & entry.by_slot:
+                found[operation] = found.get(operation, 0) | hits
+        return found
 
     def _complete(self, name: str, entry: _PendingTensor) -> None:
         """Complete a name that every rank has reported (step B)."""
-        submitted = tuple(sorted(entry.operations))
-        first = entry.operations[submitted[0]]
-        ranks = self._sets[entry.process_set]
-        joined = tuple(rank for rank in ranks if rank not in entry.operations)
+        operations, joined = self._operations_of(entry), self._set_masks[entry.process_set] & ~entry.ranks
+        lowest = {(ranks & -ranks): operation for operation, ranks in operations.items()}
+        first = lowest[min(lowest)]
         if joined and not all(map(_has_neutral_element, first.parts)):
             what = first.kind.name.lower()
             if first.kind is OperationKind.ALLREDUCE:
                 what = f"scaled {what} with {first.parts[0].op.name}"
-            reason = f"rank(s) {format_ranks(joined)} have joined, so they have no data for this {what}"
-            self._announcements.append(ErrorResponse(name, ErrorCause.JOINED, reason, submitted, joined))
+            absent = to_ranks(joined)
+            reason = f"rank(s) {format_ranks(absent)} have joined, so they have no data for this {what}"
+            self._announcements.append(ErrorResponse(name, ErrorCause.JOINED, reason, to_ranks(entry.ranks), absent))
             return
-        differing = find_mismatch(entry.operations)
+        differing = find_mismatch({bit.bit_length() - 1: operation for bit, operation in lowest.items()})
         if differing is not None:
-            what, show = differing
-            details = tuple((rank, show(entry.operations[rank])) for rank in submitted)
-            self._announcements.append(
-                ErrorResponse(name, ErrorCause.MISMATCH, f"{what} between ranks", submitted, submitted, details)
-            )
+            self._refuse_mismatch(name, operations, differing)
         elif joined:
-            self._ready.append(_fill_in_joined(entry.operations))
+            self._ready.append(_fill_in_joined(_by_rank(operations), entry.ranks.bit_count()))
         elif (refusal := self._refusal_reason(first)) is not None:
-            self._announcements.append(ErrorResponse(name, ErrorCause.MISMATCH, refusal, submitted))
+            self._announcements.append(ErrorResponse(name, ErrorCause.MISMATCH, refusal, to_ranks(entry.ranks)))
         else:
-            self._agree(first, entry.operations)
+            self._agree(first, operations)
 
-    def _agree(self, first: Operation, operations: dict[int, Operation]) -> None:
-        response = build_response(operations, self._new_slot(first))
+    def _refuse_mismatch(self, name: str, operations: Mapping[Operation, int], differing: Mismatch) -> None:
+        what, show = differing
+        shown = {rank: show(operation) for operation, ranks in operations.items() for rank in to_ranks(ranks)}
+        submitted, details = tuple(sorted(shown)), tuple(sorted(shown.items()))
+        self._announcements.append(
+            ErrorResponse(name, ErrorCause.MISMATCH, f"{what} between ranks", submitted, submitted, details)
+        )
+
+    def _agree(self, first: Operation, operations: dict[Operation, int]) -> None:
+        response = build_response(_by_rank(operations), self._new_slot(first))
         if response.slot >= 0:
-            self._remember(response, operations)
+            self._remember(response, first, operations)
         if first.kind is OperationKind.ADD_SET:
             response = structs.replace(response, value=self._add_set(first.shape))
         elif first.kind is OperationKind.REMOVE_SET:
@@ -358,7 +407,7 @@ class Coordinator:
     def _add_set(self, ranks: tuple[int, ...]) -> int:
         """Step I."""
         number = next(number for number in itertools.count(1) if number not in self._sets)
-        self._sets[number] = ranks
+        self._sets[number], self._set_masks[number] = ranks, to_mask(ranks)
         return number
 
     def _remove_set(self, number: int) -> None:
@@ -367,7 +416,7 @@ class Coordinator:
         for name, entry in list(self._table.items()):
             if entry.process_set == number:
                 del self._table[name]
-                self._refuse_removed(name, number, sorted(entry.operations))
+                self._refuse_removed(name, number, to_ranks(entry.ranks))
         gone = [slot for slot, record in self._cache.items() if record.response.process_set == number]
         self._drop(gone)
         self.abandon_set(number)
@@ -375,6 +424,7 @@ class Coordinator:
     def abandon_set(self, number: int) -> None:
         """Refuse an operation of a process set that does not exist any more, or could not be made."""
         self._sets.pop(number, None)
+        self._set_masks.pop(number, None)
 
     def _refuse_removed(self, name: str, number: int, submitted: Sequence[int]) -> None:
         reason = f"process set {number} has been removed"
@@ -382,15 +432,15 @@ class Coordinator:
 
     def _join(self, rank: int) -> None:
         """Step K."""
-        if self._crossed[rank]:
+        if self._crossed.get(rank):
             self._joining.add(rank)
             return
         self._joining.discard(rank)
-        self._joined.add(rank)
+        self._joined |= 1 << rank
         for name, entry in list(self._table.items()):  # only this one leaves it: sets change when no rank has joined
             self._complete_if_all_submitted(name, entry)
-        if len(self._joined) == self.size:
-            self._joined.clear()
+        if self._joined == self._set_masks[0]:
+            self._joined = 0
             self._ready.append((Operation(OperationKind.JOIN, JOIN_NAME), Response(JOIN_NAME, value=rank), False))
 
     def _new_slot(self, operation: Operation) -> int:
@@ -399,13 +449,13 @@ class Coordinator:
         self._next_slot += 1
         return self._next_slot - 1
 
-    def _remember(self, response: Response, operations: dict[int, Operation]) -> None:
+    def _remember(self, response: Response, first: Operation, operations: dict[Operation, int]) -> None:
         """Step D. The ranks drop the old slot of this name themselves when they read the response."""
         old = self._slots.pop(response.name, None)
         if old is not None:
             del self._cache[old]
         self._slots[response.name] = response.slot
-        self._cache[response.slot] = _CacheEntry(response, operations)
+        self._cache[response.slot] = _CacheEntry(response, operations, first)
 
     def _flush(self) -> None:
         """Announce ready names, then those that leave the cache: steps C, E and P."""
@@ -459,8 +509,7 @@ class Coordinator:
             if now < entry.since + self._deadline:
                 return
             del self._table[name]
-            submitted = tuple(sorted(entry.operations))
-            missing = self._missing(entry)
+            submitted, missing = to_ranks(entry.ranks), self._missing(entry)
             reason = (
                 f"rank(s) {format_ranks(missing)} did not submit it within {self._deadline:g} s (ranks "
                 f"{list(submitted)} "
@@ -473,21 +522,23 @@ class Coordinator:
     def _describe_waits(self, missing: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """For ranks that did not come: the first thing, if any, that they wait for."""
         found: dict[int, str] = {}
+        wanted = to_mask(missing)
         for name, entry in self._table.items():
-            for rank in entry.operations:
-                if rank in missing:
-                    found.setdefault(rank, f"waits for {entry.operations[rank].kind.name.lower()} {name}")
+            for operation, ranks in self._operations_of(entry).items():
+                for rank in to_ranks(ranks & wanted):
+                    found.setdefault(rank, f"waits for {operation.kind.name.lower()} {name}")
         return tuple(sorted(found.items()))
 
     def validate_state(self) -> None:
         """Check the invariants; for tests."""
         assert self._slots == {record.response.name: slot for slot, record in self._cache.items()}
-        assert all(e.operations and self._missing(e) for e in self._table.values())
-        assert len(self._joined) < self.size
-        assert all(self._crossed[rank] and rank not in self._joined for rank in self._joining)
+        assert all(e.ranks and self._missing(e) for e in self._table.values())
+        assert self._joined < self._set_masks[0] or not self._joined
+        assert all(self._crossed[rank] and not self._joined >> rank & 1 for rank in self._joining)
+        assert self._set_masks == {number: to_mask(ranks) for number, ranks in self._sets.items()}
         assert all(e.process_set in self._sets for e in self._table.values())
         assert all(record.response.process_set in self._sets for record in self._cache.values())
-        assert all(e.by_slot <= len(e.operations) for e in self._table.values())
+        assert all(not e.by_slot & ~e.ranks for e in self._table.values())
         assert all(e.slot in self._cache for e in self._table.values() if e.by_slot)
         assert list(self._table.values()) == sorted(self._table.values(), key=lambda e: e.since)
 
@@ -500,11 +551,18 @@ def _has_neutral_element(operation: Operation) -> bool:
     return is_sum or operation.prescale == 1.0
 
 
-def _fill_in_joined(operations: Mapping[int, Operation]) -> tuple[Operation, Response, bool]:
+def _by_rank(operations: Mapping[Operation, int]) -> dict[int, Operation]:
+    """Return one rank's operation for each that says something of its own; of others, one for all that say the same."""
+    if any(part.kind in _PER_RANK_KINDS for operation in operations for part in operation.parts):
+        return {rank: operation for operation, ranks in operations.items() for rank in to_ranks(ranks)}
+    return {to_ranks(ranks & -ranks)[0]: operation for operation, ranks in operations.items()}
+
+
+def _fill_in_joined(operations: Mapping[int, Operation], num_active: int) -> tuple[Operation, Response, bool]:
     """Step K: nothing in place, and a template for who did not submit the operation."""
     staged = {rank: _without_region(operation) for rank, operation in operations.items()}
     template = staged[min(staged)]
-    response = structs.replace(build_response(staged, -1), num_active=len(staged), template=template)
+    response = structs.replace(build_response(staged, -1), num_active=num_active, template=template)
     return template, response, False
 
 

@@ -1,0 +1,33 @@
+"""Sets of ranks as integers: bit r stands for rank r. Union and comparison take the same time for any job's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def to_mask(ranks: Iterable[int]) -> int:
+    """Return the ranks as one integer."""
+    mask = 0
+    for rank in ranks:
+        mask |= 1 << rank
+    return mask
+
+
+def to_ranks(mask: int) -> tuple[int, ...]:
+    """Return the ranks of an integer, in ascending order."""
+    found = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return tuple(found)
+
+
+def to_bytes(mask: int) -> bytes:
+    """Return a mask as bytes, little-endian; `from_bytes` reads them."""
+    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
+def from_bytes(data: bytes) -> int:
+    """Return the mask of `to_bytes`."""
+    return int.from_bytes(data, "little")
