@@ -9,9 +9,11 @@ from xml.sax.saxutils import escape
 
 #: Colours that people with colour blindness can tell from each other: Okabe and Ito, "Color Universal Design", 2008.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#7F7F7F")
-_WIDTH, _HEIGHT = 860, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 56, 64
+_WIDTH, _HEIGHT = 860, 460
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 56, 96
 _LEGEND_ROW = 18
+#: Names of more groups than these are turned, to find their places.
+_MOST_LEVEL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +126,12 @@ def _groups(groups: Sequence[str], series: Sequence[ChartSeries], scale: float) 
         if points:
             lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
             lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="white" stroke="{colour}"/>' for x, y in points]
-    size = 12 if len(groups) <= 8 else 9
     for group, name in enumerate(groups):
-        parts.append(_text(_LEFT + span * (group + 0.5), _HEIGHT - _BOTTOM + 18, name, size=size))
+        x, y = _LEFT + span * (group + 0.5), _HEIGHT - _BOTTOM + 18
+        if len(groups) <= _MOST_LEVEL:
+            parts.append(_text(x, y, name))
+        else:
+            parts.append(_text(x + 4, y - 4, name, anchor="end", size=10, turn=-40))
     return parts + lines
 
 

@@ -15,7 +15,7 @@ from reigen.planner.prediction import Prediction, Strategy
 from reigen.planner.profile import TrainingProfile
 from reigen.planner.server_plan import ServerPlan, plan_requests
 from reigen.planner.server_step import ServerJob
-from reigen.planner.training_step import AllreduceJob, BucketOptions
+from reigen.planner.training_step import COORDINATOR, AllreduceJob, BucketOptions
 from reigen.types import DTYPES
 
 #: Below these shares of a step, waiting and communication do not bound it.
@@ -186,6 +186,8 @@ def explain_bound(shares: dict[str, float], busy: dict[str, float], step: float,
 
 def _kind_of(resource: str) -> str:
     """Return the key of a resource that bounds a step."""
+    if resource == COORDINATOR:
+        return "coordinator"
     if resource.startswith("thread of a worker"):
         return "worker thread"
     if "server class" in resource:

@@ -27,6 +27,8 @@ from reigen.planner.profile import TrainingProfile
 from reigen.types import DTYPES, ReduceOp
 
 _DEADLINE_SECONDS = 1e9
+#: Resource: rank 0 deals with one control message after the other.
+COORDINATOR = "rank 0's negotiation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class AllreduceJob:
 
     def run_step(self) -> FluidSimulator:
         """Simulate a step of all ranks; returns the simulator, which is at its end."""
-        self._simulator = FluidSimulator(self._layout.capacities)
+        self._simulator = FluidSimulator({**self._layout.capacities, COORDINATOR: 1.0})
         self._computing = StepComputing(self._simulator, self._layout, self._profile, self._costs)
         self._queue: deque[ExecuteBatch] = deque()
         self._control_queue: deque[tuple[float, Callable[[], None], str]] = deque()
@@ -249,6 +251,7 @@ class AllreduceJob:
                 self._control_next()
 
         load = self._layout.computing(self._ranks[0].kind, seconds / self._ranks[0].kind.count)
+        load = {**load, COORDINATOR: seconds}
         self._simulator.start(seconds, load, ended, "rank 0, negotiation" if seconds else "", name)
 
     def _delay(self, seconds: float, then: Callable[[], None]) -> None:
