@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reigen.errors import ArgumentError
+from reigen.files import write_atomically
 from reigen.observe.analysis import select_worst
 from reigen.observe.summary import TraceSummary, summarize
-from reigen.observe.trace_reader import TraceError, read_trace
+from reigen.observe.trace_reader import Trace, TraceError, read_trace
 from reigen.observe.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -39,20 +42,44 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="what HOROVOD_TIMELINE or start_timeline() wrote")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of the longest tables (default: 10)")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="OUT",
+        help="write what `reigen plan` needs to know of a rank's steps, no summary",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="of --profile: samples of one rank in a step (default: 1)"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.top < 1:
         parser.error("--top must be at least 1")
     try:
-        summary = summarize(read_trace(chosen.file))
-    except TraceError as error:
+        trace = read_trace(chosen.file)
+        if chosen.profile is not None:
+            return _write_profile(trace, chosen)
+        summary = summarize(trace)
+    except (TraceError, ArgumentError) as error:
         print(f"reigen trace: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"reigen trace: {chosen.file}: {error.strerror}", file=sys.stderr)
+        print(f"reigen trace: {error.filename or chosen.file}: {error.strerror}", file=sys.stderr)
         return 1
     from rich.console import Console
 
     print_summary(summary, Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False), chosen.top)
+    return 0
+
+
+def _write_profile(trace: Trace, chosen: argparse.Namespace) -> int:
+    from reigen.planner.trace_profile import profile_from_trace
+
+    profile = profile_from_trace(trace, chosen.batch, chosen.file.stem)
+    write_atomically(chosen.profile, [json.dumps(profile.to_json(), indent=1).encode() + b"\n"])
+    print(
+        f"{chosen.profile}: {len(profile.tensors)} gradients, {format_bytes(profile.nbytes)}; a step of one rank, "
+        f"without waiting: {format_time(profile.step_seconds * 1e6)}, the median of {profile.steps}"
+    )
     return 0
 
 

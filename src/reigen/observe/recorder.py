@@ -24,6 +24,7 @@ WAITING = 5  # thread, name
 WAITED = 6  # thread, name
 MARK = 7  # thread, (name, processor time until now)
 ANSWERED = 8  # ServerRequest, None
+GRADIENT = 9  # thread, GradientArrival
 
 Event = tuple[int, int, Any, Any]
 
@@ -44,6 +45,24 @@ class ServerRequest(NamedTuple):
     nanoseconds: int
 
 
+class GradientArrival(NamedTuple):
+    """Gradient that backward has made.
+
+    Attributes:
+        parameter: its number among the optimizer's.
+        name: of the parameter.
+        nbytes: of the gradient.
+        dtype: of the gradient, before any compression.
+    """
+
+    parameter: int
+    name: str
+    nbytes: int
+    dtype: str
+
+
+#: Limit of recorded gradients: of a profile's first steps; they would double the timeline of a long job.
+MAX_GRADIENTS = 20_000
 #: Limit of events that wait to be taken out: about 200 bytes each.
 MAX_EVENTS = 100_000
 
@@ -69,6 +88,7 @@ class EventRecorder:
         #: phases of the batch that is being carried out; there is one at most, and one thread works on it
         self._phases: dict[str, list[int]] = {}
         self._phase_began = 0
+        self._gradients_left = MAX_GRADIENTS
         #: number of dropped events
         self.num_dropped = 0
 
@@ -120,6 +140,17 @@ class EventRecorder:
     def mark(self, name: str) -> None:
         """Record that the calling thread has come to the end of another ``name``, for example STEP."""
         self._note(MARK, get_ident(), (name, self._processor_time()))
+
+    def gradient_arrived(self, arrival: GradientArrival) -> None:
+        """Record that backward, on the calling thread, has just made a gradient; the first `MAX_GRADIENTS` of them."""
+        if self._gradients_left:
+            self._gradients_left -= 1
+            self._note(GRADIENT, get_ident(), arrival)
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Return whether further arrivals of gradients are recorded."""
+        return self._gradients_left > 0
 
     def answered(self, request: ServerRequest) -> None:
         """Record that a parameter server has just answered a request."""

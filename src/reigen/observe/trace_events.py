@@ -8,6 +8,7 @@ Slices of a collective, one after the other in one row, with Horovod's names:
 
 and of a thread STEP, from one mark to the next, with the processor time in it, and within it WAIT: it can do nothing
 but wait for a collective, or for parameter servers. Of these PUSH, PULL and the like: requests, from sent to answered.
+GRADIENT is a moment: backward has made one.
 
 A slice becomes known when it ends. One that takes long is shown as begun already (`TraceEventBuilder.emit_long`), so
 that the file of a job that hangs, or was killed, has the collectives that it was waiting for.
@@ -25,7 +26,7 @@ import msgspec
 from reigen.engine.messages import UNNAMED, Operation, OperationKind, Response
 from reigen.observe import recorder
 from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER, TraceSlice
-from reigen.observe.recorder import Event, ServerRequest
+from reigen.observe.recorder import Event, GradientArrival, ServerRequest
 from reigen.resources.cpu import ProcessorTime
 
 #: A slice that has not ended after this time is shown as begun.
@@ -43,7 +44,7 @@ FIRST_SHARED = FIRST_TENSOR + MAX_NAMED
 
 #: Categories of slices.
 NEGOTIATION, COLLECTIVE, PHASE, QUEUE = "negotiation", "collective", "phase", "queue"
-THREAD, CYCLE, ERROR, SERVER = "thread", "cycle", "error", "server"
+THREAD, CYCLE, ERROR, SERVER, GRADIENT = "thread", "cycle", "error", "server", "gradient"
 
 #: Arguments of steps, in microseconds: a `ProcessorTime`.
 PROCESSOR_ARGUMENTS = ("cpu_us", "cpu_delay_us", "process_cpu_us")
@@ -235,22 +236,17 @@ class TraceEventBuilder:
             elif what == recorder.ENDED:
                 self._ended(now, b)
             elif what == recorder.ANNOUNCED:
-                self._announced = now
-                if self._mark_cycles:
-                    self._pages.add(INSTANT, ("CYCLE_START", CYCLE), CYCLES, now, 0, b"")
+                self._note_announcement(now)
             elif what == recorder.WAITING:
-                row = self._rows.thread_track(a)
-                known = self._names.get(b)
-                self._waiting[a] = _OpenSlice(
-                    ("WAIT", THREAD), row, now, known[1] if known else encode_arguments({"tensor": b})
-                )
+                self._begin_wait(now, a, b)
             elif what == recorder.WAITED:
-                if (wait := self._waiting.pop(a, None)) is not None:
-                    self._close(wait, now)
+                self._end_wait(now, a)
             elif what == recorder.MARK:
                 self._mark(now, a, *b)
             elif what == recorder.ANSWERED:
                 self._answered(now, a)
+            elif what == recorder.GRADIENT:
+                self._gradient_arrived(now, a, b)
             else:
                 self._failed(now, a)
 
@@ -320,6 +316,21 @@ class TraceEventBuilder:
             begin += nanoseconds
         self._executing = []
 
+    def _note_announcement(self, now: int) -> None:
+        self._announced = now
+        if self._mark_cycles:
+            self._pages.add(INSTANT, ("CYCLE_START", CYCLE), CYCLES, now, 0, b"")
+
+    def _begin_wait(self, now: int, thread: int, name: str) -> None:
+        row = self._rows.thread_track(thread)
+        known = self._names.get(name)
+        arguments = known[1] if known else encode_arguments({"tensor": name})
+        self._waiting[thread] = _OpenSlice(("WAIT", THREAD), row, now, arguments)
+
+    def _end_wait(self, now: int, thread: int) -> None:
+        if (wait := self._waiting.pop(thread, None)) is not None:
+            self._close(wait, now)
+
     def _failed(self, now: int, name: str) -> None:
         negotiation = self._negotiating.pop(name, None)
         if negotiation is not None:
@@ -343,6 +354,12 @@ class TraceEventBuilder:
         arguments = encode_arguments({"server": request.server, "bytes": request.nbytes})
         row = self._rows.request_track(begin, now)
         self._pages.add(COMPLETE, (request.kind, SERVER), row, begin, request.nanoseconds, arguments)
+
+    def _gradient_arrived(self, now: int, thread: int, arrival: GradientArrival) -> None:
+        arguments = encode_arguments(
+            {"tensor": arrival.name, "number": arrival.parameter, "bytes": arrival.nbytes, "dtype": arrival.dtype}
+        )
+        self._pages.add(INSTANT, ("GRADIENT", GRADIENT), self._rows.thread_track(thread), now, 0, arguments)
 
     # -- slices -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import msgspec
 
 from reigen.errors import ReigenError
 from reigen.observe.chrome_format import CPUS_EVENT, START_EVENT, UNTIL_EVENT, VIEW, VIEW_STRIDE
-from reigen.observe.trace_events import COLLECTIVE, ERROR, NEGOTIATION, PHASE, SERVER, THREAD, parse_title
+from reigen.observe.trace_events import COLLECTIVE, ERROR, GRADIENT, NEGOTIATION, PHASE, SERVER, THREAD, parse_title
 from reigen.resources.cpu import AllowedCpus
 
 #: Begin and end.
@@ -24,6 +24,8 @@ class TraceError(ReigenError):
 class _EventArguments(msgspec.Struct, gc=False):
     tensor: str = ""
     bytes: int = 0
+    dtype: str = ""
+    number: int = 0
     batch: int = 1
     process_set: int = 0
     name: str = ""
@@ -77,6 +79,7 @@ class CollectiveExecution:
         batch: the number of tensors in its batch.
         submitted: None when that was not recorded.
         announced: when all ranks had submitted it and rank 0 had said so; None when that was not recorded.
+        dtype: of its elements; empty where it is several tensors.
     """
 
     rank: int
@@ -89,6 +92,7 @@ class CollectiveExecution:
     begun: float
     ended: float
     announced: float | None = None
+    dtype: str = ""
 
 
 @dataclass(slots=True)
@@ -101,6 +105,17 @@ class RequestExecution:
     nbytes: int
     begun: float
     ended: float
+
+
+@dataclass(slots=True)
+class GradientMoment:
+    """Moment at which backward had made a gradient of a rank; see `reigen.observe.recorder.GradientArrival`."""
+
+    at: float
+    number: int
+    name: str
+    nbytes: int
+    dtype: str
 
 
 @dataclass(slots=True)
@@ -133,6 +148,7 @@ class Trace:
         pending: submissions without an answer at the end.
         phases: by rank and begin of a batch: time of each phase.
         requests: in no order.
+        gradients: by rank, in order: of the first steps of an optimizer of `reigen.torch`.
         steps: by rank, in order.
         processor_times: by rank: of each of its steps; empty where that is unknown.
         cpus: by rank: which processors it may use.
@@ -153,6 +169,7 @@ class Trace:
     requests: list[RequestExecution] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
     pending: list[UnfinishedCollective] = field(default_factory=list)
+    gradients: dict[int, list[GradientMoment]] = field(default_factory=dict)
     steps: dict[int, list[Interval]] = field(default_factory=dict)
     processor_times: dict[int, list[StepProcessorTime]] = field(default_factory=dict)
     cpus: dict[int, AllowedCpus] = field(default_factory=dict)
@@ -256,6 +273,10 @@ class _TraceParser:
                 failed = (line.pid, _tensor_of(line))
                 self._trace.failures.append(failed)
                 self._submitted.pop(failed, None)
+            elif line.cat == GRADIENT and line.args is not None:
+                about = line.args
+                moment = GradientMoment(line.ts, about.number, about.tensor, about.bytes, about.dtype)
+                self._trace.gradients.setdefault(line.pid, []).append(moment)
             self._trace.end = max(self._trace.end, line.ts + line.dur)
         for opened in self._open.values():
             for line in opened:
@@ -288,6 +309,7 @@ class _TraceParser:
                     line.ts,
                     line.ts + line.dur,
                     announced,
+                    arguments.dtype,
                 )
             )
         elif line.cat == PHASE:

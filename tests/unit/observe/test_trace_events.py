@@ -116,6 +116,23 @@ def test_failures_cycles_steps_waits_and_requests() -> None:
     ]
 
 
+def test_a_gradient_is_a_moment_of_the_thread_that_made_it() -> None:
+    shown = show((r.GRADIENT, 30, 77, r.GradientArrival(4, "fc.weight", 400, "float32")))
+    facts = {"tensor": "fc.weight", "number": 4, "bytes": 400, "dtype": "float32"}
+    assert shown == [(INSTANT, "GRADIENT", 1001, 30, 0, facts)]
+
+
+def test_gradients_are_recorded_up_to_a_limit() -> None:
+    recorder = EventRecorder(clock=lambda: 7, max_events=3 * r.MAX_GRADIENTS)
+    for _ in range(r.MAX_GRADIENTS):
+        assert recorder.wants_gradients
+        recorder.gradient_arrived(r.GradientArrival(0, "w", 4, "float32"))
+    assert not recorder.wants_gradients
+    recorder.gradient_arrived(r.GradientArrival(0, "w", 4, "float32"))
+    assert len(recorder.take(2 * r.MAX_GRADIENTS)) == r.MAX_GRADIENTS
+    assert recorder.num_dropped == 0
+
+
 def test_what_takes_long_is_shown_before_it_ends() -> None:
     layout = TraceEventBuilder(mark_cycles=False)
     late = LONG_NANOSECONDS + 100

@@ -37,6 +37,7 @@ from reigen.api.process_sets import ProcessSet
 from reigen.context import Context, Handle
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError
+from reigen.observe.recorder import GradientArrival
 from reigen.torch.adapter import tensor_over
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer.bucket_memory import (
@@ -318,6 +319,11 @@ class Reducer:
                 self._follow_changes()
                 if self.before_pass is not None:
                     self.before_pass()
+            recorder = self.reduce_group.context.timeline.recorder
+            if recorder is not None and recorder.wants_gradients:
+                dtype = dtype_of(parameter.dtype)
+                nbytes = parameter.numel() * dtype.itemsize
+                recorder.gradient_arrived(GradientArrival(index, self.names[index], nbytes, dtype.name))
             arrival = self.tracker.gradient(index)
             if arrival.collect:
                 self._collect(index, parameter)
