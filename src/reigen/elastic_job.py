@@ -32,7 +32,7 @@ from reigen.backends.shm.region_cache import RegionCache
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
 from reigen.cluster.membership.elastic.directory import meet_first_view
-from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, PLANNED_REASON, ViewDriver
+from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, ViewDriver, first_outcome
 from reigen.cluster.membership.elastic.host_page import HostPage
 from reigen.cluster.membership.elastic.messages import StepTimes
 from reigen.cluster.membership.elastic.node import ElasticNode
@@ -456,7 +456,9 @@ class ElasticJob(Generic[_Context]):
         self.step_state, self._driver.tells_outcomes = state, True
 
     def tell_outcome(self, outcome: StepOutcome, step: int, samples: tuple[int, ...]) -> None:
-        """Tell the launcher the outcome of a change for the step that it has cut off; for rank 0. See `ChangeNote`."""
+        """Take note of the outcome of a change for the step that was under way; as rank 0, tell the launcher, too."""
+        with self._changed:
+            self.history = self.history.explain(self.epoch, outcome)
         note = self._driver.note
         if note is not None and note.epoch == self.epoch and note.outcome is StepOutcome.PENDING:
             explained = msgspec.structs.replace(note, outcome=outcome, step=step, samples=samples)
@@ -606,9 +608,11 @@ class ElasticJob(Generic[_Context]):
     def _note_change(self, view: View) -> None:
         reason, revoked_at = self._driver.reason, self._revoked_at
         seconds = 0.0 if revoked_at is None else time.monotonic() - revoked_at
-        is_planned = reason == PLANNED_REASON
-        change = compare_views(self._ran, view, reason=reason, seconds=seconds, is_planned=is_planned)
-        self.history = self.history.add(change)
+        is_planned = self._driver.is_planned
+        outcome = first_outcome(is_planned=is_planned, tells_outcomes=self.step_state is not None)
+        change = compare_views(self._ran, view, reason=reason, seconds=seconds, is_planned=is_planned, outcome=outcome)
+        with self._changed:
+            self.history = self.history.add(change)
         if change.reason:
             self._counters.count_view_change(
                 "planned" if is_planned else "completed" if change.completes else "rerun",

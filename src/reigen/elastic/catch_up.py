@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reigen.cluster.membership.views.history import StepOutcome
+
 
 @dataclass(frozen=True, slots=True)
 class SumsAtHand:
@@ -49,6 +51,7 @@ class HeldState:
             of this step, too.
         sums: of the following step, if the program waits for them, and can go on with them.
         update: of the following step, if the program can go on behind it.
+        is_in_step: it has begun a step that it has not applied.
     """
 
     number: int
@@ -56,6 +59,7 @@ class HeldState:
     is_whole: bool = True
     sums: SumsAtHand | None = None
     update: UpdateAtHand | None = None
+    is_in_step: bool = False
 
     @property
     def reached(self) -> int:
@@ -125,6 +129,22 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     if completing:
         return CatchUpPlan(source, partial_receivers=frozenset(partial), completing=frozenset(completing))
     return CatchUpPlan(source, frozenset(receivers), frozenset(partial))
+
+
+def find_outcome(held: Sequence[HeldState], plan: CatchUpPlan) -> tuple[StepOutcome, int]:
+    """Return what becomes of the step that was under way in the view before, and its number.
+
+    Args:
+        held: by all ranks of the view.
+        plan: made of that.
+    """
+    number = held[plan.source].number
+    members = [each for each in held if each.is_member]
+    if any(each.number < number for each in members):
+        return StepOutcome.RECEIVED, number - 1
+    if plan.completing:
+        return StepOutcome.COMPLETED, number
+    return StepOutcome.UNDONE if any(each.is_in_step for each in members) else StepOutcome.NOTHING, number
 
 
 def _is_one_behind(each: HeldState, best: HeldState) -> bool:

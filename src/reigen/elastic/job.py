@@ -42,11 +42,18 @@ from reigen import context as contexts
 from reigen.api import job as api
 from reigen.api.functions import allgather_object, barrier, broadcast_object
 from reigen.api.process_sets import RegisteredSets, follow_members
-from reigen.cluster.membership.views.history import StepOutcome
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
 from reigen.elastic import membership
-from reigen.elastic.catch_up import CatchUpPlan, HeldState, SumsAtHand, UpdateAtHand, plan_catch_up, plan_updates
+from reigen.elastic.catch_up import (
+    CatchUpPlan,
+    HeldState,
+    SumsAtHand,
+    UpdateAtHand,
+    find_outcome,
+    plan_catch_up,
+    plan_updates,
+)
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.state import Departure
 from reigen.elastic.training import TrainingState
@@ -600,7 +607,8 @@ class BaseJob(ABC):
         is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
         update = self._update_at_hand()
         is_member = mark.is_member and (update is not None or not self._has_begun_update())
-        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update)
+        is_in_step = self._step is not None and not self._step.is_applied
+        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update, is_in_step)
         held: list[HeldState] = allgather_object(own, "elastic.held")
         plan = plan_catch_up(held)
         if plan.finishing and self._step_context is not None:
@@ -611,7 +619,7 @@ class BaseJob(ABC):
         self._base_number = held[plan.source].number
         if self._elastic is not None and self._elastic.view.base.completes and plan.source in plan.completing:
             self._base_number += 1
-        if self._elastic is not None and self.rank == 0:
+        if self._elastic is not None:
             self._tell_outcome(self._elastic, held, plan)
         is_completing = self.rank in plan.completing
         self._is_counted = is_completing and self._base_number > mark.number
@@ -633,12 +641,9 @@ class BaseJob(ABC):
     def _tell_outcome(
         self, elastic: ElasticJob[contexts.Context], held: Sequence[HeldState], plan: CatchUpPlan
     ) -> None:
-        """Tell the launcher, as rank 0, the outcome for the step that was under way."""
-        source, step = held[plan.source], self._step
-        if any(each.is_member and each.number < source.number for each in held):
-            outcome, number = StepOutcome.RECEIVED, source.number - 1
-        else:
-            outcome, number = StepOutcome.COMPLETED if plan.completing else StepOutcome.UNDONE, source.number
+        """Tell the outcome for the step that was under way."""
+        outcome, number = find_outcome(held, plan)
+        step = self._step
         interval = self.data.next_interval(self.size) if step is None else step.interval
         is_known = number == self._mark.number  # this member has not applied it, so that it knows which samples it had
         samples = (interval.epoch, interval.start, interval.stop) if is_known else ()

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from reigen.cluster.membership.views.history import ElasticHistory, ViewChange, compare_views, describe_moves
+import pytest
+
+from reigen.cluster.membership.views.history import (
+    ElasticHistory,
+    StepOutcome,
+    ViewChange,
+    compare_views,
+    describe_moves,
+)
 from reigen.cluster.membership.views.record import StepBase, View, ViewHost, ViewMember
 
 
@@ -14,9 +22,11 @@ def view(epoch: int, *slots: int, base: StepBase | None = None) -> View:
 def test_a_death_moves_ranks_and_costs_a_step() -> None:
     before, after = view(1, 0, 1, 2, 3), view(2, 0, 2, 3, base=StepBase(step=7, stable_step=7))
 
-    change = compare_views(before, after, reason="rank 1 is dead", seconds=0.12, is_planned=False)
+    change = compare_views(
+        before, after, reason="rank 1 is dead", seconds=0.12, is_planned=False, outcome=StepOutcome.COMMIT
+    )
 
-    assert change == ViewChange(2, 3, "rank 1 is dead", 0.12, (1,), 0, ((2, 1), (3, 2)), 7)
+    assert change == ViewChange(2, 3, "rank 1 is dead", 0.12, (1,), 0, ((2, 1), (3, 2)), 7, outcome=StepOutcome.COMMIT)
     assert change.reruns
     assert change.describe() == (
         "view 2: 3 ranks go on after 0.12 s; rank 1 left; ranks 2-3 are now 1-2; "
@@ -46,6 +56,30 @@ def test_a_process_begins_with_a_view_and_no_change() -> None:
 
     assert found.changes == (second, third), "the oldest is forgotten, and counted"
     assert (found.num_changes, found.seconds_lost, found.num_reruns) == (2, 0.75, 1)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said", "reruns"),
+    [
+        (StepOutcome.UNDONE, "the step that was under way is undone and run again", True),
+        (StepOutcome.COMPLETED, "the step that was under way is completed with what the dead had computed", False),
+        (StepOutcome.RECEIVED, "the step that was under way had been applied by some, and the others", False),
+        (StepOutcome.NOTHING, "nothing is done again", False),
+    ],
+)
+def test_the_program_says_later_what_became_of_its_step(outcome: StepOutcome, said: str, reruns: bool) -> None:
+    pending = ViewChange(4, 1, "rank 1 is dead", 0.25, lost=(1,))
+    assert "is run again, unless" in pending.describe()
+    history = ElasticHistory().add(ViewChange(3, 2, outcome=StepOutcome.NOTHING)).add(pending)
+    assert history.num_reruns == 1
+
+    assert history.explain(3, outcome) == history, "it is not the latest"
+    explained = history.explain(4, outcome)
+    assert explained.changes[-1].describe().endswith("; rank 1 is dead")
+    assert said in explained.changes[-1].describe()
+    assert "commit" not in explained.changes[-1].describe()
+    assert (explained.num_changes, explained.num_reruns) == (1, int(reruns))
+    assert explained.explain(4, StepOutcome.UNDONE) == explained, "it is said once"
 
 
 def test_ranks_that_move_together_are_named_together() -> None:

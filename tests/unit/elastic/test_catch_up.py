@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from reigen.elastic.catch_up import CatchUpPlan, HeldState, plan_catch_up
+from reigen.cluster.membership.views.history import StepOutcome
+from reigen.elastic.catch_up import CatchUpPlan, HeldState, SumsAtHand, find_outcome, plan_catch_up
 
 
 def member(number: int, *, is_whole: bool = True) -> HeldState:
@@ -38,3 +39,17 @@ def test_who_has_come_to_the_end_of_the_step_gives_the_rest() -> None:
     assert plan_catch_up([cut, member(5), member(4)]) == CatchUpPlan(1, frozenset({2}), frozenset({0}))
     assert plan_catch_up([cut, cut]) == CatchUpPlan(0), "nobody has more"
     assert plan_catch_up([cut, member(4)]) == CatchUpPlan(0, frozenset({1})), "an applied step is not undone"
+
+
+def outcome(*held: HeldState) -> tuple[StepOutcome, int]:
+    return find_outcome(held, plan_catch_up(held))
+
+
+def test_outcome_for_the_step_that_was_under_way() -> None:
+    in_step = HeldState(5, is_member=True, is_in_step=True)
+    waiting = [HeldState(5, is_member=True, sums=SumsAtHand(1, rank, True, False), is_in_step=True) for rank in (0, 1)]
+    assert outcome(member(5), in_step) == (StepOutcome.UNDONE, 5)
+    assert outcome(member(6), in_step) == (StepOutcome.RECEIVED, 5), "step 5 is applied by one"
+    assert outcome(*waiting) == (StepOutcome.COMPLETED, 5)
+    assert outcome(member(5), member(5)) == (StepOutcome.NOTHING, 5), "behind the last step, or between two"
+    assert outcome(member(5), HeldState(0, is_member=False, is_in_step=True)) == (StepOutcome.NOTHING, 5)

@@ -126,6 +126,7 @@ class ViewDriver:
         stragglers: is told how long steps take here.
         directory: this process's use of the rendezvous.
         note: what this process has told of the latest change, as rank 0 of the view behind it; None: nothing yet.
+        is_planned: the latest change was one for which all had stopped behind one step (`ElasticMember.is_planned`).
         tells_outcomes: the program tells in each view what became of its step (`ChangeNote.outcome`).
     """
 
@@ -140,7 +141,7 @@ class ViewDriver:
         self.me = node.me
         self.finished: frozenset[MemberId] = frozenset()
         self.reason = ""
-        self.is_leaving = False
+        self.is_leaving = self.is_planned = False
         self.note: ChangeNote | None = None
         self.tells_outcomes = False
         self._node, self._plane, self._timeouts = node, plane, timeouts
@@ -400,7 +401,8 @@ class ViewDriver:
         self._look_at_view()
         is_changed = self._machine.state is not before and self._machine.state not in _CALM
         if self._view is not None and (
-            (is_changed and (before in _CALM or (before is ElasticState.PAUSED and isinstance(event, Evidence))))
+            (is_changed and before in _CALM)
+            or (is_changed and before is ElasticState.PAUSED and not belongs_to_stop(event))
             or (before is ElasticState.CHANGING and self._cause.is_hearsay and isinstance(event, Evidence))
         ):
             self._cause = explain_change(self._view, self.me, event)
@@ -414,6 +416,7 @@ class ViewDriver:
         if view is None or (view is self._view and not joins):
             return
         is_member = isinstance(self._machine, ElasticMember)
+        self.is_planned = isinstance(self._machine, ElasticMember) and self._machine.is_planned
         old, self._view = self._view, view
         self._hosts = {self._node.host: self._node.card()}
         self._candidates = {each: name for each, name in self._candidates.items() if each in self._links.linked}
@@ -495,7 +498,8 @@ class ViewDriver:
         """Tell the launcher and the witness of a view, as its rank 0."""
         if self._revoked_at is not None:
             seconds = time.monotonic() - self._revoked_at
-            self.note = make_note(view.epoch, self._cause, seconds, tells_outcomes=self.tells_outcomes)
+            outcome = first_outcome(is_planned=self.is_planned, tells_outcomes=self.tells_outcomes)
+            self.note = make_note(view.epoch, self._cause, seconds, outcome)
             self.directory.tell_change(self.note)
         self.directory.announce(view)
         if view.witness is not None:
@@ -665,17 +669,36 @@ class ViewDriver:
                 self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")
 
 
-def make_note(epoch: int, cause: ChangeReason, seconds: float, *, tells_outcomes: bool) -> ChangeNote:
+def first_outcome(*, is_planned: bool, tells_outcomes: bool) -> StepOutcome:
+    """Return the outcome of a change, as far as it is known when the next view begins.
+
+    Args:
+        is_planned: all had stopped behind one step.
+        tells_outcomes: see `ViewDriver`.
+    """
+    if is_planned:
+        return StepOutcome.NOTHING
+    return StepOutcome.PENDING if tells_outcomes else StepOutcome.COMMIT
+
+
+def make_note(epoch: int, cause: ChangeReason, seconds: float, outcome: StepOutcome) -> ChangeNote:
     """Return the note that rank 0 gives the launcher of a change when the view behind it begins."""
-    is_planned = cause.text == PLANNED_REASON
-    outcome = StepOutcome.PENDING if tells_outcomes else StepOutcome.COMMIT
-    return ChangeNote(
-        epoch,
-        "" if is_planned or cause.is_of_death else cause.text[:MAX_REASON],
-        cause.is_hearsay,
-        seconds,
-        StepOutcome.NOTHING if is_planned else outcome,
-    )
+    is_known = cause.text == PLANNED_REASON or cause.is_of_death
+    return ChangeNote(epoch, "" if is_known else cause.text[:MAX_REASON], cause.is_hearsay, seconds, outcome)
+
+
+def belongs_to_stop(event: MemberEvent) -> bool:
+    """Return whether an event that begins a change belongs to the planned stop of a member that has stopped.
+
+    It does if it is a word of others that the change begins, and nobody is lost: all have stopped, as far as it knows.
+    """
+    match event:
+        case Received(_, RevokeView(lost=lost)):
+            return not lost
+        case Evidence() | TimerFired() | ChangeRequested():
+            return False
+        case _:
+            return True
 
 
 def explain_change(view: View, me: MemberId, event: MemberEvent) -> ChangeReason:
@@ -698,6 +721,8 @@ def explain_change(view: View, me: MemberId, event: MemberEvent) -> ChangeReason
             return ChangeReason(text, is_hearsay=True)
         case Received(MemberId() as sender, RevokeView() | AskMember()):
             return ChangeReason(f"rank {view.ranks.get(sender)} asked for it", is_hearsay=True)
+        case TimerFired():
+            return ChangeReason("not all have come to the step at which they were to stop")
         case _:
             return ChangeReason(PLANNED_REASON)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated
 
@@ -17,6 +17,34 @@ from reigen.net.codec import MessageCodec
 #: Characters of a reason that is told.
 MAX_REASON = 500
 _MAX_NOTE_BYTES = 4096
+
+
+class StepOutcome(Enum):
+    """Outcome of a change of views for the work that was under way."""
+
+    #: the program will say it, in this view
+    PENDING = "pending"
+    #: nobody was in a step: all had stopped behind the same one, or were between two
+    NOTHING = "nothing"
+    #: what was done since the last commit is done again
+    COMMIT = "commit"
+    #: nobody had applied the step; it is run again
+    UNDONE = "undone"
+    #: its sums were finished by those who are left
+    COMPLETED = "completed"
+    #: some had applied it, and the others get its result
+    RECEIVED = "received"
+
+    def describe(self, step: str) -> str:
+        """Return the outcome as a part of a sentence about a step; empty while it is pending."""
+        return {
+            StepOutcome.PENDING: "",
+            StepOutcome.NOTHING: "nothing is done again",
+            StepOutcome.COMMIT: "what was done since the last commit is done again",
+            StepOutcome.UNDONE: f"{step} is undone and run again",
+            StepOutcome.COMPLETED: f"{step} is completed with what the dead had computed",
+            StepOutcome.RECEIVED: f"{step} had been applied by some, and the others get its result",
+        }[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +61,9 @@ class ViewChange:
         moved: ranks in this view by ranks in the one before, of those that are not the same.
         step: number of steps that all members have applied when it begins.
         is_planned: all stopped behind the same step, and nothing is run again.
-        completes: the step that was under way was finished with what is left of it.
+        completes: the step that was under way was to be finished with what is left of it, when the view was decided.
+        outcome: what became of the work that was under way. Where steps are undone one by one it is pending until the
+            members have the same state again.
     """
 
     epoch: int
@@ -46,11 +76,14 @@ class ViewChange:
     step: int = 0
     is_planned: bool = False
     completes: bool = False
+    outcome: StepOutcome = StepOutcome.PENDING
 
     @property
     def reruns(self) -> bool:
         """True if the step that was under way is run again; for `hvd.elastic.run`: all since the last commit."""
-        return bool(self.reason) and not self.is_planned and not self.completes
+        if self.outcome is StepOutcome.PENDING:
+            return bool(self.reason) and not self.is_planned and not self.completes
+        return self.outcome in {StepOutcome.COMMIT, StepOutcome.UNDONE}
 
     def describe(self) -> str:
         """Return the change in a sentence: ``view 3: 3 ranks go on after 0.12 s; rank 1 has gone; ...``."""
@@ -63,28 +96,16 @@ class ViewChange:
             parts.append(f"{self.num_joined} joined")
         if self.moved:
             parts.append(describe_moves(self.moved))
-        if self.reruns:
-            parts.append("what was done since the last commit is done again")
-        elif self.completes:
-            parts.append(f"step {self.step} was completed by those who are left")
-        return "; ".join([*parts, *([self.reason] if self.reason else [])])
+        return "; ".join(filter(None, [*parts, self._describe_outcome(), self.reason]))
 
-
-class StepOutcome(Enum):
-    """Outcome of a change of views for the work that was under way."""
-
-    #: the program will say it, in this view
-    PENDING = "pending"
-    #: all had stopped behind the same step
-    NOTHING = "nothing"
-    #: what was done since the last commit is done again
-    COMMIT = "commit"
-    #: nobody had applied the step; it is run again
-    UNDONE = "undone"
-    #: its sums were finished by those who are left
-    COMPLETED = "completed"
-    #: some had applied it, and the others get its result
-    RECEIVED = "received"
+    def _describe_outcome(self) -> str:
+        if not self.reason or self.is_planned:  # which says it
+            return ""
+        if self.outcome is not StepOutcome.PENDING:
+            return self.outcome.describe("the step that was under way")
+        if self.completes:
+            return f"step {self.step} was completed by those who are left"
+        return "the step that was under way is run again, unless all of it, or its result, is there"
 
 
 class ChangeNote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -114,14 +135,7 @@ class ChangeNote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         if self.samples:
             epoch, start, stop = self.samples
             step += f" (samples {start}-{stop - 1} of epoch {epoch})"
-        return {
-            StepOutcome.PENDING: "",
-            StepOutcome.NOTHING: "nothing is done again",
-            StepOutcome.COMMIT: "what was done since the last commit is done again",
-            StepOutcome.UNDONE: f"{step} is undone and run again",
-            StepOutcome.COMPLETED: f"{step} is completed with what the dead had computed",
-            StepOutcome.RECEIVED: f"{step} had been applied by some, and the others get its result",
-        }[self.outcome]
+        return self.outcome.describe(step)
 
 
 #: A note as bytes, as at `ELASTIC_CHANGE_KEY`.
@@ -168,6 +182,15 @@ class ElasticHistory:
             self.num_reruns + change.reruns,
         )
 
+    def explain(self, epoch: int, outcome: StepOutcome) -> ElasticHistory:
+        """Return the history with the outcome of the latest change, if that is the one to this epoch and is pending."""
+        if not self.changes or (last := self.changes[-1]).epoch != epoch or last.outcome is not StepOutcome.PENDING:
+            return self
+        change = replace(last, outcome=outcome)
+        return replace(
+            self, changes=(*self.changes[:-1], change), num_reruns=self.num_reruns - last.reruns + change.reruns
+        )
+
 
 def describe_moves(moved: Sequence[tuple[int, int]]) -> str:
     """Return ``rank 2 is now 1``, or, of neighbours that move together, ``ranks 2-9 are now 1-8``."""
@@ -185,7 +208,15 @@ def describe_moves(moved: Sequence[tuple[int, int]]) -> str:
     return ", ".join(texts)
 
 
-def compare_views(before: View | None, view: View, *, reason: str, seconds: float, is_planned: bool) -> ViewChange:
+def compare_views(
+    before: View | None,
+    view: View,
+    *,
+    reason: str,
+    seconds: float,
+    is_planned: bool,
+    outcome: StepOutcome = StepOutcome.PENDING,
+) -> ViewChange:
     """Return what has changed.
 
     Args:
@@ -194,10 +225,11 @@ def compare_views(before: View | None, view: View, *, reason: str, seconds: floa
         reason: why.
         seconds: how long this process could run no steps.
         is_planned: see `ViewChange`.
+        outcome: see `ViewChange`.
     """
     step = view.base.target
     if before is None:
-        return ViewChange(view.epoch, view.size, step=step)
+        return ViewChange(view.epoch, view.size, step=step, outcome=StepOutcome.NOTHING)
     ranks = [(rank, view.ranks[member]) for member, rank in before.ranks.items() if member in view.ranks]
     return ViewChange(
         view.epoch,
@@ -210,4 +242,5 @@ def compare_views(before: View | None, view: View, *, reason: str, seconds: floa
         step,
         is_planned,
         view.base.completes,
+        outcome,
     )

@@ -146,13 +146,14 @@ class ElasticMember:
         lost: members that are dead, cannot be reached or are stuck, with how that is known.
         reason: why the latest change took place, or why there is no decision.
         required_size: with fewer members its program does not run, whatever the view's ``min_size``; the same on all.
+        is_planned: all who go on had stopped at the step that was named for that when the view was decided.
     """
 
     def __init__(self, me: MemberId, view: View, timeouts: ViewTimeouts | None = None) -> None:
         self.me, self.view, self._timeouts = me, view, timeouts or ViewTimeouts()
         self.state = ElasticState.INSTALLING
         self.lost: dict[MemberId, Evidence] = {}
-        self.reason, self.required_size = "", 1
+        self.reason, self.required_size, self.is_planned = "", 1, False
         #: how far it was when the plane was stopped; None: it still runs, or is being stopped
         self._progress: StepProgress | None = None
         #: leaders of the next view that wait for this member's report
@@ -168,6 +169,8 @@ class ElasticMember:
         self._stop = PlannedStop(me, view)
         self._leaving: set[MemberId] = set()
         self._late = LateMembers(me, view, self._timeouts.late)
+        #: steps may have been run in the view
+        self._has_run = False
 
     def start(self) -> list[MemberAction]:
         """Return the first actions."""
@@ -378,6 +381,10 @@ class ElasticMember:
     def _install(self, view: View) -> list[MemberAction]:
         """Install the next view; layouts wait until no process but members can write to memory of this host."""
         old, self.view = self.view, view
+        # where no step was run in the view that ends, it is as it was
+        has_run = self._has_run or old.base.target != view.base.target
+        self.is_planned = self._stop.is_kept(view.base) if has_run else self.is_planned
+        self._has_run = False
         dead = {member for member, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}
         gone = {member for member in old.neighbours(self.me) if member not in view.ranks}
         installation = Installation(self.me, view, self._installation.dying | gone - dead)
@@ -462,7 +469,7 @@ class ElasticMember:
         if self.view.size < self._least_size:
             self.state = ElasticState.WAITING
             return [StartTimer(ViewTimer.WAIT, self._timeouts.wait), *self._take_candidates()]
-        self.state = ElasticState.RUNNING
+        self.state, self._has_run = ElasticState.RUNNING, True
         leaving = self._on_leave() if self.me in self._leaving else []
         return [RunView(self.view), *leaving, *self._take_candidates()]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from reigen.cluster.membership.views.events import SendTo
 from reigen.cluster.membership.views.messages import ChangeAt, StepReached
-from reigen.cluster.membership.views.record import MemberId, View
+from reigen.cluster.membership.views.record import MemberId, StepBase, View
 
 
 class PlannedStop:
@@ -34,6 +34,11 @@ class PlannedStop:
     def is_due(self, applied: int) -> bool:
         """Return whether a member that has applied this step runs no more."""
         return self.step is not None and applied >= self.step
+
+    def is_kept(self, base: StepBase) -> bool:
+        """Return whether all who go on from the view have stopped at that step: nothing is run again."""
+        is_stable = base.stable_step == base.step and not base.completes
+        return self.step is not None and is_stable and self.is_due(base.step)
 
     @property
     def is_complete(self) -> bool:
