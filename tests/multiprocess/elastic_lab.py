@@ -29,7 +29,7 @@ from reigen.cluster.membership.elastic.driver import ViewDriver
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.elastic.witness import make_witness
 from reigen.cluster.membership.rendezvous import RendezvousClient
-from reigen.cluster.membership.views.events import Evidence, Verdict
+from reigen.cluster.membership.views.events import Evidence, MembersLate, Verdict
 from reigen.cluster.membership.views.member import ViewTimeouts
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import MemberId, SamplePosition, View
@@ -68,6 +68,7 @@ class LabPlane:
         self.slowest = options.get("slowest", 0.005)
         self.failing_builds = options.get("failing", {}).get(str(me.slot), 0)
         self.build_seconds = options.get("build_seconds", 0.0)
+        self.revoke_seconds = options.get("revoke_seconds", {}).get(str(me.slot), 0.0)
         self.stops_in = options.get("stops_in", {}).get(str(me.slot))
         self.driver: ViewDriver | None = None
         self.changed = threading.Condition()
@@ -80,6 +81,7 @@ class LabPlane:
             self.view = None
             step = self.applied if self.has_state else 0
         self.log("revoke", epoch, step)
+        time.sleep(self.revoke_seconds)  # an update has begun
         return StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), HeldSums(epoch))
 
     def _begin(self, what: str, view: View, done: Callable[[], None]) -> None:
@@ -110,7 +112,7 @@ class LabPlane:
     def run(self, view: View) -> None:
         assert self.driver is not None
         members = [list(member) for member in view.members]
-        self.log("run", view.epoch, members, view.base.target, self.driver.reason)
+        self.log("run", view.epoch, members, view.base.target, self.driver.reason, self.driver.is_planned)
         with self.changed:
             self.view = view
             self.changed.notify_all()
@@ -182,6 +184,9 @@ def obey(fd: int, driver: ViewDriver, log: Callable[..., None]) -> None:
                     driver.leave()
                 case ["stuck", slot, incarnation]:
                     driver.report(Evidence(MemberId(slot, incarnation), Verdict.STUCK, "did not come"))
+                case ["late", slot, incarnation]:
+                    assert driver.view is not None
+                    driver.report(MembersLate(driver.view.epoch, (MemberId(slot, incarnation),)))
                 case ["change", reason]:
                     driver.request_change(reason)
                 case ["count"]:
@@ -262,7 +267,7 @@ class LabProcess:
         return [self.slot, self.incarnation]
 
     def runs(self) -> list[list[Any]]:
-        """[time, epoch, members, target, reason] of each view that it has run."""
+        """[time, epoch, members, target, reason, is_planned] of each view that it has run."""
         return [[line[0], *line[4:]] for line in self.said if line[3] == "run"]
 
     def told(self, what: str) -> list[list[Any]]:

@@ -166,7 +166,7 @@ def check_steps(lab: Lab) -> None:
     """Assert that no view begins before a step that was applied in an earlier one."""
     bases: dict[int, set[int]] = {}
     for process in lab.processes.values():
-        for _, epoch, _, target, _ in process.runs():
+        for _, epoch, _, target, *_ in process.runs():
             bases.setdefault(epoch, set()).add(target)
     assert all(len(targets) == 1 for targets in bases.values()), bases
     order = [min(bases[epoch]) for epoch in sorted(bases)]
@@ -274,6 +274,21 @@ def test_who_was_stopped_on_the_same_host_is_killed() -> None:
 
         assert lab.exit_code(stopped) == -signal.SIGKILL
         assert "did not come" in others[0].runs()[-1][4]
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_who_stops_its_plane_slowly_has_told_the_others_and_is_no_suspect(slow: int) -> None:
+    """A collective has waited for it, and it is in an update now: the others hear of it before that ends."""
+    with elastic_lab(["a"] * 3, revoke_seconds={str(slow): 1.5}, timeouts={"late": 0.3}) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        for each in members:
+            if each.slot != slow:
+                each.order("late", *members[slow].id)
+        members[1].order("change", "the collective has failed")
+        lab.run_view(members, 1)
+        lab.make_steps(members)
+        assert [len(each.runs()) for each in members] == [2, 2, 2], lab.story()
 
 
 def test_stopped_for_a_moment() -> None:
@@ -414,6 +429,7 @@ def test_leave() -> None:
         stopped = {line[1] for each in (leaving, *others) for line in each.told("revoke")}
         assert stopped == {others[0].runs()[-1][3]}
         assert leaving.told("end") == [[0, "left in good order"]]
+        assert [each.runs()[-1][-2:] for each in others] == [["processes come or leave", True]] * 2
 
 
 def test_last_member_leaves() -> None:

@@ -76,7 +76,7 @@ def run_schedules(seeds: Sequence[int]) -> tuple[Counter[str], set[tuple[str, st
 
 
 def test_schedules() -> None:
-    seen, transitions = run_schedules(range(700) if _REPLAY is None else [int(_REPLAY)])
+    seen, transitions = run_schedules(range(800) if _REPLAY is None else [int(_REPLAY)])
 
     if _REPLAY is None:
         assert set(seen) == EVENTS

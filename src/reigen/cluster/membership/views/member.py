@@ -215,19 +215,25 @@ class ElasticMember:
         return []
 
     def _begin_change(self) -> list[MemberAction]:
-        """Stop the plane, and tell all others."""
+        """Tell all others, and stop the plane.
+
+        In this order: stopping it waits for an update that has begun. Meanwhile the others need not wait for this
+        member's word to stop theirs, or take it for stuck; and its own time for them begins behind that.
+        """
         if self.state is ElasticState.CHANGING:
             return []
         self.state, self._progress, self._leader = ElasticState.CHANGING, None, None
         self._asked_by.clear()
+        leads = self._consider_leading()
         return [
-            RevokePlane(self.view.epoch),
             *self._flood_revoke(),
+            *(action for action in leads if isinstance(action, SendTo)),
+            RevokePlane(self.view.epoch),
             StartTimer(ViewTimer.CHANGE, self._timeouts.change),
             StartTimer(ViewTimer.STUCK, self._timeouts.stuck * 2),
             StartTimer(ViewTimer.RETRY, self._timeouts.retry),
             *self._late.watch(),
-            *self._consider_leading(),
+            *(action for action in leads if isinstance(action, StartTimer)),
         ]
 
     def _flood_revoke(self) -> Iterator[SendTo]:
