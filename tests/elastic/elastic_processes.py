@@ -48,6 +48,11 @@ class Member:
         self._reader.join(seconds)
         return code
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has ended, and all that it has written is there."""
+        return self.process.poll() is not None and not self._reader.is_alive()
+
     def says(self, text: str) -> bool:
         """True if a line has this in it."""
         return any(text in line for line in self.lines)
@@ -147,9 +152,25 @@ class ElasticProcesses:
         return member
 
     def wait_for(self, text: str, members: list[Member] | None = None, seconds: float = 60.0) -> None:
-        """Waits until these members (all) have written this."""
+        """Waits until these members (all) have written this.
+
+        Raises:
+            AssertionError: not within this time, or some have ended without it.
+        """
         members = self.members if members is None else members
-        try:
-            until(lambda: all(member.says(text) for member in members), seconds)
-        except AssertionError:
-            raise AssertionError({member.slot: member.lines for member in members}) from None
+        silent: list[Member] = []
+
+        def are_done() -> bool:
+            ended = [member for member in members if member.has_ended]  # before what they say is looked at
+            silent[:] = [member for member in members if not member.says(text)]
+            return not silent or any(member in silent for member in ended)
+
+        with suppress(AssertionError):
+            until(are_done, seconds)
+        if silent:
+            codes = {member.slot: member.process.poll() for member in silent}
+            raise AssertionError(f"{text!r} is not said by (exit codes) {codes}: {self._describe(members)}")
+
+    @staticmethod
+    def _describe(members: list[Member]) -> str:
+        return "\n".join(f"[{member.slot}] {line}" for member in members for line in member.lines)
