@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reigen.cli.job_verdict import say_verdict, timeline_path
-from reigen.cli.run_options import make_parser, parse_command, parse_common_options, split_words
+from reigen.cli.run_options import make_parser, parse_arguments, parse_command, parse_common_options, split_words
 from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
@@ -27,7 +27,7 @@ from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
 from reigen.launch.hosts import HostInfo, is_this_host, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
-from reigen.launch.metrics.options import MetricsAddress, MetricsOptions
+from reigen.launch.metrics.options import DashboardAddress, MetricsAddress, MetricsOptions
 from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
@@ -47,7 +47,7 @@ def run_arguments(arguments: Sequence[str], continued: ContinuedJob | None) -> i
         continued: the job of that launcher.
     """
     parser = make_parser()
-    chosen = parser.parse_args(arguments)
+    chosen = parse_arguments(parser, arguments)
     if chosen.check_build:
         from reigen.cli.check import build_report
 
@@ -220,9 +220,12 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
 def _metrics(chosen: argparse.Namespace, launcher: str, environ: Mapping[str, str]) -> MetricsOptions:
     address = None if chosen.metrics_port is None else MetricsAddress.parse(chosen.metrics_port, environ)
     says_verdict = chosen.verdict and not chosen.as_horovod and timeline_path(environ) is None  # which would say more
-    options = MetricsOptions(address, chosen.metrics_file, top=chosen.top, verdict=says_verdict)
+    dashboard = None if chosen.dashboard is None else DashboardAddress.parse(chosen.dashboard, environ)
+    options = MetricsOptions(address, chosen.metrics_file, dashboard, top=chosen.top, verdict=says_verdict)
     if options.is_wanted and launcher == "mpi":
-        raise ConfigError("--metrics-port, --metrics-file, --top: mpirun starts these ranks, which know no launcher")
+        raise ConfigError(
+            "--metrics-port, --metrics-file, --top, --dashboard: mpirun starts these ranks, which know no launcher"
+        )
     return options
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ _ALIASES: tuple[tuple[tuple[str, ...], str, bool | None], ...] = (
 
 AddArgument = Callable[..., argparse.Action]
 
+_PORT = re.compile(r"(\[?[\w.:]+\]?:)?\d+", re.ASCII)
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser. Options that were not given are None, False, or the defaults in `--help`."""
@@ -71,6 +74,20 @@ def make_parser() -> argparse.ArgumentParser:
         _add(groups[title], option, OPTION_HELP[title][option.name] if title else argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")
     return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of `reigen run`.
+
+    The value of ``--dashboard`` may be left out, also before the command, which argparse would take for it.
+    """
+    words = list(arguments)
+    if "--dashboard" in words:
+        place = words.index("--dashboard")
+        is_ours = not parser.parse_known_args(words[:place])[0].command
+        if is_ours and not _PORT.fullmatch("".join(words[place + 1 : place + 2])):
+            words[place] = "--dashboard="
+    return parser.parse_args(words)
 
 
 def _add_general(add: AddArgument) -> None:
@@ -180,6 +197,12 @@ def _add_metrics(add: AddArgument) -> None:
         "--top",
         action="store_true",
         help="show a live table of all ranks below the output; where stderr is no terminal, a line now and then",
+    )
+    add(
+        "--dashboard",
+        metavar="[[HOST:]PORT]",
+        help="show the same and its history in a browser, at a URL that is printed; without a port: any one. For other "
+        "hosts: an address",
     )
     add("--metrics-file", type=Path, metavar="FILE", help="write them as JSON lines, one for each rank and second")
 

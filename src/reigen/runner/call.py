@@ -60,6 +60,7 @@ def run(
     num_servers: int = 0,
     eject_stragglers: str | None = None,
     replicate_servers: int | None = None,
+    dashboard: bool | int | str | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -106,6 +107,8 @@ def run(
             steps in a row so much slower for all; by default that is only reported.
         replicate_servers: 2: what a server holds is in the memory of another one, too, from which it is started again
             when it dies.
+        dashboard: serve a dashboard of the job to browsers, at a URL that is printed on stderr: True, a port, or
+            ``"ADDRESS:PORT"``, as ``reigen run --dashboard`` has it.
 
     Returns:
         The values that the processes returned, by rank; of an elastic job, those of the last members.

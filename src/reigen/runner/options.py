@@ -14,6 +14,7 @@ from reigen.launch.base import find_launcher
 from reigen.launch.elastic.options import ElasticOptions, ElasticRequest, check_elastic_hosts, resolve_elastic
 from reigen.launch.engines import choose_launcher_in_engine
 from reigen.launch.hosts import HostInfo, check_slots, resolve_hosts
+from reigen.launch.metrics.options import DashboardAddress
 from reigen.launch.ssh.command import SshOptions
 
 #: Accepted for the sake of existing calls.
@@ -31,6 +32,7 @@ class RunSettings(msgspec.Struct, frozen=True):
         elastic: what makes the job elastic; None: it is not.
         num_servers: parameter servers that run beside the ranks.
         replicate_servers: 2: what a server holds is in the memory of another one, too; None: as in the environment.
+        dashboard: address at which it is served; None: nowhere.
     """
 
     num_ranks: int
@@ -49,6 +51,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     elastic: ElasticOptions | None = None
     num_servers: int = 0
     replicate_servers: int | None = None
+    dashboard: str | None = None
 
 
 def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
@@ -93,6 +96,7 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         elastic=elastic,
         num_servers=check_num_servers(arguments["num_servers"]),
         replicate_servers=_check_replicas(arguments["replicate_servers"], arguments["num_servers"]),
+        dashboard=_check_dashboard(arguments["dashboard"], launcher),
     )
     unused = _WITHOUT_EFFECT + (_ELASTIC_ONLY if elastic is None else ())
     without_effect = [name for name in unused if arguments[name] not in (None, False)]
@@ -138,6 +142,16 @@ def _check_replicas(replicas: int | None, num_servers: int) -> int | None:
             "copy of each, and needs two or more; 1 is the default"
         )
     return replicas
+
+
+def _check_dashboard(dashboard: bool | int | str | None, launcher: str) -> str | None:
+    if dashboard is None or dashboard is False:
+        return None
+    if launcher == "mpi":
+        raise ConfigError("dashboard: mpirun starts these ranks, which know no launcher")
+    text = "" if dashboard is True else str(dashboard)
+    DashboardAddress.parse(text, os.environ, "dashboard")  # raises
+    return text
 
 
 def check_num_servers(num_servers: SupportsIndex, is_elastic: bool = False) -> int:

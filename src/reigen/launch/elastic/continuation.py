@@ -20,7 +20,7 @@ from reigen.launch.agent.agent_protocol import AgentReply
 from reigen.launch.agent.lines import DialedLine
 from reigen.launch.elastic.job import SlotStart
 from reigen.launch.job_directory import AGENT_LOG, AgentRecord, JobFile, SlotRecord
-from reigen.launch.metrics.options import TOKEN_VARIABLE
+from reigen.launch.metrics.options import TOKEN_VARIABLES
 from reigen.launch.options import LaunchOptions
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.auth import SECRET_BYTES, Identity, ProcessRole
@@ -110,7 +110,7 @@ class ContinuedJob:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env={name: text for name, text in environ.items() if name != TOKEN_VARIABLE},
+                    env={name: text for name, text in environ.items() if name not in TOKEN_VARIABLES},
                 )
                 out, _ = process.communicate(f"{self.secret.hex()}\n".encode(), _AGENT_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:

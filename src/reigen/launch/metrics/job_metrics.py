@@ -72,6 +72,13 @@ class ProcessMetrics:
         seconds = self.latest.at - self.before.at
         return max(0.0, self.latest.get(name) - self.before.get(name)) / seconds if seconds > 0 else 0.0
 
+    def way_rate(self, way: str) -> float:
+        """Return the bytes a second of all operations that go this way."""
+        seconds = self.latest.at - self.before.at
+        keys = [key for key in self.latest.values if key[0] == "reigen_bytes_total" and key[1][-1] == way]
+        grown = sum(max(0.0, self.latest.values[key] - self.before.values.get(key, 0.0)) for key in keys)
+        return grown / seconds if seconds > 0 else 0.0
+
     def shares(self) -> tuple[float, float, float]:
         """Return the shares of the time of computing, of transfers and of waiting; 0 each where nothing is known."""
         spent = [max(0.0, now - then) for now, then in zip(self.latest.seconds, self.before.seconds, strict=True)]

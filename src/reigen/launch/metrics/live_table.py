@@ -86,24 +86,36 @@ def draw_table(rows: Sequence[ProcessStatus], num_columns: int, num_lines: int) 
     return [line.encode() for line in out.getvalue().splitlines()]
 
 
+class SilenceTracker:
+    """Tracker of the processes that fall silent, and are heard again."""
+
+    def __init__(self) -> None:
+        self._silent: set[str] = set()
+
+    def take(self, rows: Sequence[ProcessStatus]) -> list[tuple[bool, str]]:
+        """Return for each process that has changed whether it is silent now, and a line about it."""
+        found = []
+        silent = {row.process.name for row in rows if row.is_silent}
+        for row in rows:
+            name, host = row.process.name, row.process.report.host
+            if name in silent and name not in self._silent:
+                found.append((True, f"{name} (host {host}) has said nothing for {row.age_seconds:.0f} s"))
+            elif name in self._silent and name not in silent and not row.process.report.is_last:
+                found.append((False, f"{name} (host {host}) is heard again"))
+        self._silent = silent
+        return found
+
+
 class TopLines:
     """Lines about a job for a log: one every now and then, and one at once when a process falls silent."""
 
     def __init__(self) -> None:
         self._due = 0.0
-        self._silent: set[str] = set()
+        self._silence = SilenceTracker()
 
     def take(self, rows: Sequence[ProcessStatus], now: float) -> list[str]:
         """Return the lines that are due; ``now`` is on any clock."""
-        lines = []
-        silent = {row.process.name for row in rows if row.is_silent}
-        for row in rows:
-            name, host = row.process.name, row.process.report.host
-            if name in silent and name not in self._silent:
-                lines.append(f"{name} (host {host}) has said nothing for {row.age_seconds:.0f} s")
-            elif name in self._silent and name not in silent and not row.process.report.is_last:
-                lines.append(f"{name} (host {host}) is heard again")
-        self._silent = silent
+        lines = [text for _, text in self._silence.take(rows)]
         if now >= self._due and any(row.process.history for row in rows):  # before that there are no rates
             self._due = now + LINE_SECONDS
             lines.append(summarize(rows))

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 from reigen.cluster.metrics import METRICS_PREFIX, METRICS_VARIABLE, REPORT_CODEC
 from reigen.errors import WireError
 from reigen.launch.metrics.job_metrics import JobMetrics
-from reigen.launch.metrics.options import TOKEN_VARIABLE, MetricsAddress, MetricsOptions
+from reigen.launch.metrics.options import TOKEN_VARIABLES, DashboardAddress, MetricsAddress, MetricsOptions
+from reigen.launch.metrics.waiting import describe_waiting
+from reigen.launch.options import complain as tell_user
 from reigen.net.listener import join_address
 
 if TYPE_CHECKING:  # loaded where they are wanted
+    from reigen.launch.dashboard.server import DashboardServer
     from reigen.launch.metrics.exposition import MetricsServer
     from reigen.launch.metrics.lines_file import MetricsFile
 
@@ -30,23 +33,27 @@ class MetricsService:
     Args:
         options: of the job.
         complain: tells the user what is wrong.
+        program: of the job, by name.
 
     Raises:
         ConfigError: the port is taken, or the file cannot be written.
     """
 
-    def __init__(self, options: MetricsOptions, complain: Callable[[str], None]) -> None:
+    def __init__(self, options: MetricsOptions, complain: Callable[[str], None], program: str = "") -> None:
         self.metrics = JobMetrics()
         #: where they are served; empty: nowhere
         self.address = ""
         self._server: MetricsServer | None = None
         self._file: MetricsFile | None = None
+        self._dashboard: DashboardServer | None = None
         if options.file is not None:
             from reigen.launch.metrics.lines_file import MetricsFile
 
             self._file = MetricsFile(options.file, complain)
         if options.address is not None:
             self._serve(options.address, complain)
+        if options.dashboard is not None:
+            self._serve_dashboard(options.dashboard, program)
 
     def _serve(self, address: MetricsAddress, complain: Callable[[str], None]) -> None:
         from reigen.launch.metrics.exposition import MetricsServer
@@ -59,6 +66,34 @@ class MetricsService:
         self.address = join_address(address.host, self._server.port)
         if not address.port:
             complain(f"metrics are at http://{self.address}/metrics")
+
+    def _serve_dashboard(self, address: DashboardAddress, program: str) -> None:
+        from reigen.launch.dashboard.server import DashboardServer
+
+        try:
+            self._dashboard = DashboardServer(address, self.metrics, program)
+        except BaseException:
+            self.close()
+            raise
+        # to the terminal: whoever gets complaints shows them when the job has ended
+        tell_user(f"the dashboard is at {self._dashboard.url}")
+        if not address.is_loopback:
+            tell_user(
+                "the dashboard is served to other hosts, without encryption: whoever has this URL, or can read along, "
+                "sees the names of hosts and of the program, rates, memory, and the launcher's messages"
+            )
+
+    def note(self, text: str) -> None:
+        """Show a message of the launcher's on the dashboard, if there is one."""
+        if self._dashboard is not None:
+            self._dashboard.note("note", text)
+
+    def finish(self, exit_code: int, text: str) -> None:
+        """Show the end of the job on the dashboard, if there is one; ``text``: why it has failed."""
+        if self._dashboard is not None:
+            from reigen.launch.dashboard.feed import JobEnd
+
+            self._dashboard.finish(JobEnd(exit_code, text, describe_waiting(self.metrics.current())))
 
     def receive(self, key: str, value: bytes) -> bool:
         """Take in a value that a process has put into the control service; returns whether it is a report."""
@@ -81,6 +116,8 @@ class MetricsService:
             self._file.start()
         if self._server is not None:
             self._server.start()
+        if self._dashboard is not None:
+            self._dashboard.start()
 
     def close(self) -> None:
         """Stop serving, and write the last lines."""
@@ -88,9 +125,11 @@ class MetricsService:
             self._file.close()
         if self._server is not None:
             self._server.close()
+        if self._dashboard is not None:
+            self._dashboard.close()
 
 
 def report_environ(options: MetricsOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a job's processes: they report to their own launcher, if it wants that."""
-    kept = {name: text for name, text in environ.items() if name not in {METRICS_VARIABLE, TOKEN_VARIABLE}}
+    kept = {name: text for name, text in environ.items() if name != METRICS_VARIABLE and name not in TOKEN_VARIABLES}
     return kept | ({METRICS_VARIABLE: f"{REPORT_SECONDS:g}"} if options.is_wanted else {})

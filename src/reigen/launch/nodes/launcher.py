@@ -36,7 +36,7 @@ from reigen.launch.agent.gathering import Gathering, SlotGathering
 from reigen.launch.agent.remote_start import describe_waiting, format_problems
 from reigen.launch.base import AgentCaller, AgentCommand, DialCall, HostProblem, JobPlan, PolledHost, assign_processes
 from reigen.launch.hosts import HostInfo, is_own_address
-from reigen.launch.metrics.options import TOKEN_VARIABLE
+from reigen.launch.metrics.options import TOKEN_VARIABLES
 from reigen.launch.nodes.failure_file import FailureFile
 from reigen.launch.nodes.secret_file import ensure_secret_file, remove_secret_file
 from reigen.launch.nodes.sources import NodeJob, require_node_job
@@ -147,7 +147,7 @@ class SelfStart:
 
         # what the options of the command come to, and -x: each node has its own
         os.environ.clear()
-        not_passed_on = {SECRET_VARIABLE, TOKEN_VARIABLE}
+        not_passed_on = {SECRET_VARIABLE, *TOKEN_VARIABLES}
         os.environ.update({name: text for name, text in environ.items() if name not in not_passed_on})
         text = DialText(
             tuple(join_address(self.job.leader, port) for port in tickets.ports),

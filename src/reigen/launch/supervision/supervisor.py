@@ -43,6 +43,7 @@ from reigen.launch.elastic.places import without_elastic_variables
 from reigen.launch.elastic.supervision import ElasticSupervision, parse_worker_report
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.hosts import HostInfo
+from reigen.launch.job_options import name_of_command
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.metrics.service import MetricsService, report_environ
 from reigen.launch.metrics.top import LiveTable
@@ -295,7 +296,7 @@ class Supervisor:
         self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain, appends=takes_over)
         self.printed, self.closed = self._display.printed, self._display.closed
         self._local = LocalProcesses(self.loop, self)
-        self.metrics = MetricsService(options.metrics, listener.complain)
+        self.metrics = MetricsService(options.metrics, listener.complain, name_of_command(options.command))
         self._top = None if not options.metrics.top else LiveTable(self.metrics.metrics, self._display)
         #: Groups of which something may be left, while sweeping.
         self._unswept: set[HostProcesses] = set()
@@ -435,6 +436,7 @@ class Supervisor:
     def say(self, text: str) -> None:
         """Tell the user."""
         self._display.say(f"reigen run: {text}\n".encode())
+        self.metrics.note(text)
 
     @property
     def excluded(self) -> set[int]:
@@ -502,6 +504,7 @@ class Supervisor:
         failure, is_shown = self._finish.failure, self._listener.finished is None
         is_server = failure is not None and failure.rank in self._names
         message = self._describe_end(self._finish) if is_shown or is_server else b""
+        self.metrics.finish(self._finish.exit_code, message.decode(errors="replace"))
         self._display.say_repeats()
         self._display.say(message if is_shown else b"")
         if message:
@@ -601,13 +604,13 @@ class Supervisor:
                 self._elastic.execute(instruction)
             case job_state.RestartProcess(number, _, exit_code, cause):
                 end = describe_exit(exit_code, cause)
-                self._display.say(f"reigen run: {self._describe(number)}: {end}; it is started again\n".encode())
+                self.say(f"{self._describe(number)}: {end}; it is started again")
                 if number not in self._names:
                     self._first_tails.setdefault(number, self._display.tail(number))
                 next(group for group in self._groups if self._of(group, [number])).execute(instruction)
             case job_state.SignalProcesses(ranks, signum):
                 if signum in PASSED_SIGNALS:
-                    self._display.say(f"reigen run: {signal_name(signum)} is passed on to the ranks\n".encode())
+                    self.say(f"{signal_name(signum)} is passed on to the ranks")
                 for group in self._groups:
                     group.execute(job_state.SignalProcesses(self._of(group, ranks), signum))
             case job_state.TerminateProcesses(ranks) | job_state.KillProcesses(ranks):
@@ -723,6 +726,7 @@ class Supervisor:
         numbers = self._numbers.get(host, ())
         ranks = [number for number in numbers if number in self._job.running and number not in self._names]
         self._listener.lost(ranks, f"host {host} was lost: {reason}")
+        self.metrics.note(f"host {host} was lost: {reason}")
         self._handle(job_state.HostLost(numbers, reason, host))
 
     def _report(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
@@ -754,7 +758,7 @@ class Supervisor:
         if is_first:
             explain = self._plan.describe_notice
             by = f" {explain(agent.output)}" if explain is not None else ""
-            self._display.say(f"reigen run: host {agent.host} was sent {signal_name(signum)}{by}\n".encode())
+            self.say(f"host {agent.host} was sent {signal_name(signum)}{by}")
         if self._elastic is not None and signum in STOP_SIGNALS:
             self._handle(HostNoticed(agent.host, signum, time.monotonic()))
         else:

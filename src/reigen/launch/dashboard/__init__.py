@@ -1,0 +1,1 @@
+"""Dashboard of a job in a browser: `reigen run --dashboard`."""
