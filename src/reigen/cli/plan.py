@@ -19,6 +19,7 @@ from reigen.planner.costs import Costs, read_costs
 from reigen.planner.models import MODELS, built_in_profile
 from reigen.planner.prediction import Prediction
 from reigen.planner.profile import TrainingProfile, read_profile
+from reigen.planner.units import format_number
 
 _EPILOG = """\
 cluster.yaml, train.json and the calibration file are described in docs/planner.md. "hierarchical" is what Reigen does
@@ -176,12 +177,12 @@ def _print_comparison(profile: TrainingProfile, cluster: Cluster, costs: Costs, 
 def _row(each: Prediction, has_groups: bool, currency: str) -> list[str]:
     return [
         strategy_name(each, has_groups),
-        f"{each.step_seconds * 1e3:.4g} ms",
-        f"{each.samples_per_second:.4g}",
+        f"{format_number(each.step_seconds * 1e3)} ms",
+        format_number(each.samples_per_second),
         f"{each.efficiency:.1%}",
         each.bound,
-        f"{each.wire_bytes / 1e6:.4g} MB",
-        "" if each.epoch_seconds is None else f"{each.epoch_seconds:.4g} s",
+        f"{format_number(each.wire_bytes / 1e6)} MB",
+        "" if each.epoch_seconds is None else f"{format_number(each.epoch_seconds)} s",
         "" if each.epoch_cost is None else f"{each.epoch_cost:.2f} {currency}",
     ]
 

@@ -12,6 +12,7 @@ from reigen.planner.costs import Costs
 from reigen.planner.prediction import Prediction, Strategy
 from reigen.planner.profile import TrainingProfile
 from reigen.planner.simulator import simulate
+from reigen.planner.units import format_number
 
 #: Throughputs that are closer than this count as one: predictions are not better than that.
 SAME_THROUGHPUT = 0.03
@@ -115,12 +116,12 @@ def choose_num_servers(predictions: Sequence[Prediction]) -> tuple[int, str]:
     fewer = [each for each in predictions if each.strategy.num_servers < number]
     more = [each for each in predictions if each.strategy.num_servers > number]
     parts = [
-        f"{_servers(number)}: {chosen.samples_per_second:.4g} samples/s, bound by {chosen.bound} ({chosen.reason})"
+        f"{_servers(number)}: {format_number(chosen.samples_per_second)} samples/s, bound by {chosen.bound} ({chosen.reason})"
     ]
     if fewer:
         last = fewer[-1]
         parts.append(
-            f"with {_servers(last.strategy.num_servers)} it is {last.samples_per_second:.4g}, bound by {last.bound} "
+            f"with {_servers(last.strategy.num_servers)} it is {format_number(last.samples_per_second)}, bound by {last.bound} "
             f"({last.reason})"
         )
     if more:

@@ -18,6 +18,7 @@ class Strategy:
     Attributes:
         kind: see `StrategyKind`.
         num_servers: of a parameter server, else 0.
+        algorithm: of the TCP backend between hosts, for ``allreduce`` (REIGEN_TCP_ALGORITHM).
         update_on_servers: servers update the weights (the default of a synchronous store made by name).
         compression: parameters of `reigen.compression.from_params`, such as ``{"type": "fp16"}``; empty: none.
         bucket_bytes: 0: as the job would choose by itself.
@@ -30,6 +31,7 @@ class Strategy:
 
     kind: StrategyKind = "allreduce"
     num_servers: int = 0
+    algorithm: str = "auto"
     update_on_servers: bool = True
     compression: dict[str, object] = field(default_factory=dict)
     bucket_bytes: int = 0
@@ -43,6 +45,8 @@ class Strategy:
         """Short name, for a table."""
         servers = f"{self.num_servers} server" + ("s" if self.num_servers > 1 else "")
         name = servers if self.kind == "servers" else self.kind
+        if self.algorithm != "auto":
+            name += f" ({self.algorithm} between hosts)"
         return f"{name} + {self.compression['type']}" if self.compression else name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reigen.api.compression import CastCompression, parse_compression
 from reigen.api.gradients.bucket_plan import ParameterSpec, arrival_order, default_bucket_bytes, plan_buckets
-from reigen.config import Config
+from reigen.config import TCP_ALGORITHMS, Config
 from reigen.errors import ArgumentError
 from reigen.kv.client.sharding import choose_slice_bytes
 from reigen.planner.cluster import Cluster
@@ -16,6 +16,7 @@ from reigen.planner.profile import TrainingProfile
 from reigen.planner.server_plan import ServerPlan, plan_requests
 from reigen.planner.server_step import ServerJob
 from reigen.planner.training_step import COORDINATOR, AllreduceJob, BucketOptions
+from reigen.planner.units import format_number
 from reigen.types import DTYPES
 
 #: Below these shares of a step, waiting and communication do not bound it.
@@ -38,6 +39,8 @@ def simulate(profile: TrainingProfile, cluster: Cluster, strategy: Strategy, cos
         ArgumentError: the cluster cannot hold the job, or the strategy makes no sense.
     """
     costs = costs or Costs()
+    if strategy.algorithm not in TCP_ALGORITHMS:
+        raise ArgumentError(f"there is no algorithm {strategy.algorithm!r}; there are {', '.join(TCP_ALGORITHMS)}")
     if (strategy.kind == "servers") != (strategy.num_servers > 0):
         raise ArgumentError(f"strategy {strategy.kind} with {strategy.num_servers} servers: only 'servers' has some")
     alive = cluster.without_failed()
@@ -77,7 +80,7 @@ def _run_allreduce(
     plan = plan_buckets(specs, arrival_order(order, len(specs)), bucket_bytes)
     threshold = config.fusion_threshold_bytes if strategy.fusion_bytes is None else strategy.fusion_bytes
     options = BucketOptions(plan, compression, overlaps, config.cache_capacity, threshold)
-    algorithm = "ring" if strategy.kind == "ring" else config.tcp_algorithm
+    algorithm = "ring" if strategy.kind == "ring" else strategy.algorithm
     model = CollectiveModel(layout, costs, algorithm, shares_memory=strategy.kind != "ring")
     job = AllreduceJob(layout, profile, model, costs, options)
     notes = [f"{len(plan.buckets)} buckets of at most {bucket_bytes >> 10} KiB"]
@@ -181,7 +184,9 @@ def explain_bound(shares: dict[str, float], busy: dict[str, float], step: float,
             f"{lost}, and no link is busy for more than {part:.0%} of the step: messages wait for each other; larger "
             "buckets, or a network of less latency"
         )
-    return _kind_of(resource), f"{lost}; {resource} is busy for {part:.0%} of the step ({part * step * 1e3:.3g} ms)"
+    return _kind_of(
+        resource
+    ), f"{lost}; {resource} is busy for {part:.0%} of the step ({format_number(part * step * 1e3)} ms)"
 
 
 def _kind_of(resource: str) -> str:

@@ -15,6 +15,16 @@ _RATES = {f"{prefix}bit/s": factor / 8 for prefix, factor in _PREFIXES.items()}
 _RATES |= {f"{prefix}B/s": factor for prefix, factor in (_PREFIXES | _BINARY).items()}
 
 
+def format_number(value: float) -> str:
+    """Format a number with four digits, or all before the point.
+
+    Example:
+        >>> format_number(0.123456), format_number(26912.3)
+        ('0.1235', '26,912')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def parse_time(value: object, what: str) -> float:
     """Return seconds of a number, or of a text such as ``50 us``; ``what`` names it in errors.
 

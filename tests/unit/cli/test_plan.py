@@ -157,3 +157,11 @@ def test_a_profile_or_a_model(files: Path) -> None:
         plan(files, "--model", "resnet50")
     with pytest.raises(SystemExit):
         main(["plan", "--cluster", str(files / "cluster.yaml")])
+
+
+@pytest.mark.parametrize("name", ["ec2-p3", "workstations"])
+def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[3] / "examples" / "plan" / f"{name}.yaml"
+
+    assert main(["plan", "--model", "vgg16", "--cluster", str(path), "--servers", "1,2"]) == 0
+    assert "How many servers? " in capsys.readouterr().out

@@ -183,6 +183,7 @@ def test_four_thousand_ranks_are_simulated_as_fast_as_a_few() -> None:
     [
         (Strategy("servers", 0), "0 servers"),
         (Strategy("ring", 2), "2 servers"),
+        (Strategy(algorithm="star"), "no algorithm 'star'"),
         (Strategy(compression={"type": "3bit"}), "3bit"),
     ],
 )
