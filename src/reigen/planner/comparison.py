@@ -115,14 +115,13 @@ def choose_num_servers(predictions: Sequence[Prediction]) -> tuple[int, str]:
     number = chosen.strategy.num_servers
     fewer = [each for each in predictions if each.strategy.num_servers < number]
     more = [each for each in predictions if each.strategy.num_servers > number]
-    parts = [
-        f"{_servers(number)}: {format_number(chosen.samples_per_second)} samples/s, bound by {chosen.bound} ({chosen.reason})"
-    ]
+    throughput = format_number(chosen.samples_per_second)
+    parts = [f"{_servers(number)}: {throughput} samples/s, bound by {chosen.bound} ({chosen.reason})"]
     if fewer:
         last = fewer[-1]
         parts.append(
-            f"with {_servers(last.strategy.num_servers)} it is {format_number(last.samples_per_second)}, bound by {last.bound} "
-            f"({last.reason})"
+            f"with {_servers(last.strategy.num_servers)} it is {format_number(last.samples_per_second)}, bound by "
+            f"{last.bound} ({last.reason})"
         )
     if more:
         last = max(more, key=lambda each: each.samples_per_second)
