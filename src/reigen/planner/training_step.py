@@ -20,6 +20,7 @@ from reigen.engine.coordinator import Coordinator
 from reigen.engine.messages import Operation, OperationKind, Report
 from reigen.engine.rank_controller import ExecuteBatch, RankController
 from reigen.planner.collectives import CollectiveModel, CollectiveStage
+from reigen.planner.control import ControlPlan
 from reigen.planner.costs import Costs
 from reigen.planner.fluid import FluidSimulator
 from reigen.planner.layout import HostKind, JobLayout
@@ -111,7 +112,7 @@ class AllreduceJob:
     Attributes:
         num_batches: that were executed in the last step.
         messages, sent: of data in the last step, by all; bytes that the busiest host has sent.
-        control_messages: that rank 0 has had from, or sent to, ranks of other hosts in the last step.
+        control_messages: that rank 0 has had, or sent, in the last step.
         computed_at: when the first and the last rank had computed all gradients.
     """
 
@@ -129,10 +130,9 @@ class AllreduceJob:
         for tracker in self._trackers:
             tracker.adopt(options.plan)
         self._order = sorted(range(len(profile.tensors)), key=lambda each: profile.tensors[each].ready_seconds)
-        #: ranks of other hosts than rank 0's: each of them has its messages
-        self._num_remote = sum(rank.num_ranks * rank.kind.count for rank in self._ranks if not rank.is_near)
-        self.num_batches = self.messages = self.control_messages = 0
-        self.sent = 0.0
+        self._control_plan = ControlPlan.of(layout)
+        self.num_batches = self.messages = 0
+        self.control_messages = self.sent = 0.0
         self.computed_at: list[float] = []
 
     def run_step(self) -> FluidSimulator:
@@ -145,8 +145,8 @@ class AllreduceJob:
         #: by rank kind: backward has ended; buckets that are not reduced yet
         self._has_computed = [False] * len(self._ranks)
         self._outstanding = [len(self._options.plan.buckets)] * len(self._ranks)
-        self.num_batches = self.messages = self.control_messages = 0
-        self.sent, self.computed_at = 0.0, []
+        self.num_batches = self.messages = 0
+        self.control_messages, self.sent, self.computed_at = 0.0, 0.0, []
         for rank in self._ranks:
             self._computing.forward(rank, lambda rank=rank: self._backward(rank, iter(self._segments(rank))))  # type: ignore[misc]
         self._simulator.run()
@@ -197,13 +197,13 @@ class AllreduceJob:
         reports, controller.outgoing = controller.outgoing, []
         if not reports:
             return
-        if rank.is_near:
+        count = rank.num_ranks * rank.kind.count - (rank.index == 0)  # rank 0 needs no message to itself
+        hop = self._costs.wakeup_seconds if rank.is_near else self._model.hop_seconds
+        messages, way = self._control_plan.messages(count), self._control_plan.seconds(hop, self._costs)
+        if not messages:
             self._receive(rank, reports)
             return
-        count = rank.num_ranks * rank.kind.count
-        self._delay(
-            self._model.hop_seconds, lambda: self._control(count, lambda: self._receive(rank, reports), "reports")
-        )
+        self._delay(way, lambda: self._control(messages, lambda: self._receive(rank, reports), "reports"))
 
     def _operation(self, number: int) -> Operation:
         bucket = self._options.plan.buckets[number]
@@ -230,11 +230,11 @@ class AllreduceJob:
             self._queue.extend(batches)
             self._execute()
 
-        hop = self._model.hop_seconds if self._num_remote else self._costs.barrier_seconds
-        self._control(self._num_remote, lambda: self._delay(hop, announced), "announcement")
+        way = self._control_plan.seconds(self._model.hop_seconds, self._costs)
+        self._control(self._control_plan.children, lambda: self._delay(way, announced), "announcement")
 
-    def _control(self, count: int, then: Callable[[], None], name: str) -> None:
-        """Deal with so many messages of other hosts' ranks, on rank 0."""
+    def _control(self, count: float, then: Callable[[], None], name: str) -> None:
+        """Deal with so many control messages, on rank 0."""
         self.control_messages += count
         self._control_queue.append((count * self._costs.control_message_seconds, then, name))
         if len(self._control_queue) == 1:
