@@ -22,6 +22,8 @@ TCP_ALGORITHMS = ("auto", "ordered", "direct", "ring", "latency")
 MAX_TCP_SOCKETS = 64
 #: Policies of the parameter server for the loss of a worker; see docs/kv.md.
 WORKER_LOSS_POLICIES = ("abort", "continue", "wait", "elastic")
+#: Connections between two ranks of different hosts that a tuned job makes, to use as many of them as is best.
+MAX_TUNED_SOCKETS = 4
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: JSON: for variables that `reigen run` has set, the option or setting that made it do so.
 ORIGINS_VARIABLE = "REIGEN_ORIGINS"
@@ -79,6 +81,7 @@ _COUNT = _Kind("a whole number, at least 0", int, lambda value: value >= 0)
 _COUNT_ABOVE_0 = _Kind("a whole number, at least 1", int, lambda value: value >= 1)
 _REPLICAS = _Kind("1 or 2", int, lambda value: value in {1, 2})
 _PERCENT = _Kind("a number of percent, at least 0 and less than 100", float, lambda value: 0 <= value < 100)
+_FRACTION = _Kind("a number from 0 to 1", float, lambda value: 0 <= value <= 1)
 _BYTES = _Kind(
     "a number of bytes, such as 0, 1048576, 64MiB (or 64m, both 2**20 each) or 64MB (10**6 each)", _parse_bytes
 )
@@ -122,6 +125,13 @@ class Config:
         stall_check_disable: do not look for stalled collectives.
         stall_check_seconds: how long a collective may wait before a warning.
         stall_shutdown_seconds: how long before the job is ended because of it; 0 for never.
+        autotune: choose the fusion threshold, the size of buckets and the parameters of the network while the job runs.
+        autotune_log: file for what it measures, None for none; what an earlier job has found there is tried first.
+        autotune_warmup_samples: samples that are thrown away at the beginning.
+        autotune_steps_per_sample: steps of a sample, at most.
+        autotune_bayes_opt_max_samples: points that are tried, at most.
+        autotune_gaussian_process_noise: noise of measurements, in units of their spread; None: as it is measured.
+        autotune_allow_ring: sums may go around a ring, in another order: tuning may change results.
         check_replicas: compare the parameters of all ranks every so many steps; 0 for never.
         thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: any.
         backend: backend to use, or None to choose.
@@ -175,6 +185,19 @@ class Config:
     stall_shutdown_seconds: float = _knob(
         0.0, _SECONDS_OR_OFF, "REIGEN_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     )
+    autotune: bool = _knob(False, _SWITCH, "REIGEN_AUTOTUNE HOROVOD_AUTOTUNE")
+    autotune_log: str | None = _knob(None, _TEXT, "REIGEN_AUTOTUNE_LOG HOROVOD_AUTOTUNE_LOG")
+    autotune_warmup_samples: int = _knob(3, _COUNT, "REIGEN_AUTOTUNE_WARMUP_SAMPLES HOROVOD_AUTOTUNE_WARMUP_SAMPLES")
+    autotune_steps_per_sample: int = _knob(
+        10, _COUNT, "REIGEN_AUTOTUNE_STEPS_PER_SAMPLE HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
+    )
+    autotune_bayes_opt_max_samples: int = _knob(
+        20, _COUNT, "REIGEN_AUTOTUNE_BAYES_OPT_MAX_SAMPLES HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"
+    )
+    autotune_gaussian_process_noise: float | None = _knob(
+        None, _FRACTION, "REIGEN_AUTOTUNE_GAUSSIAN_PROCESS_NOISE HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
+    )
+    autotune_allow_ring: bool = _knob(False, _SWITCH, "REIGEN_AUTOTUNE_ALLOW_RING")
     check_replicas: int = _knob(0, _COUNT, "REIGEN_CHECK_REPLICAS")
     thread_affinity: tuple[int, ...] = _knob((), _CPUS, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")
     backend: str | None = _knob(None, _TEXT, "REIGEN_PLANE")
@@ -211,6 +234,17 @@ class Config:
     log_hide_time: bool = _knob(False, _SWITCH, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
 
+    def network_parameters(self) -> tuple[str, int]:
+        """Return the algorithm with which the TCP network begins, and how many connections between two ranks it makes.
+
+        A tuned job makes more of them than it begins with, and takes no ring unless sums may have another order.
+        """
+        algorithm, num_sockets = self.tcp_algorithm, self.tcp_sockets
+        if self.autotune:
+            num_sockets = MAX_TUNED_SOCKETS if num_sockets == 1 else num_sockets
+            algorithm = "ordered" if algorithm == "auto" and not self.autotune_allow_ring else algorithm
+        return algorithm, num_sockets
+
     def engine_cpu(self, local_rank: int) -> int | None:
         """Return the processor for the engine's thread; None: any. Raises ConfigError: none of several is for it."""
         if len(self.thread_affinity) < 2:
@@ -221,6 +255,23 @@ class Config:
                 f"{len(self.thread_affinity)} ranks, but this is local rank {local_rank}"
             )
         return self.thread_affinity[local_rank]
+
+
+#: Size of a gradient bucket where it costs little to move one; where its last byte takes its time; and where backward
+#: hides nothing, so that what each costs besides its sums should be little beside them.
+BUCKET_BYTES, NETWORK_BUCKET_BYTES, SERIAL_BUCKET_BYTES = 16 * _MIB, 4 * _MIB, 64 * _MIB
+
+
+def default_bucket_bytes(has_network: bool, overlaps: bool = True) -> int:
+    """Return the size of a gradient bucket where the user does not say.
+
+    Args:
+        has_network: some bytes leave the host.
+        overlaps: buckets are reduced while backward runs.
+    """
+    if not overlaps:
+        return SERIAL_BUCKET_BYTES
+    return NETWORK_BUCKET_BYTES if has_network else BUCKET_BYTES
 
 
 #: Knob -> the variables that set it, the first that is set wins.
@@ -236,8 +287,6 @@ _WITHOUT_EFFECT = {
     "CUDA tensors are reduced where they lie, on one stream, and nobody waits for it": "BATCH_D2D_MEMCOPIES "
     "NUM_NCCL_STREAMS ENABLE_ASYNC_COMPLETION",
     "there are neither NVTX ranges nor operations for XLA": "DISABLE_NVTX_RANGES ENABLE_XLA_OPS",
-    "there is no autotuning": "AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE "
-    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     "REIGEN_PLANE says what carries data, and there is one way to control a job": "CONTROLLER CPU_OPERATIONS "
     "MPI_THREADS_DISABLE CCL_CACHE ADASUM_MPI_CHUNK_SIZE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
 }
@@ -255,7 +304,7 @@ _OTHER_VARIABLES = re.compile(
 
 
 #: Knobs on which ranks that talk to each other must agree.
-_SHARED_KNOBS = ("backend", "tcp_algorithm", "tcp_sockets")
+_SHARED_KNOBS = ("backend", "tcp_algorithm", "tcp_sockets", "autotune", "autotune_allow_ring")
 
 
 def shared_settings(config: Config) -> tuple[str, ...]:

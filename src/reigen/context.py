@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from reigen import log
 from reigen.backends.base import BlockJournal, MemoryRegion, SharedUpdate
 from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
-from reigen.backends.selection import choose_backends
+from reigen.backends.selection import BackendChoice, choose_backends
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
 from reigen.cluster.environ import ELASTIC_VARIABLE, PREFIXED_VARIABLE, JobInfo, detect_job
 from reigen.cluster.metrics import METRICS_VARIABLE, MetricSample, ProcessKind
 from reigen.cluster.topology import Topology
-from reigen.config import Config, load_config
+from reigen.config import Config, default_bucket_bytes, load_config
 from reigen.engine import operation_builders
 from reigen.engine.control_channel import NoteListener
 from reigen.engine.counters import EngineCounters
@@ -40,11 +40,14 @@ from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.types import DType, ReduceOp
 
 if TYPE_CHECKING:  # loaded by those who join a job, or an elastic one: to import a framework's package takes no longer
+    from reigen.autotune.job import TuningStart
+    from reigen.autotune.session import TuningSession
     from reigen.backends.shm.step_sums import StepSums
     from reigen.cluster.membership.place import ElasticPlace
     from reigen.elastic_job import ElasticJob
     from reigen.engine_factory import JobRendezvous
     from reigen.observe.recorder import EventRecorder
+    from reigen.observe.timeline import Timeline
 
 __all__ = [
     "CollectiveResult",
@@ -93,6 +96,10 @@ class Context:
         counters: of this rank in all views; None: in this job alone.
     """
 
+    #: rank 0 chooses parameters while the job runs: the same on all ranks; and there, what does so
+    autotunes = False
+    tuning: TuningSession | None = None
+
     def __init__(
         self,
         config: Config,
@@ -101,7 +108,6 @@ class Context:
         counters: EngineCounters | None = None,
     ) -> None:
         from reigen import engine_factory
-        from reigen.observe.timeline import Timeline
 
         topology = Topology.alone() if job_rendezvous is None else job_rendezvous.layout.topology()
         self.rank, self.size = topology.rank, topology.size
@@ -143,6 +149,7 @@ class Context:
         cpus = os.sched_getaffinity(0) | (set() if cpu is None else {cpu})
         #: whether collectives go on while this rank computes: on another processor than its thread, or on the network
         self.overlaps = self.has_network or len(cpus) > 1
+        start_tuning = self._prepare_tuning(choice, counters) if config.autotune else None
         if job_rendezvous is None or self.size == 1:
             self._engine = engine_factory.create_single_rank_engine(config)
         elif choice.network is None:
@@ -158,11 +165,17 @@ class Context:
         #: backend for memory of devices, as far as it takes it; everything else is staged through the host
         self.device: DeviceBackend | None = self._engine.device
         #: of all ranks' collectives; see `Timeline.start`
-        name = "" if job_rendezvous is None or not view else _job_name(job_rendezvous)
-        self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname(), view=view, job=name)
+        self.timeline = self._make_timeline(job_rendezvous)
+        self.tuning = None if start_tuning is None else start_tuning.begin(self._engine)
         if self.size > 1:
             self._engine.start(cpu)
         self.timeline.start_as_configured(config.timeline, config.timeline_mark_cycles)
+
+    def _make_timeline(self, job_rendezvous: JobRendezvous | None) -> Timeline:
+        from reigen.observe.timeline import Timeline
+
+        name = "" if job_rendezvous is None or not self.view else _job_name(job_rendezvous)
+        return Timeline(self._engine, self.rank, self.size, socket.gethostname(), view=self.view, job=name)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -501,6 +514,21 @@ class Context:
         """Receive the notes on ``topic``: see `Engine.listen`."""
         self._engine.listen(topic, listener)
 
+    # -- autotuning ---------------------------------------------------------------------------------------------------
+
+    def _prepare_tuning(self, choice: BackendChoice, counters: EngineCounters | None) -> TuningStart | None:
+        """Decide whether this job is tuned; on rank 0, load what that needs before others wait for this rank."""
+        from reigen.autotune import job
+
+        bucket_bytes = self.config.bucket_bytes or default_bucket_bytes(self.has_network, self.overlaps)
+        tunable = job.TunableJob(self.hosts, choice.network, choice.shares_memory, bucket_bytes)
+        self.autotunes = job.can_tune(self.config, tunable)
+        if self.rank == 0 and not self.autotunes:
+            job.warn_if_not_tuned(self.config, tunable)
+        if self.rank or not self.autotunes:
+            return None
+        return job.TuningStart(self.config, tunable, None if counters is None else counters.tuned)
+
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -519,6 +547,8 @@ class Context:
     def close(self) -> None:
         """Leave the job. Outstanding operations fail here; ranks that wait for this one get PeerLostError."""
         try:
+            if self.tuning is not None:
+                self.tuning.close()
             self.timeline.close()
         finally:
             self._engine.close()
@@ -798,6 +828,8 @@ def mark(name: str) -> None:
     if (job := _current) is not None:
         if name == "STEP":
             job.counters.steps += 1
+            if job.tuning is not None:
+                job.tuning.step_ended()
         if (recorder := job.timeline.recorder) is not None:
             recorder.mark(name)
 

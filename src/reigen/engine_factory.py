@@ -251,13 +251,13 @@ def _create_network(
         )
     if choice.network != "tcp":
         raise AssertionError(f"nothing creates the network {choice.network!r}")
-    return TcpNetwork(
-        mesh,
-        failure=detector.exit_error,
-        algorithm=config.tcp_algorithm,
-        num_sockets=config.tcp_sockets,
-        hosts=job.layout.hostnames,
+    algorithm, num_sockets = config.network_parameters()
+    network = TcpNetwork(
+        mesh, failure=detector.exit_error, algorithm=algorithm, num_sockets=num_sockets, hosts=job.layout.hostnames
     )
+    if num_sockets != config.tcp_sockets:
+        network.tune(algorithm, config.tcp_sockets)
+    return network
 
 
 def _spin_count(looks: int, num_local: int, pids: Sequence[int] = ()) -> int:

@@ -37,6 +37,19 @@ VARIABLES = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_check_seconds", "10", 10.0),
     "REIGEN_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_seconds", "120", 120.0),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_seconds", "2", 2.0),
+    "REIGEN_AUTOTUNE": ("autotune", "1", True),
+    "HOROVOD_AUTOTUNE": ("autotune", "true", True),
+    "REIGEN_AUTOTUNE_LOG": ("autotune_log", "a.csv", "a.csv"),
+    "HOROVOD_AUTOTUNE_LOG": ("autotune_log", "b.csv", "b.csv"),
+    "REIGEN_AUTOTUNE_WARMUP_SAMPLES": ("autotune_warmup_samples", "0", 0),
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": ("autotune_warmup_samples", "5", 5),
+    "REIGEN_AUTOTUNE_STEPS_PER_SAMPLE": ("autotune_steps_per_sample", "1", 1),
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": ("autotune_steps_per_sample", "20", 20),
+    "REIGEN_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_bayes_opt_max_samples", "7", 7),
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_bayes_opt_max_samples", "8", 8),
+    "REIGEN_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("autotune_gaussian_process_noise", "0.5", 0.5),
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("autotune_gaussian_process_noise", "0.8", 0.8),
+    "REIGEN_AUTOTUNE_ALLOW_RING": ("autotune_allow_ring", "1", True),
     "REIGEN_CHECK_REPLICAS": ("check_replicas", "50", 50),
     "REIGEN_THREAD_AFFINITY": ("thread_affinity", "3", (3,)),
     "HOROVOD_THREAD_AFFINITY": ("thread_affinity", "0,2, 4", (0, 2, 4)),
@@ -200,10 +213,10 @@ def test_what_differs_from_its_default_is_told_with_its_origin() -> None:
 
 
 def test_known_variables_without_effect_say_why() -> None:
-    lines = format_ignored_variables({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_AUTOTUNE": "1", "HOROVOD_ELASTIC": ""})
+    lines = format_ignored_variables({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_ELASTIC": ""})
     assert [line.partition(": ")[0] for line in lines] == [
         "HOROVOD_CYCLE_TIME has no effect",
-        "HOROVOD_AUTOTUNE has no effect",
+        "HOROVOD_CONTROLLER has no effect",
     ]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from reigen.cluster.metrics import MetricSample
-from reigen.engine.messages import OperationKind
+from reigen.engine.messages import OperationKind, TunedParameters
 
 _NUM_KINDS = max(OperationKind) + 1
 #: Ways on which tensors go, by the names of backends; between hosts the network counts its bytes itself.
@@ -61,6 +61,7 @@ class EngineCounters:
         blocked_seconds: for which the program has waited, without a wait that goes on.
         transfer_seconds: of these, with data being moved.
         registered_bytes: registered memory.
+        tuned: parameters that autotuning has chosen, where it has.
         view_changes: changes of members of an elastic job, by kind.
         view_change_seconds: for which they let no steps be run; members that were lost, and that joined.
         waits_for: name of the collective for which a thread began to wait last.
@@ -91,6 +92,7 @@ class EngineCounters:
         "started",
         "steps",
         "transfer_seconds",
+        "tuned",
         "view_change_seconds",
         "view_changes",
         "waits_for",
@@ -112,6 +114,7 @@ class EngineCounters:
         self.view_changes: dict[str, int] = {}
         self.view_change_seconds, self.lost_ranks, self.joined_ranks = 0.0, 0, 0
         self.waits_for = ""
+        self.tuned: TunedParameters | None = None
         self._num_waiting, self._waiting_since, self._execution_before = 0, 0.0, 0.0
 
     # -- on the threads that work -------------------------------------------------------------------------------------

@@ -128,9 +128,8 @@ class Engine:
         self.counters = self._controller.counters
         #: of this rank with other hosts, where there are some
         self.traffic: NetworkTraffic | None = None
-        #: the same network, if its parameters can be tuned; and what has been chosen by autotuning
+        #: the same network, if its parameters can be tuned
         self.tunable: TunableNetwork | None = None
-        self.tuned: TunedParameters | None = None
         #: shared memory of this rank, where there is some
         self.segment: SharedSegment | None = None
         #: called with each operation that is refused because nothing works any more, if anybody wants to know
@@ -530,7 +529,7 @@ class Engine:
             if isinstance(instruction, ExecuteBatch):
                 self._execute(instruction.batch)
             elif isinstance(instruction, TunedParameters):
-                self.tuned = instruction
+                self.counters.tuned = instruction
                 if self.tunable is not None and instruction.tcp_algorithm:
                     self.tunable.tune(instruction.tcp_algorithm, instruction.tcp_sockets)
             else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reigen.api.compression import CastCompression, parse_compression
-from reigen.api.gradients.bucket_plan import ParameterSpec, arrival_order, default_bucket_bytes, plan_buckets
-from reigen.config import TCP_ALGORITHMS, Config
+from reigen.api.gradients.bucket_plan import ParameterSpec, arrival_order, plan_buckets
+from reigen.config import TCP_ALGORITHMS, Config, default_bucket_bytes
 from reigen.errors import ArgumentError
 from reigen.kv.client.sharding import choose_slice_bytes
 from reigen.planner.cluster import Cluster

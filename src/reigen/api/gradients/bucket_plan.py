@@ -16,13 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from reigen.config import default_bucket_bytes
 from reigen.context import Context
 
 Item = TypeVar("Item")
-
-#: Size of a bucket where it costs little to move one; where its last byte takes its time; and where backward hides
-#: nothing, so that what each costs besides its sums should be little beside them.
-BUCKET_BYTES, NETWORK_BUCKET_BYTES, SERIAL_BUCKET_BYTES = 16 << 20, 4 << 20, 64 << 20
 
 #: Every place starts on a cache line: no two gradients, so no two threads that write them, share one.
 ALIGNMENT_BYTES = 64
@@ -106,13 +103,6 @@ def split_evenly(items: Sequence[Item], num_parts: int) -> list[Sequence[Item]]:
 def choose_bucket_bytes(context: Context, overlaps: bool = True) -> int:
     """The size of a gradient bucket in this job; ``overlaps``: buckets are reduced while backward runs."""
     return context.config.bucket_bytes or default_bucket_bytes(context.has_network, overlaps)
-
-
-def default_bucket_bytes(has_network: bool, overlaps: bool = True) -> int:
-    """Size of a gradient bucket where the user does not say; ``has_network``: some bytes leave the host."""
-    if not overlaps:
-        return SERIAL_BUCKET_BYTES
-    return NETWORK_BUCKET_BYTES if has_network else BUCKET_BYTES
 
 
 def plan_buckets(

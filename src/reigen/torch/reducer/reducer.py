@@ -29,6 +29,7 @@ from reigen.api.gradients.bucket_plan import (
     plan_buckets,
     split_evenly,
 )
+from reigen.api.gradients.bucket_size import BucketSizeAgreement
 from reigen.api.gradients.plan_agreement import PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
 from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
@@ -158,6 +159,8 @@ class Reducer:
         for index in left.missing:
             self._collect(index, self.parameters[index])
         self._submit(left.submit)
+        if self._bucket_size is not None:
+            self._bucket_size.pass_starts()
         self._sparse.start(self.reduce_group, self.parameters)
 
     def wait(self) -> None:
@@ -168,6 +171,8 @@ class Reducer:
         """
         handles, self._handles = self._handles, {}
         failures = self._memory.finish(self.reduce_group, handles)
+        if self._bucket_size is not None and self._bucket_size.pass_ended():
+            self._is_resized = True
         bucket, failure = next(iter(failures.items()), (-1, None))
         if failure is not None:
             assert self.tracker.plan is not None
@@ -259,6 +264,8 @@ class Reducer:
     def abandon(self) -> None:
         """Drop the handles of this pass: no caller will wait for them. The owner resets the tracker."""
         self._handles.clear()
+        if self._bucket_size is not None:
+            self._bucket_size.abandon()
         self._sparse.abandon()
         self._seen = [None] * len(self.parameters)
         for parameter in self.parameters:
@@ -274,11 +281,13 @@ class Reducer:
     def _follow_changes(self) -> None:
         """Begin anew, agree again and register again: after shutdown() and init(), or ``model.double()`` or ``cuda()``.
 
+        So it is when autotuning has chosen another size of buckets, too: on all ranks before the same pass.
+
         Shared parameters cannot be replaced: who owns them says so.
         """
         current = contexts.current()
         is_converted = not self._options.owned and self._kinds != _tensor_kinds(self.parameters)
-        if current is self.reduce_group.context and not is_converted:
+        if current is self.reduce_group.context and not (is_converted or self._is_resized):
             return
         residuals = self._residuals()
         self._forget_memory()
@@ -302,6 +311,12 @@ class Reducer:
             self._memory = choose_bucket_memory(
                 self.reduce_group, self._places, self.parameters, self._wire, compression
             )
+        #: agreement on the size of buckets, in a job that is tuned; where another size changes no sum, and lies as well
+        self._bucket_size: BucketSizeAgreement | None = None
+        if self.reduce_group.context.autotunes and type(self._memory) is BucketMemory:
+            has_groups = self.reduce_group.number or self._options.groups
+            self._bucket_size = None if has_groups else BucketSizeAgreement(self.reduce_group)
+        self._is_resized = False
         #: whether p.grad may be the place in the bucket itself: same element type, same device
         self._direct = [
             wire is dtype_of(p.dtype) and self._memory.holds(p)
@@ -440,6 +455,8 @@ class Reducer:
             members = split_evenly(dense, groups)
         else:
             members = _group_members(self.parameters, groups or {})
+        if self._bucket_size is not None:
+            self._bucket_size.settle()
         plan = self._plan(dense, members)
         self._memory.register(self.reduce_group, plan)
         self.tracker.adopt(plan)
@@ -459,7 +476,10 @@ class Reducer:
 
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        return plan_buckets(specs, order, choose_bucket_bytes(self.reduce_group.context, self._overlaps), groups)
+        bucket_bytes = 0 if self._bucket_size is None else self._bucket_size.bucket_bytes
+        return plan_buckets(
+            specs, order, bucket_bytes or choose_bucket_bytes(self.reduce_group.context, self._overlaps), groups
+        )
 
     def _proposal(self) -> PlanProposal:
         reduction, groups = self._options.reduction, self._options.groups

@@ -1,0 +1,1 @@
+"""Autotuning: parameters of a running job that change its speed and not its results, chosen by measuring its steps."""

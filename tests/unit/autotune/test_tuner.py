@@ -1,0 +1,284 @@
+"""The tuner on made-up jobs: steps of a known length go in, parameters come out. The clock is the job's own."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from reigen.autotune.search_space import ParameterPoint, SearchSpace, make_search_space
+from reigen.autotune.surrogate import GaussianSurrogate, PointObservation
+from reigen.autotune.tuner import (
+    LEAST_IMPROVEMENT,
+    LEAST_POINTS,
+    MAX_STEPS_TO_CHANGE,
+    NUM_PAIRS,
+    NUM_SAMPLES,
+    POINTS_PER_BASE,
+    SETTLE_STEPS,
+    Autotuner,
+    StepEnd,
+    TunedBlock,
+    TunerDecision,
+    TunerOptions,
+    bootstrap_speedup,
+    spread_points,
+)
+
+MIB = 1 << 20
+BASE = ParameterPoint(128 * MIB, 4 * MIB, "ordered", 1)
+SPACE = make_search_space(BASE, {}, network_ranks=4, num_sockets=4)
+OPTIONS = TunerOptions(warmup_samples=1, steps_per_sample=4)
+
+#: Seconds of a step with these parameters.
+Surface = Callable[[ParameterPoint], float]
+
+
+def distance(size: int, best: int) -> float:
+    return abs(math.log2(size) - math.log2(best))
+
+
+def smooth(point: ParameterPoint) -> float:
+    """Best with buckets of 1 MiB, batches of 8 MiB and two sockets."""
+    sockets = {1: 0.006, 2: 0.0, 4: 0.002}[point.tcp_sockets]
+    return (
+        0.05
+        + 0.002 * distance(point.bucket_bytes, MIB)
+        + 0.001 * distance(point.fusion_threshold_bytes, 8 * MIB)
+        + sockets
+        + 0.02 * (point.tcp_algorithm == "latency")
+    )
+
+
+def flat(point: ParameterPoint) -> float:
+    return 0.02
+
+
+def base_is_best(point: ParameterPoint) -> float:
+    return 0.05 if point == BASE else 0.051
+
+
+@dataclass
+class FakeJob:
+    """A job whose steps take as long as its surface says, give or take some noise, and times the drift at that time."""
+
+    surface: Surface
+    noise: float = 0.0
+    drift: Callable[[float], float] = lambda now: 1.0
+    wait_share: float = 0.5
+    step_bytes: float = 1e9
+    steps_to_change: int = 3
+    point: ParameterPoint = BASE
+    now: float = 1000.0
+    decisions: list[TunerDecision] = field(default_factory=list)
+
+    def run(self, tuner: Autotuner, max_steps: int = 200_000, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        waited = reduced = 0.0
+        waiting = 0
+        for _ in range(max_steps):
+            seconds = self.surface(self.point) * self.drift(self.now) * math.exp(rng.gauss(0, self.noise))
+            self.now += seconds
+            waited += self.wait_share * seconds
+            reduced += self.step_bytes
+            waiting = max(0, waiting - 1)
+            decision = tuner.step_ended(StepEnd(self.now, waited, reduced, waiting == 0))
+            if decision.block is not None or decision.outcome is not None:
+                self.decisions.append(decision)
+            if decision.point is not None:
+                self.point, waiting = decision.point, self.steps_to_change
+            if decision.outcome is not None:
+                return
+        raise AssertionError("the tuner has not come to an end")
+
+
+def tuned(
+    job: FakeJob, space: SearchSpace = SPACE, warm_start: ParameterPoint | None = None, seed: int = 0
+) -> Autotuner:
+    tuner = Autotuner(space, GaussianSurrogate(), OPTIONS, warm_start)
+    job.run(tuner, seed=seed)
+    return tuner
+
+
+@functools.cache
+def short_search() -> Autotuner:
+    """A search of a few points, that has ended."""
+    tuner = Autotuner(SPACE, GaussianSurrogate(), TunerOptions(1, 4, max_points=8))
+    FakeJob(smooth).run(tuner)
+    return tuner
+
+
+def regret(surface: Surface, chosen: ParameterPoint, space: SearchSpace = SPACE) -> float:
+    """How much longer a step takes than with the best point of all."""
+    return surface(chosen) / min(map(surface, space.points())) - 1
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_it_comes_near_the_best_point_of_all(seed: int) -> None:
+    job = FakeJob(smooth, noise=0.03)
+    outcome = tuned(job, seed=seed).outcome
+    assert outcome is not None
+    assert regret(smooth, outcome.chosen) < 0.07
+    assert outcome.chosen == job.point
+    assert outcome.low <= outcome.speedup <= outcome.high
+    assert outcome.low < smooth(BASE) / smooth(outcome.chosen) < outcome.high + 0.05
+    assert outcome.num_points <= OPTIONS.max_points
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drift",
+    [
+        lambda now: 1.0 + (now - 1000.0) / 60,  # ever slower: twice as slow after a minute
+        lambda now: 2.0 if now < 1010 else 1.0,
+        lambda now: 1.0 + 0.3 * math.sin(now / 20),
+    ],
+    ids=["slower", "half", "wave"],
+)
+def test_what_changes_with_time_is_not_taken_for_an_effect_of_the_parameters(drift: Callable[[float], float]) -> None:
+    for surface in (flat, base_is_best):
+        outcome = tuned(FakeJob(surface, noise=0.01, drift=drift)).outcome
+        assert outcome is not None
+        assert surface(outcome.chosen) <= surface(BASE) * 1.02
+    outcome = tuned(FakeJob(smooth, noise=0.01, drift=drift)).outcome
+    assert outcome is not None
+    assert smooth(outcome.chosen) < smooth(BASE)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_it_never_ends_with_what_is_slower_than_the_beginning(seed: int) -> None:
+    job = FakeJob(base_is_best, noise=0.1)
+    outcome = tuned(job, seed=seed).outcome
+    assert outcome is not None
+    assert base_is_best(outcome.chosen) <= base_is_best(BASE) * 1.02
+    assert job.point == outcome.chosen
+
+
+def test_between_points_the_base_is_measured_again() -> None:
+    tuner = short_search()
+    phases = "".join(block.phase[0] for block in tuner.blocks)
+    search, check = phases[: -2 * NUM_PAIRS], phases[-2 * NUM_PAIRS :]
+    assert check == "c" * 2 * NUM_PAIRS
+    runs = search.split("b")
+    assert runs[0] == runs[-1] == "", "it begins with the base, and ends with it"
+    assert all(run == "s" * POINTS_PER_BASE for run in runs[1:-2])
+    searched = [block.point for block in tuner.blocks if block.phase == "search"]
+    assert len(set(searched)) == len(searched), "no point is tried twice"
+    assert BASE not in searched
+
+
+def test_a_check_alternates_what_seems_best_with_the_base() -> None:
+    tuner = short_search()
+    assert tuner.outcome is not None
+    points = [block.point for block in tuner.blocks if block.phase == "check"]
+    assert points == [tuner.outcome.chosen, BASE] * NUM_PAIRS
+
+
+def test_steps_before_all_ranks_have_what_was_chosen_are_thrown_away() -> None:
+    """A change costs three slow steps here; no sample has one of them in it."""
+    tuner = Autotuner(SPACE, GaussianSurrogate(), TunerOptions(0, 1))
+    now, slow, point = 0.0, 0, BASE
+    blocks: list[TunedBlock] = []
+    while len(blocks) < 6:
+        now += 5.0 if slow > 0 else smooth(point)
+        slow -= 1
+        decision = tuner.step_ended(StepEnd(now, now / 2, 0, is_applied=slow <= 0))
+        blocks += [decision.block] if decision.block is not None else []
+        if decision.point is not None:
+            point, slow = decision.point, 3
+    for block in blocks:
+        assert block.samples == pytest.approx([smooth(block.point)] * NUM_SAMPLES)
+
+
+def test_what_some_rank_never_takes_on_does_not_stop_the_search() -> None:
+    tuner = Autotuner(SPACE, GaussianSurrogate(), TunerOptions(0, 1))
+    now, num_points = 0.0, 0
+    for _ in range(3 * (MAX_STEPS_TO_CHANGE + SETTLE_STEPS + NUM_SAMPLES + 2)):
+        now += 0.01
+        num_points += tuner.step_ended(StepEnd(now, now / 2, 0, is_applied=False)).point is not None
+    assert num_points >= 3
+
+
+def test_where_nobody_waits_nothing_is_searched_for() -> None:
+    job = FakeJob(smooth, wait_share=0.02)
+    outcome = tuned(job).outcome
+    assert outcome is not None
+    assert outcome.chosen == job.point == BASE
+    assert "2.0% of the time" in outcome.reason
+    assert outcome.num_points == 0
+
+
+def test_an_obstacle_ends_it_at_once() -> None:
+    tuner = Autotuner(SPACE, GaussianSurrogate(), OPTIONS)
+    decision = tuner.step_ended(StepEnd(1.0, obstacle="sums depend on it"))
+    assert decision.outcome is not None
+    assert (decision.point, decision.outcome.reason) == (BASE, "sums depend on it")
+    assert tuner.step_ended(StepEnd(2.0)) == TunerDecision()
+
+
+def test_what_another_job_has_found_is_checked_and_not_searched_for() -> None:
+    best = min(SPACE.points(), key=smooth)
+    tuner = tuned(FakeJob(smooth, noise=0.02), warm_start=best)
+    assert tuner.outcome is not None
+    assert tuner.outcome.chosen == best
+    assert {block.phase for block in tuner.blocks} == {"base", "check"}
+
+
+@pytest.mark.slow
+def test_what_is_not_true_any_more_of_another_job_is_searched_for() -> None:
+    worst = max(SPACE.points(), key=smooth)
+    tuner = tuned(FakeJob(smooth, noise=0.02), warm_start=worst)
+    assert tuner.outcome is not None
+    assert regret(smooth, tuner.outcome.chosen) < 0.07
+
+
+def test_a_point_that_is_not_in_the_space_is_not_begun_with() -> None:
+    tuner = Autotuner(
+        SPACE, GaussianSurrogate(), TunerOptions(0, 1, max_points=2), ParameterPoint(MIB, MIB, "ring", 64)
+    )
+    FakeJob(smooth).run(tuner)
+    assert all(block.point.tcp_algorithm != "ring" for block in tuner.blocks)
+
+
+def test_a_job_with_long_steps_is_searched_for_no_longer_than_it_may() -> None:
+    options = TunerOptions(1, 10, search_seconds=30.0)
+    tuner = Autotuner(SPACE, GaussianSurrogate(), options)
+    FakeJob(lambda point: 20 * smooth(point)).run(tuner)
+    searched = [block for block in tuner.blocks if block.phase == "search"]
+    assert len(searched) == LEAST_POINTS
+
+
+def test_points_to_begin_with_lie_far_apart() -> None:
+    points = spread_points(SPACE)
+    assert len(points) == len({*points, BASE}) - 1
+    assert {point.tcp_algorithm for point in points} | {"ordered"} == {"ordered", "direct"}
+
+
+def test_the_same_samples_have_no_speedup_and_others_have_theirs() -> None:
+    same = [((1.0, 1.1, 0.9), (1.0, 1.1, 0.9))] * 4
+    speedup, low, high = bootstrap_speedup(same)
+    assert speedup == 1.0
+    assert low < 1.0 < high
+    twice = [((2.0, 2.2, 1.8), (1.0, 1.1, 0.9))] * 4
+    speedup, low, high = bootstrap_speedup(twice)
+    assert 1.5 < low < speedup == 2.0 < high < 2.5
+
+
+def observe(values: Sequence[tuple[float, float]]) -> list[PointObservation]:
+    return [PointObservation(BASE, (place,), value, 0.01) for place, value in values]
+
+
+def test_the_surrogate_proposes_what_lies_between_good_points_and_expects_nothing_where_all_is_alike() -> None:
+    surrogate = GaussianSurrogate()
+    found = surrogate.propose(observe([(0.0, 0.0), (0.3, 0.3), (0.6, 0.3), (1.0, 0.0)]), [(0.1,), (0.45,), (0.9,)])
+    assert found is not None
+    assert found[0] == 1
+    alike = surrogate.propose(observe([(place / 10, 0.0) for place in range(11)]), [(0.05,), (0.55,)])
+    assert alike is not None
+    assert alike[1] < LEAST_IMPROVEMENT < found[1]
+    assert surrogate.propose(observe([(0.0, 0.0)]), []) is None
+    assert surrogate.best(observe([(0.0, 0.0), (0.5, 0.2), (1.0, 0.1)])) == 1
