@@ -20,6 +20,7 @@ COMMANDS = {
     "server": "be a parameter server of the job that the environment tells of",
     "scheduler": "bring the workers and servers of that job together",
     "check": "say what is installed here, whether jobs can run, and how",
+    "migrate": "say what to change in a project for Horovod, torch.distributed or MXNet, and change it",
     "bench": "measure, beside the peers, in one run",
     "trace": "say what a timeline tells, and what to do about it",
     "plan": "predict speed and cost on a described cluster, and how many servers to take",

@@ -1,0 +1,240 @@
+"""Command lines in shell scripts, batch files, YAML, Dockerfiles and notebooks: how jobs are started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import PurePosixPath
+
+from reigen.launch.horovodrun import ELASTIC_OPTIONS, HOROVODRUN_OPTIONS, MPIRUN_OPTIONS
+from reigen.migrate.findings import LineFinding
+from reigen.migrate.horovod import find_variables
+from reigen.migrate.text_files import Edit, Lines
+
+_WORD_BEFORE, _WORD_AFTER = r"(?<![\w./$-])", r"(?![\w.-])"
+_HOROVODRUN = re.compile(_WORD_BEFORE + r"(?:/[\w./-]*/)?horovodrun" + _WORD_AFTER)
+_TORCHRUN = re.compile(
+    _WORD_BEFORE + r"(?:torchrun|python[\d.]*\s+-m\s+torch\.distributed\.(?:launch|run))" + _WORD_AFTER
+)
+_MPIRUN = re.compile(_WORD_BEFORE + r"(?:mpirun|mpiexec|srun)" + _WORD_AFTER)
+_LAUNCH_PY = re.compile(_WORD_BEFORE + r"(?:python[\d.]*\s+)?[\w./$-]*tools/launch\.py" + _WORD_AFTER)
+_INSTALLS = re.compile(r"\bpip[\d.]*\s+install\b|\bconda\s+install\b|\bmamba\s+install\b")
+_HOROVOD = re.compile(r"(?<![\w./-])horovod(\[[\w, -]*\])?(?![\w./-])")
+_ASKS = re.compile(r"(\bwhich|\bcommand\s+-v|\btype|\becho|\bman)\s+$")
+#: Options of torchrun's that say nothing where one host starts all: whether a value follows.
+_TORCHRUN_OPTIONS: Mapping[str, bool] = {
+    "standalone": False,
+    "use_env": False,
+    "nnodes": True,
+    "node_rank": True,
+    "rdzv_backend": True,
+    "rdzv_endpoint": True,
+    "rdzv_id": True,
+    "rdzv_conf": True,
+    "master_addr": True,
+    "master_port": True,
+    "nproc_per_node": True,
+    "max_restarts": True,
+    "tee": True,
+    "log_dir": True,
+    "redirects": True,
+    "module": False,
+    "no_python": False,
+}
+_SHORT = {"m": "module", "t": "tee", "r": "redirects"}
+
+#: Number of values of an option of `reigen run`; None: there is no such option.
+NumValues = Callable[[str], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectScripts:
+    """Scripts of the project, by their file names.
+
+    Attributes:
+        horovod: use Horovod.
+        torch: use torch.distributed, and are converted.
+        torch_kept: use torch.distributed, and stay as they are.
+        reads_torchrun_variables: read RANK and the like.
+    """
+
+    horovod: set[str] = field(default_factory=set)
+    torch: set[str] = field(default_factory=set)
+    torch_kept: set[str] = field(default_factory=set)
+    reads_torchrun_variables: set[str] = field(default_factory=set)
+
+
+def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) -> Iterator[LineFinding]:
+    """Yield findings about command lines.
+
+    Args:
+        text: of a file.
+        scripts: of the project.
+        num_values: knows the options of `reigen run`.
+    """
+    lines = Lines(text)
+    for number in range(1, len(lines.starts) + 1):
+        line = lines.line(number)
+        if line.lstrip().startswith(("#", "//")):
+            continue
+        start = lines.starts[number - 1]
+        for match in _HOROVODRUN.finditer(line):
+            yield from _check_horovodrun(lines, number, match.start() + start, match.end() + start, num_values)
+        for match in _TORCHRUN.finditer(line):
+            yield from _check_torchrun(lines, number, match.start() + start, match.end() + start, scripts)
+        for match in _LAUNCH_PY.finditer(line):
+            edit = Edit(match.start() + start, match.end() + start, "reigen launch --as-mxnet")
+            message = "`reigen launch` has the options of launch.py"
+            yield LineFinding(number, "change", match[0], message, (edit,))
+        started = _MPIRUN.search(line)
+        if started and not _HOROVODRUN.search(line):
+            yield from _check_mpirun(lines, number, started.start() + start, scripts)
+        yield from _check_installation(line, number)
+        yield from find_variables(iter([(line, number)]))
+
+
+def find_in_requirements(text: str) -> Iterator[LineFinding]:
+    """Yield findings about Horovod in a list of packages."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"\s*-?\s*horovod\b", line):
+            yield LineFinding(number, "change", line.strip(), _INSTALL)
+
+
+_INSTALL = (
+    "by hand: Reigen in its place, with the extra of the framework: reigen[torch], [tensorflow], [keras], [mxnet]"
+)
+
+
+def _check_installation(line: str, number: int) -> Iterator[LineFinding]:
+    if _INSTALLS.search(line) and (match := _HOROVOD.search(line)):
+        yield LineFinding(number, "change", match[0], _INSTALL)
+
+
+def _logical_end(lines: Lines, number: int) -> int:
+    """Return the offset of the end of a command that begins on a line: of the last one that a backslash continues."""
+    while number < len(lines.starts) and lines.line(number).rstrip().endswith("\\"):
+        number += 1
+    return lines.starts[number - 1] + len(lines.line(number).rstrip("\r\n"))
+
+
+def _words(text: str, start: int, end: int) -> list[tuple[str, int, int]]:
+    """Return the words of a command, with their offsets, up to an operator of the shell's."""
+    found = []
+    for match in re.finditer(r"(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\\[^\r\n]|[^\s\\])+", text[start:end]):
+        if re.match(r"[|&;>]", match[0]):
+            break
+        found.append((match[0], start + match.start(), start + match.end()))
+    return found
+
+
+def _check_horovodrun(lines: Lines, number: int, start: int, end: int, num_values: NumValues) -> Iterator[LineFinding]:
+    text, line = lines.text, lines.line(number)
+    before, after = text[start - 1 : start], text[end : end + 1]
+    words = ("reigen", "run", "--as-horovod")
+    if before and before in "\"'" and before == after:
+        new = f"{before}, {before}".join(words)
+    elif re.fullmatch(r"\s*-\s+horovodrun\s*", line):
+        prefix = line[: line.index("horovodrun")]
+        new = f"{lines.line_end}{prefix}".join(words)
+    else:
+        new = " ".join(words)
+    subject = text[start:end]
+    if _ASKS.search(line[: start - lines.starts[number - 1]]):
+        message = "by hand: the command is `reigen run --as-horovod`, or `python -m reigen.compat install` makes one"
+        yield LineFinding(number, "change", subject, message)
+        return
+    message = "`reigen run` has its options; --as-horovod lets scripts import Horovod's names"
+    yield LineFinding(number, "change", subject, message, (Edit(start, end, new),))
+    if " " in new and "\n" not in new and "," not in new:
+        yield from _check_options(lines, number, end, num_values)
+
+
+def _check_options(lines: Lines, number: int, start: int, num_values: NumValues) -> Iterator[LineFinding]:
+    ignored = {
+        option.flag.replace("[no-]", form)
+        for option in HOROVODRUN_OPTIONS
+        for form in ("", "no-")
+        if not option.variable and option.name not in (*MPIRUN_OPTIONS, *ELASTIC_OPTIONS)
+    }
+    values = 0
+    for word, begin, _ in _words(lines.text, start, _logical_end(lines, number)):
+        if values:
+            values -= 1
+            continue
+        if not word.startswith("-") or word == "--":
+            return
+        option, has_value, _ = word.partition("=")
+        known = num_values(option)
+        place = lines.number(begin)
+        if known is None:
+            yield LineFinding(place, "cannot", option, "`reigen run` has no such option: leave it out")
+            return
+        if option in ignored:
+            yield LineFinding(place, "works", option, "accepted, and has no effect here")
+        values = 0 if has_value else known
+
+
+def _script_of(words: list[tuple[str, int, int]]) -> str | None:
+    """Return the file name of the program of Python's that a command runs."""
+    return next((PurePosixPath(word.strip("\"'")).name for word, _, _ in words if ".py" in word), None)
+
+
+def _check_mpirun(lines: Lines, number: int, start: int, scripts: ProjectScripts) -> Iterator[LineFinding]:
+    script = _script_of(_words(lines.text, start, _logical_end(lines, number)))
+    if script in scripts.horovod:
+        message = (
+            "works as it is where imports are Reigen's; else with PYTHONPATH=$(python -m reigen.compat) before it, and "
+            "for mpirun -x PYTHONPATH in it (docs/mpi.md)"
+        )
+        yield LineFinding(number, "works", lines.line(number).strip()[:60], message)
+
+
+def _check_torchrun(lines: Lines, number: int, start: int, end: int, scripts: ProjectScripts) -> Iterator[LineFinding]:
+    words = _words(lines.text, end, _logical_end(lines, number))
+    script = _script_of(words)
+    subject = " ".join(lines.text[start:end].split())
+    if script in scripts.torch_kept:
+        message = f"{script} is not converted: it goes on as it is, or by `reigen run --torchrun-env`"
+        yield LineFinding(number, "works", subject, message)
+        return
+    if script not in scripts.torch:
+        return
+    parsed = _parse_torchrun(words)
+    if isinstance(parsed, str):
+        message = f"by hand: `reigen run -np N -H HOST:N,...` ({parsed})"
+        yield LineFinding(number, "change", subject, message)
+        return
+    num_ranks, program, position = parsed
+    needs = "--torchrun-env " if script in scripts.reads_torchrun_variables else ""
+    new = f"reigen run {needs}-np {num_ranks} {program}"
+    message = "one host, and the same number of processes"
+    yield LineFinding(number, "change", subject, message, (Edit(start, position, new),))
+
+
+def _parse_torchrun(words: list[tuple[str, int, int]]) -> tuple[str, str, int] | str:
+    """Return the number of processes, the begin of the command, and the offset behind options; or a problem."""
+    options: dict[str, str] = {}
+    position = 0
+    while position < len(words) and words[position][0].startswith("-"):
+        text, has_value, value = words[position][0].partition("=")
+        name = text.lstrip("-").replace("-", "_")
+        name = _SHORT.get(name, name)
+        if name not in _TORCHRUN_OPTIONS:
+            close = get_close_matches(name, _TORCHRUN_OPTIONS, 1)
+            return f"option {text} is not known" + (f", is it --{close[0]}?" if close else "")
+        if _TORCHRUN_OPTIONS[name] and not has_value:
+            position += 1
+            value = words[position][0] if position < len(words) else ""
+        options[name] = value
+        position += 1
+    if position == len(words):
+        return "there is no program"
+    if options.get("nnodes", "1").strip("\"'") not in {"1", "1:1"}:
+        return "several hosts: who they are is said by -H or --hostfile"
+    number = options.get("nproc_per_node", "1")
+    if number.strip("\"'") in {"gpu", "auto", "cpu"}:
+        return f"--nproc_per_node={number}: -np is a number"
+    program = "" if "no_python" in options else "python -m " if "module" in options else "python "
+    return number, program, words[position][1]

@@ -1,0 +1,123 @@
+"""Findings about a file of torch.distributed, as they are collected."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+from reigen.migrate.findings import LineFinding
+from reigen.migrate.syntax import NameUse, PythonSource
+from reigen.migrate.text_files import Edit
+
+STAYS_TORCHS = "it runs as it is by `reigen run --torchrun-env`, and torch averages"
+
+
+@dataclass(slots=True)
+class TorchFindings:
+    """Findings about one file that uses torch.distributed.
+
+    Attributes:
+        findings: as they are if the file is converted.
+        starts: it calls init_process_group, or mp.spawn.
+        used: anything of torch.distributed is used.
+    """
+
+    findings: list[LineFinding] = field(default_factory=list)
+    starts: bool = False
+    used: bool = False
+
+    @property
+    def blocking(self) -> list[LineFinding]:
+        """Findings without which the file could be converted."""
+        return [finding for finding in self.findings if finding.blocks]
+
+    def unconverted(self, reason: str) -> list[LineFinding]:
+        """Return the findings of a file that stays torch's, because of something else."""
+        message = f"not converted ({reason}): {STAYS_TORCHS}"
+        return [
+            LineFinding(each.line, "works", each.subject, message) if each.edits else each for each in self.findings
+        ]
+
+
+class TorchRecord:
+    """Findings of one file, and what rules need to make them.
+
+    Attributes:
+        hvd: the name of reigen.torch in this file.
+        imports_reigen: it has that name already.
+        replaced: nodes of the syntax tree that edits take away.
+    """
+
+    def __init__(self, source: PythonSource) -> None:
+        self.source = source
+        self.found = TorchFindings()
+        names = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
+        bound = {each.bound for each in source.imports} | names
+        mine = [each.bound for each in source.imports if each.dotted == "reigen.torch"]
+        self.imports_reigen = bool(mine)
+        self.hvd = mine[0] if mine else "hvd" if "hvd" not in bound else "reigen_hvd"
+        self.replaced: set[ast.AST] = set()
+
+    def change(self, node: ast.expr | ast.stmt, message: str, *edits: Edit, subject: str = "") -> None:
+        """Add a finding with edits."""
+        self.found.used = True
+        self.found.findings.append(
+            LineFinding(node.lineno, "change", subject or self._subject(node), message, tuple(edits))
+        )
+
+    def block(self, node: ast.expr | ast.stmt, message: str, *, cannot: bool = False) -> None:
+        """Add a finding without an edit, because of which the file is not converted."""
+        self.found.used = True
+        text = f"{message}. As it is, {STAYS_TORCHS}" if cannot else f"by hand: {message}. Until then {STAYS_TORCHS}"
+        finding = LineFinding(node.lineno, "cannot" if cannot else "change", self._subject(node), text, blocks=True)
+        self.found.findings.append(finding)
+
+    def remark(self, node: ast.expr | ast.stmt, message: str) -> None:
+        """Add a finding about what works as it is."""
+        self.found.findings.append(LineFinding(node.lineno, "works", self._subject(node), message))
+
+    def _subject(self, node: ast.expr | ast.stmt) -> str:
+        text = " ".join(self.source.text(node).split())
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    def call(self, use: NameUse) -> ast.Call | None:
+        """Return the call of a function that was found; None: it is used in another way."""
+        parent = self.source.parents.get(use.node)
+        return parent if isinstance(parent, ast.Call) and parent.func is use.node else None
+
+    def is_statement(self, call: ast.Call) -> bool:
+        """Return whether nothing is done with a call's result."""
+        return isinstance(self.source.parents.get(call), ast.Expr)
+
+    def arguments(self, call: ast.Call, *names: str) -> dict[str, ast.expr] | None:
+        """Return a call's arguments by name; None: there are others, or * and **."""
+        if len(call.args) > len(names) or any(isinstance(each, ast.Starred) for each in call.args):
+            return None
+        found = dict(zip(names, call.args, strict=False))
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg not in names:
+                return None
+            found[keyword.arg] = keyword.value
+        return found
+
+    def rewrite(self, node: ast.expr | ast.stmt, *parts: str | ast.expr) -> list[Edit]:
+        """Return edits that put texts and inner expressions in a node's place; these keep the edits within them.
+
+        The expressions must be in the order of the source.
+        """
+        position, end = self.source.range(node)
+        kept = [part for part in parts if isinstance(part, ast.expr)]
+        self.replaced |= set(ast.walk(node)) - {each for part in kept for each in ast.walk(part)}
+        edits, text = [], ""
+        for part in parts:
+            if isinstance(part, str):
+                text += part
+                continue
+            start, stop = self.source.range(part)
+            edits.append(Edit(position, start, text))
+            position, text = stop, ""
+        return [*edits, Edit(position, end, text)]
+
+    def new_line(self, statement: ast.stmt) -> str:
+        """Return the end of a line and the indentation of a statement."""
+        return self.source.lines.line_end + self.source.lines.indentation(statement.lineno)

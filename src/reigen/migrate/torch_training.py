@@ -1,0 +1,311 @@
+"""DistributedDataParallel, its optimizers and samplers, and how the processes start: Reigen's way in their place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from reigen.launch.local_plan import PER_RANK_VARIABLES
+from reigen.migrate.syntax import NameUse
+from reigen.migrate.text_files import Edit
+from reigen.migrate.torch_record import TorchRecord
+
+#: Variables of torchrun's: those that `reigen run --torchrun-env` sets.
+_TORCHRUN = {name for name in PER_RANK_VARIABLES if not name.startswith(("REIGEN_", "HOROVOD_"))}
+#: Arguments of DDP's that mean nothing here: what they ask for happens anyway, or concerns DDP's own buckets.
+_HARMLESS = {
+    "module",
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "init_sync",
+    "forward_sync_buffers",
+}
+#: Methods of DDP's that are called on the model.
+_METHODS = {
+    "no_sync": "DistributedOptimizer(..., backward_passes_per_step=N) sums N passes up before it averages",
+    "join": "with hvd.uneven_data(optimizer, model): ...",
+    "register_comm_hook": "DistributedOptimizer(..., compression=...), see docs/compression.md",
+}
+_LOCAL_RANK = {"--local_rank", "--local-rank"}
+#: Names that read gradients between backward and step, where they have to be averages.
+_READERS = {"clip_grad_norm_", "clip_grad_value_", "unscale_", "GradScaler", "grad"}
+_INIT = "torch.distributed.init_process_group"
+
+
+class TrainingRules:
+    """Rules for models, optimizers, data and the start, of one file."""
+
+    def __init__(self, record: TorchRecord) -> None:
+        self._record, self._source, self._hvd = record, record.source, record.hvd
+        #: statements that put a model into DDP: the name of the result, the text of the model
+        self._models: list[tuple[ast.Assign, str, str]] = []
+
+    # -- models and optimizers ----------------------------------------------------------------------------------------
+
+    def data_parallel(self, use: NameUse) -> None:
+        """Add findings about DistributedDataParallel."""
+        call = self._record.call(use)
+        statement = self._source.parents.get(call) if call is not None else None
+        if call is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            if not self._is_compared(use.node):
+                advice = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.DistributedOptimizer(optimizer)"
+                self._record.block(use.node, advice)
+            return
+        model = (
+            call.args[0] if call.args else next((each.value for each in call.keywords if each.arg == "module"), None)
+        )
+        unknown = [str(each.arg) for each in call.keywords if each.arg not in _HARMLESS]
+        if model is None or unknown or not self._source.is_alone(statement):
+            self._record.block(call, f"DistributedDataParallel with {', '.join(unknown) or 'these arguments'}")
+            return
+        name, inner = self._source.text(statement.targets[0]), self._source.text(model)
+        self._models.append((statement, name, inner))
+        broadcast = f"{self._hvd}.broadcast_parameters({name}.state_dict(), root_rank=0)"
+        parts: tuple[str | ast.expr, ...] = (broadcast,)
+        if name != inner:
+            parts = (f"{name} = ", model, f"{self._record.new_line(statement)}{broadcast}")
+        message = "the model stays itself, and all ranks begin with rank 0's; its buffers stay each rank's own"
+        self._record.change(statement, message, *self._record.rewrite(statement, *parts))
+
+    def _is_compared(self, node: ast.expr) -> bool:
+        """Return whether a class is only compared with: isinstance(model, DistributedDataParallel)."""
+        calls = (each for each in self._source.ancestors(node) if isinstance(each, ast.Call))
+        return any(ast.unparse(call.func) == "isinstance" for call in calls)
+
+    def finish(self) -> None:
+        """Add findings about what belongs to models that were in DDP."""
+        wrapped: dict[ast.Assign, list[str]] = {}
+        for statement, name, inner in self._models:
+            scope = self._source.scope(statement)
+            mine = [each for each in self._optimizers(name, inner) if self._source.scope(each) is scope or "." in name]
+            for each in mine:
+                wrapped.setdefault(each, []).append(name)
+            if not mine and not self._wrap_given_optimizer(statement, name):
+                message = (
+                    f"no optimizer of {name}'s parameters is made beside it: wrap it in hvd.DistributedOptimizer()"
+                )
+                self._record.block(statement, message)
+        for each, names in wrapped.items():
+            self._wrap(each, sorted(set(names)))
+        self._module_attributes()
+        self._model_methods()
+        self._accumulation()
+
+    def _optimizers(self, name: str, inner: str) -> Iterator[ast.Assign]:
+        """Yield statements that make an optimizer of a model's parameters."""
+        owners = (name, f"{name}.module", inner)
+        texts = {f"{owner}.{method}" for owner in owners for method in ("parameters", "named_parameters")}
+        for node in ast.walk(self._source.tree):
+            if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.value, ast.Call):
+                continue
+            kind = self._source.resolve(node.value.func) or ""
+            is_torchs = kind.startswith("torch.optim.") and kind.rpartition(".")[2][:1].isupper() and "lr_" not in kind
+            if not is_torchs and "opt" not in ast.unparse(node.targets[0]).lower():
+                continue
+            calls = (each for each in ast.walk(node.value) if isinstance(each, ast.Call) and each is not node.value)
+            if any(ast.unparse(each.func) in texts for each in calls):
+                yield node
+
+    def _wrap_given_optimizer(self, statement: ast.Assign, model: str) -> bool:
+        """Wrap the one optimizer that a function gets as an argument and keeps, beside the model.
+
+        Whether it is the model's is seen when the script runs: `DistributedOptimizer` compares the parameters.
+        """
+        found = [
+            node
+            for node in ast.walk(self._source.scope(statement))
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Attribute)
+            and "optim" in ast.unparse(node.targets[0]).lower()
+        ]
+        if len(found) != 1 or not self._source.is_alone(found[0]):
+            return False
+        optimizer = self._source.text(found[0].targets[0])
+        place = max(statement, found[0], key=lambda each: each.lineno)
+        line = self._wrapping(optimizer, f"{model}.named_parameters()")
+        self._record.change(found[0], "averages the gradients", self._source.insert_after(place, *line))
+        return True
+
+    def _wrap(self, statement: ast.Assign, models: list[str]) -> None:
+        starts = [each.lineno for each in self._starts(self._source.scope(statement))]
+        if not self._source.is_alone(statement):
+            self._record.block(statement, "hvd.DistributedOptimizer(optimizer)")
+        elif starts and min(starts) > statement.lineno:
+            self._record.block(statement, "the optimizer is made before init_process_group: it needs hvd.init() first")
+        else:
+            value = statement.value
+            params = value.args[0] if isinstance(value, ast.Call) and value.args else None
+            is_whole = isinstance(params, ast.Call) and ast.unparse(params.func).endswith(".parameters")
+            names = f"{models[0]}.named_parameters()" if is_whole and len(models) == 1 else ""
+            lines = self._wrapping(self._source.text(statement.targets[0]), names)
+            message = "averages the gradients in backward"
+            self._record.change(statement, message, self._source.insert_after(statement, *lines))
+
+    def _wrapping(self, optimizer: str, named_parameters: str) -> list[str]:
+        """Return the lines that wrap an optimizer."""
+        arguments = [optimizer]
+        arguments += [f"named_parameters={named_parameters}"] if named_parameters else []
+        arguments += ["synchronize_in_backward=True"] if self._reads_gradients() else []
+        line = f"{optimizer} = {self._hvd}.DistributedOptimizer({', '.join(arguments)})"
+        return [f"if {self._hvd}.is_initialized():", f"    {line}"] if self._is_conditional() else [line]
+
+    def _starts(self, scope: ast.AST) -> Iterator[ast.Call]:
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call) and self._source.resolve(node.func) == _INIT:
+                yield node
+
+    def _is_conditional(self) -> bool:
+        """Return whether the script can also run without DDP."""
+        nodes = [*(statement for statement, _, _ in self._models), *self._starts(self._source.tree)]
+        conditions = (each for node in nodes for each in self._source.ancestors(node) if isinstance(each, ast.If))
+        return any("__name__" not in ast.unparse(each.test) for each in conditions)
+
+    def _reads_gradients(self) -> bool:
+        nodes = (node for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute | ast.Name))
+        return any((node.attr if isinstance(node, ast.Attribute) else node.id) in _READERS for node in nodes)
+
+    def _module_attributes(self) -> None:
+        """Take ``.module`` away behind models that are no DDP any more."""
+        names = {name for _, name, _ in self._models}
+        for node in ast.walk(self._source.tree):
+            if not isinstance(node, ast.Attribute) or node.attr != "module":
+                continue
+            text = self._source.text(node.value)
+            start, end = self._source.range(node)
+            if text in names:
+                edit = Edit(start + len(text), end, "")
+                self._record.change(node, "the model itself", edit)
+            elif self._models or self._record.found.starts:
+                self._record.block(node, f"{text}: leave .module out if that is a model that was in DDP")
+
+    def _model_methods(self) -> None:
+        names = {name for _, name, _ in self._models}
+        for node in ast.walk(self._source.tree):
+            if isinstance(node, ast.Attribute) and self._source.text(node.value) in names:
+                if node.attr in _METHODS:
+                    self._record.block(node, _METHODS[node.attr])
+                elif node.attr in {"state_dict", "load_state_dict"}:
+                    self._record.remark(node, "keys do not begin with `module.` any more: those of older files do")
+
+    def _accumulation(self) -> None:
+        """Find steps that are made after several backward passes."""
+        for node in ast.walk(self._source.tree) if self._models else ():
+            if not isinstance(node, ast.If) or not any(isinstance(each, ast.Mod) for each in ast.walk(node.test)):
+                continue
+            calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+            steps = [each for each in calls if _method(each) == "step" and "opt" in ast.unparse(each).lower()]
+            if steps and not any(_method(each) == "backward" for each in calls):
+                message = "a step for several passes: DistributedOptimizer(..., backward_passes_per_step=N)"
+                self._record.block(steps[0], message)
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def sampler(self, use: NameUse) -> None:
+        """Add findings about DistributedSampler."""
+        call = self._record.call(use)
+        advice = "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())"
+        if call is None:
+            if not self._is_compared(use.node):
+                self._record.block(use.node, advice)
+            return
+        if not call.args or any(isinstance(each, ast.Starred) for each in call.args):
+            self._record.block(call, advice)
+            return
+        if not self._record.found.used and _names_ranks(call):
+            return  # Horovod's way, or a caller's
+        edits, missing = [], ""
+        for place, (name, meant) in enumerate((("num_replicas", "size"), ("rank", "rank")), 1):
+            new = f"{self._hvd}.{meant}()"
+            given = call.args[place] if len(call.args) > place else None
+            given = given or next((each.value for each in call.keywords if each.arg == name), None)
+            if given is None:
+                missing += f", {name}={new}"
+            elif self._source.text(given) != new:
+                edits += self._record.rewrite(given, new)
+        last = max(self._source.range(each)[1] for each in [*call.args, *(keyword.value for keyword in call.keywords)])
+        edits += [Edit(last, last, missing)] if missing else []
+        if edits:
+            message = "torch's sampler would ask torch.distributed for rank and size"
+            self._record.change(call, message, *edits)
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def spawn(self, use: NameUse) -> None:
+        """Add findings about torch.multiprocessing.spawn."""
+        call = self._record.call(use)
+        names = ("fn", "args", "nprocs", "join", "daemon", "start_method")
+        given = self._record.arguments(call, *names) if call is not None else None
+        arguments = (given or {}).get("args", ast.Tuple([]))
+        statement = self._source.statement(use.node)
+        is_plain = isinstance(statement, ast.Expr) and statement.value is call and self._source.is_alone(statement)
+        waits = given is not None and ast.unparse(given.get("join", ast.Constant(True))) == "True"
+        if given is None or "fn" not in given or not is_plain or not waits or not isinstance(arguments, ast.Tuple):
+            advice = "`reigen run -np N` starts the processes: call the function itself, with hvd.rank()"
+            self._record.block(use.node, advice)
+            return
+        number = self._source.text(given["nprocs"]) if "nprocs" in given else None
+        texts = [self._source.text(each) for each in arguments.elts]
+        passed = [f"{self._hvd}.rank()", *(f"{self._hvd}.size()" if text == number else text for text in texts)]
+        function = self._source.text(given["fn"])
+        new = f"{self._hvd}.init(){self._record.new_line(statement)}{function}({', '.join(passed)})"
+        message = "`reigen run -np N` starts the processes; on several hosts a device's number is hvd.local_rank()"
+        self._record.found.starts = True
+        self._record.change(statement, message, *self._record.rewrite(statement, new))
+
+    def variables(self) -> None:
+        """Add findings about variables of torchrun's."""
+        for node in ast.walk(self._source.tree):
+            if not isinstance(node, ast.Constant) or node.value not in _TORCHRUN:
+                continue
+            parent = self._source.parents.get(node)
+            message = "works as it is, by `reigen run --torchrun-env`, which sets it"
+            if isinstance(parent, ast.Subscript) and self._source.resolve(parent.value) == "os.environ":
+                is_read = isinstance(parent.ctx, ast.Load)
+                self._record.remark(parent, message if is_read else "`reigen run` says where ranks meet: not needed")
+            elif isinstance(parent, ast.Call) and self._source.resolve(parent.func) in _GETTERS:
+                self._record.remark(parent, message)
+
+    def local_rank_option(self) -> None:
+        """Give ``--local_rank`` a value, which torch.distributed.launch passes and `reigen run` does not."""
+        calls = [node for node in ast.walk(self._source.tree) if isinstance(node, ast.Call)]
+        options = [call for call in calls if _method(call) == "add_argument" and _names_local_rank(call)]
+        if not options:
+            return
+        parsed = [self._source.parents[call] for call in calls if _method(call) == "parse_args"]
+        statement = parsed[0] if len(parsed) == 1 else None
+        if (
+            not isinstance(statement, ast.Assign)
+            or not isinstance(statement.targets[0], ast.Name)
+            or not self._source.is_alone(statement)
+        ):
+            self._record.block(options[0], "`reigen run` passes no --local_rank: use hvd.local_rank()")
+            return
+        name = statement.targets[0].id
+        lines = (f"{self._hvd}.init()", f"{name}.local_rank = {self._hvd}.local_rank()")
+        message = "`reigen run` passes no such option"
+        self._record.change(options[0], message, self._source.insert_after(statement, *lines))
+
+
+_GETTERS = {"os.environ.get", "os.getenv", "os.environ.pop"}
+
+
+def _method(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _names_ranks(call: ast.Call) -> bool:
+    """Return whether a sampler is given the number of ranks and its own."""
+    return len(call.args) + len({"num_replicas", "rank"} & {keyword.arg for keyword in call.keywords}) > 2
+
+
+def _names_local_rank(call: ast.Call) -> bool:
+    return any(isinstance(each, ast.Constant) and each.value in _LOCAL_RANK for each in call.args)

@@ -1,0 +1,48 @@
+"""Scripts for DDP and Horovod that `reigen migrate --apply` has changed train as they did before."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reigen.cli.main import main
+
+SCRIPTS = Path(__file__).parent / "migrate_scripts"
+#: What the unchanged scripts print on two ranks: by DDP over Gloo (`python ddp_spawn.py`, `reigen run --torchrun-env
+#: -np 2 python ddp_trainer.py`, ddp_launch.py), and by `reigen run --as-horovod -np 2 python horovod_mnist.py`.
+RESULTS = {
+    "ddp_spawn": [(1.79815, 1.79815)],
+    "ddp_trainer": [(0, 13.8791, 1.01178), (1, 13.7033, 1.01178)],
+    "ddp_launch": [(2, 0, 7.17082)],
+    "horovod_mnist": [(2, 4.58790)],
+}
+
+
+@pytest.mark.slow
+def test_changed_scripts_give_the_results_of_ddp_and_of_horovod(tmp_path: Path) -> None:
+    for name in RESULTS:
+        shutil.copy(SCRIPTS / f"{name}.py", tmp_path)
+
+    assert main(["migrate", "--apply", str(tmp_path)]) == 0
+
+    texts = {file: file.read_text() for file in tmp_path.iterdir()}
+    old = re.compile(r"\bdist\.|DataParallel\(|DDP\(|horovod\.torch|mp\.spawn")
+    assert not [file for file, text in texts.items() if old.search(text)]
+    assert main(["migrate", "--apply", "--check", str(tmp_path)]) == 0
+    assert texts == {file: file.read_text() for file in tmp_path.iterdir()}
+
+    command = [sys.executable, "-m", "reigen", "run", "-np", "2", "--no-prefix", "--torchrun-env"]
+    program = [sys.executable, str(SCRIPTS / "run_all.py"), str(tmp_path), *RESULTS]
+    done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = sorted(
+        tuple(map(float, re.findall(r"[\d.]+", line)[:3])) for line in re.findall(r"RESULT ([\d. ]+)", done.stdout)
+    )
+    expected = sorted(tuple(map(float, each)) for results in RESULTS.values() for each in results)
+    assert printed == [pytest.approx(each, rel=1e-3) for each in expected]
+    assert "['rank 0', 'rank 1'] ['net1.weight', 'net1.bias', 'net2.weight', 'net2.bias']" in done.stdout

@@ -1,0 +1,324 @@
+"""Projects: torch.distributed, KVStore, command lines, notebooks, and what belongs together."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from reigen.cli.main import main
+from reigen.cli.migrate import make_num_values
+from reigen.migrate import FileReport, Migration, analyse
+
+_DDP = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def main(rank):
+    dist.init_process_group("gloo")
+    model = DDP(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def read(directory: Path, **files: str) -> Migration:
+    """Findings about files, whose names have _ for the last dot."""
+    for name, text in files.items():
+        stem, _, suffix = name.rpartition("_")
+        (directory / f"{stem}.{suffix}").write_text(textwrap.dedent(text))
+    return analyse([directory], make_num_values())
+
+
+def report(migration: Migration, name: str) -> FileReport:
+    [found] = [file for file in migration.files if file.path.name == name]
+    return found
+
+
+def changed(directory: Path, text: str) -> str | None:
+    """A script after its edits; None: it is not changed."""
+    return report(read(directory, train_py=text), "train.py").new_text
+
+
+def test_ddp_becomes_a_broadcast_and_an_optimizer(tmp_path: Path) -> None:
+    assert (
+        changed(tmp_path, _DDP)
+        == """\
+import torch
+import reigen.torch as hvd
+
+
+def main(rank):
+    hvd.init()
+    model = net()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "advice"),
+    [
+        (
+            "        loss.backward()\n",
+            "        with model.no_sync():\n            loss.backward()\n",
+            "change",
+            "backward_passes_per_step",
+        ),
+        (
+            "        optimizer.step()\n",
+            "        if step % 4 == 0:\n            optimizer.step()\n",
+            "change",
+            "backward_passes_per_step",
+        ),
+        ("DDP(net())", "DDP(net(), process_group=group)", "change", "process_group"),
+        (
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+            "    optimizer = make(model)\n",
+            "change",
+            "no optimizer",
+        ),
+        ("    for batch", "    group = dist.new_group([0, 1])\n    for batch", "change", "ProcessSet"),
+        ("    for batch", "    dist.send(torch.ones(1), 1)\n    for batch", "cannot", "no messages"),
+        ("    for batch", "    work = dist.all_reduce(t, async_op=True)\n    for batch", "change", "allreduce_async_"),
+        ("    for batch", "    sizes = dist.get_world_size(group)\n    for batch", "change", "ProcessSet"),
+        (
+            'dist.init_process_group("gloo")',
+            'r = rank * 8 + gpu\n    dist.init_process_group("gloo", rank=r)',
+            "change",
+            "calculated",
+        ),
+        ("    for batch", "    save(trainer.model.module)\n    for batch", "change", ".module"),
+        ("DDP(net())", "DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net()))", "change", "hvd.SyncBatchNorm"),
+    ],
+)
+def test_what_has_no_safe_edit_leaves_the_whole_script(
+    tmp_path: Path, old: str, new: str, status: str, advice: str
+) -> None:
+    assert old in _DDP
+    migration = read(tmp_path, train_py=_DDP.replace(old, new))
+    [file] = migration.files
+    reasons = [each for each in file.findings if each.blocks]
+
+    assert file.new_text is None
+    assert [each.status for each in reasons] == [status] * len(reasons)
+    assert any(advice in each.message for each in reasons)
+    assert all("--torchrun-env" in each.message for each in file.findings)
+    assert not migration.is_done
+
+
+def test_gradients_that_are_read_before_the_step_are_averages(tmp_path: Path) -> None:
+    text = _DDP.replace(
+        "        optimizer.step", "        torch.nn.utils.clip_grad_norm_(p, 1.0)\n        optimizer.step"
+    )
+
+    assert "synchronize_in_backward=True)" in str(changed(tmp_path, text))
+
+
+def test_a_script_that_can_run_without_ddp_still_can(tmp_path: Path) -> None:
+    text = _DDP.replace(
+        "    model = DDP(net())", "    model = net()\n    if rank is not None:\n        model = DDP(model)"
+    )
+
+    new = str(changed(tmp_path, text))
+    assert "    if rank is not None:\n        hvd.broadcast_parameters(model" in new
+    assert "    if hvd.is_initialized():\n        optimizer = hvd.DistributedOptimizer(" in new
+
+
+def test_collectives(tmp_path: Path) -> None:
+    new = changed(
+        tmp_path,
+        """\
+        import torch, os
+        import torch.distributed as dist
+        hvd = 3
+        dist.init_process_group("nccl")
+        dist.all_reduce(a + b)
+        dist.all_reduce(a, op=dist.ReduceOp.MAX)
+        dist.reduce(a, 0)
+        dist.broadcast(a, src=dist.get_rank() * 0)
+        dist.broadcast_object_list(objects, src=1)
+        sampler = torch.utils.data.DistributedSampler(d, dist.get_world_size(), shuffle=False)
+        print(dist.is_available(), dist.is_initialized(), os.environ["RANK"])
+        """,
+    )
+
+    assert new == textwrap.dedent("""\
+        import torch, os
+        import torch.distributed as dist
+        import reigen.torch as reigen_hvd
+        hvd = 3
+        reigen_hvd.init()
+        reigen_hvd.allreduce_(a + b, op=reigen_hvd.Sum)
+        reigen_hvd.allreduce_(a, op=reigen_hvd.Max)
+        reigen_hvd.allreduce_(a, op=reigen_hvd.Sum)
+        reigen_hvd.broadcast_(a, root_rank=reigen_hvd.rank() * 0)
+        objects[:] = reigen_hvd.broadcast_object(objects, root_rank=1)
+        sampler = torch.utils.data.DistributedSampler(d, reigen_hvd.size(), shuffle=False, rank=reigen_hvd.rank())
+        print(dist.is_available(), reigen_hvd.is_initialized(), os.environ["RANK"])
+        """)
+
+
+def test_files_that_import_each_other_are_changed_together_or_not_at_all(tmp_path: Path) -> None:
+    helper = "import torch.distributed as dist\n\ndef rank():\n    return dist.get_rank()\n"
+    alone = read(tmp_path, helper_py=helper)
+    assert report(alone, "helper.py").new_text is None
+
+    together = read(tmp_path, helper_py=helper, between_py="import helper\n", train_py="import between\n" + _DDP)
+    assert "hvd.rank()" in str(report(together, "helper.py").new_text)
+    assert "hvd.init()" in str(report(together, "train.py").new_text)
+
+    blocked = read(tmp_path, helper_py=helper + "\ndef f():\n    dist.send(x, 1)\n")
+    assert [file.new_text for file in blocked.files] == [None, None]
+    assert "because of" in report(blocked, "train.py").findings[0].message
+
+
+def test_stores_of_mxnet(tmp_path: Path) -> None:
+    migration = read(
+        tmp_path,
+        train_py="""\
+        import mxnet as mx
+        from mxnet import gluon
+        kv = mx.kv.create("dist_sync")
+        local = mx.kv.create("local")
+        odd = mx.kv.create("dist_magic")
+        trainer = gluon.Trainer(params, "adadelta", {}, kvstore=kv)
+        good = gluon.Trainer(params, "adadelta", {}, kvstore=kv, update_on_kvstore=False)
+        sgd = gluon.Trainer(params, "sgd", {}, kvstore="dist_async")
+        mx.profiler.set_config(profile_process="server")
+        """,
+    )
+    found = {(each.line, each.status) for each in migration.files[0].findings}
+
+    assert found == {
+        (3, "works"),
+        (4, "works"),
+        (5, "cannot"),
+        (6, "works"),
+        (6, "change"),
+        (7, "works"),
+        (8, "works"),
+        (9, "cannot"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("horovodrun -np 4 -H h1:4 python a.py\n", "reigen run --as-horovod -np 4 -H h1:4 python a.py\n"),
+        (
+            "exec /opt/bin/horovodrun \\\n  -np 4 python a.py\n",
+            "exec reigen run --as-horovod \\\n  -np 4 python a.py\n",
+        ),
+        ('CMD ["horovodrun", "-np", "2"]\n', 'CMD ["reigen", "run", "--as-horovod", "-np", "2"]\n'),
+        ("do:\n - horovodrun\n - -np\n", "do:\n - reigen\n - run\n - --as-horovod\n - -np\n"),
+        (
+            "python ../../tools/launch.py -n 3 -H hosts python a.py\n",
+            "reigen launch --as-mxnet -n 3 -H hosts python a.py\n",
+        ),
+        ("torchrun --standalone --nproc-per-node=$N train.py --x 3\n", "reigen run -np $N python train.py --x 3\n"),
+        (
+            "python3 -m torch.distributed.launch --nproc_per_node 4 --use_env \\\n  train.py\n",
+            "reigen run -np 4 python train.py\n",
+        ),
+        ("torchrun --nproc_per_node 2 -m train.py\n", "reigen run -np 2 python -m train.py\n"),
+    ],
+)
+def test_command_lines(tmp_path: Path, old: str, new: str) -> None:
+    assert report(read(tmp_path, train_py=_DDP, job_sh=old), "job.sh").new_text == new
+    assert not [file for file in read(tmp_path, job_sh=new).files if file.path.name == "job.sh"]
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("horovodrun -np 2 --warp 9 python a.py", "cannot", "no such option"),
+        ("horovodrun --cycle-time-ms 3 -np 2 python a.py --warp", "works", "no effect"),
+        ("which horovodrun", "change", "by hand"),
+        ("RUN HOROVOD_WITH_PYTORCH=1 pip install horovod[pytorch]==0.28.1", "change", "by hand"),
+        ("mpirun -np 2 python hvd.py", "works", "PYTHONPATH"),
+        ("torchrun --nnodes 2 --nproc_per_node 8 train.py", "change", "several hosts"),
+        ("torchrun --nproc_per_node gpu train.py", "change", "-np is a number"),
+    ],
+)
+def test_command_lines_that_need_a_hand_or_none(tmp_path: Path, line: str, status: str, message: str) -> None:
+    migration = read(tmp_path, train_py=_DDP, hvd_py="import horovod.torch as hvd\n", job_sh=f"# horovodrun\n{line}\n")
+
+    found = report(migration, "job.sh").findings
+    assert any(each.status == status and message in each.message and each.line == 2 for each in found)
+
+
+def test_command_lines_of_others_are_left_alone(tmp_path: Path) -> None:
+    text = "mpirun -np 2 ./solver\ntorchrun --nproc_per_node 2 other.py\nname: horovodrun-job\npip install torch\n"
+
+    assert [file.path.name for file in read(tmp_path, train_py=_DDP, job_sh=text).files] == ["train.py"]
+
+
+def notebook(*sources: str) -> str:
+    cells = [
+        {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": text.splitlines(True)}
+        for text in sources
+    ]
+    cells.insert(1, {"cell_type": "markdown", "metadata": {}, "source": ["horovodrun é"]})
+    return json.dumps(
+        {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False
+    )
+
+
+def test_notebooks_keep_their_form(tmp_path: Path) -> None:
+    old = notebook(
+        "%matplotlib inline\nimport horovod.torch as hvd", "!horovodrun -np 2 python a.py\nx = !ls\nhvd.init()"
+    )
+    migration = read(tmp_path, a_ipynb=old + "\n")
+    [file] = migration.files
+
+    assert [file.place(each) for each in file.findings] == [(1, 2), (3, 1), (3, 3)]
+    expected = old.replace("import horovod", "import reigen").replace("!horovodrun", "!reigen run --as-horovod")
+    assert file.new_text == expected + "\n"
+
+
+def test_a_notebook_in_another_form_is_not_changed_all_over(tmp_path: Path) -> None:
+    text = json.dumps(json.loads(notebook("import horovod.torch as hvd", "")))
+    [file] = read(tmp_path, a_ipynb=text).files
+
+    assert file.new_text is None
+    assert "not formatted as Jupyter" in str(file.error)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import horovod.torch as hvd\n\nhvd.init()\n")
+    old = tmp_path / "old.py"
+    old.write_text("import horovod.torch as hvd\nprint 'x'\n")
+
+    assert main(["migrate", str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "+import reigen.torch as hvd" in out
+    assert "line 3: hvd.init" in out
+    assert main(["migrate", "--check", "--no-diff", str(script)]) == 1
+    assert main(["migrate", "--check", "--json", str(tmp_path)]) == 2
+    capsys.readouterr()
+    assert main(["migrate", "--apply", "--json", str(tmp_path)]) == 2
+    document = json.loads(capsys.readouterr().out)
+    errors = {Path(file["path"]).name: file["error"] for file in document["files"]}
+    assert errors["train.py"] is None
+    assert errors["old.py"].startswith("Python 2 (line 2")
+    assert script.read_text() == "import reigen.torch as hvd\n\nhvd.init()\n"
+    assert old.read_text() == "import horovod.torch as hvd\nprint 'x'\n"
+    assert main(["migrate", "--check", str(script)]) == 0
+    assert "nothing of Horovod" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["migrate", str(tmp_path / "nothing")])
