@@ -117,10 +117,10 @@ class _NotingWorker:
         return np.empty(nbytes, np.uint8), None
 
 
-def plan_requests(
+def make_requests(
     profile: TrainingProfile, strategy: Strategy, bound: int, slice_bytes: int, num_workers: int
-) -> ServerPlan:
-    """Plan the requests of a step in which every parameter is pushed and its new value pulled, in one call.
+) -> list[ClientRequest]:
+    """Make the requests of a step, in which every parameter is pushed and its new value pulled, in one call.
 
     Args:
         profile: the parameters.
@@ -144,21 +144,28 @@ def plan_requests(
         elements = np.empty(tensor.elements, DTYPES[tensor.dtype].storage)
         builder.add(entry, elements, elements)
     builder.end()
+    return worker.requests
+
+
+def plan_requests(
+    profile: TrainingProfile, strategy: Strategy, bound: int, slice_bytes: int, num_workers: int
+) -> ServerPlan:
+    """Plan the requests of a step: those of `make_requests`, which has the arguments, by server."""
     by_server: list[list[RequestPiece]] = [[] for _ in range(strategy.num_servers)]
-    for request in worker.requests:
-        by_server[request.server].append(_as_piece(request, factory.answer_codec))
+    for request in make_requests(profile, strategy, bound, slice_bytes, num_workers):
+        by_server[request.server].append(_as_piece(request))
     classes, pieces = _classify([_merge(each) for each in by_server])
     reason = f"keys of {bound} elements and more lie on all servers, in shards of at most {slice_bytes} bytes"
     return ServerPlan(classes, pieces, reason)
 
 
-def _as_piece(request: ClientRequest, answer_codec: Codec | None) -> RequestPiece:
+def _as_piece(request: ClientRequest) -> RequestPiece:
     outs = request.outs if isinstance(request, BatchRequest) else [request.into]
     arrays = [out for out in outs if out is not None]
     sum_bytes = sum(out.nbytes for out in arrays)
     value_bytes = sum_bytes
-    if answer_codec is not None and request.codec is not None:
-        value_bytes = sum(answer_codec.max_bytes(len(out)) for out in arrays)
+    if request.codec is not None:
+        value_bytes = sum(request.codec.max_bytes(len(out)) for out in arrays)
     return RequestPiece(1, len(request.body), value_bytes, sum_bytes)
 
 
