@@ -228,11 +228,16 @@ def _thread(kind: HostKind) -> str:
 
 
 def _io_thread(kind: HostKind, number: int) -> str:
-    return f"thread of server class {number} on {kind.name}"
+    return f"I/O thread of a server{_which(kind, number)} on {kind.name}"
 
 
 def _compute_threads(kind: HostKind, number: int) -> str:
-    return f"computing threads of server class {number} on {kind.name}"
+    return f"computing threads of a server{_which(kind, number)} on {kind.name}"
+
+
+def _which(kind: HostKind, number: int) -> str:
+    """Return which of a host's servers it is, where they have different loads."""
+    return f" ({number + 1})" if len(kind.servers) > 1 else ""
 
 
 def _add(load: dict[str, float], other: dict[str, float]) -> None:

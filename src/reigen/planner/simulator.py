@@ -195,7 +195,7 @@ def _kind_of(resource: str) -> str:
         return "coordinator"
     if resource.startswith("thread of a worker"):
         return "worker thread"
-    if "server class" in resource:
+    if "of a server" in resource:
         return "server thread"
     if resource.startswith(("uplink", "network")):
         return "oversubscribed network"

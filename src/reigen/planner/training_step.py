@@ -28,6 +28,7 @@ from reigen.planner.profile import TrainingProfile
 from reigen.types import DTYPES, ReduceOp
 
 _DEADLINE_SECONDS = 1e9
+_REPORTS, _ANNOUNCEMENT = "reports", "announcement"
 #: Resource: rank 0 deals with one control message after the other.
 COORDINATOR = "rank 0's negotiation"
 
@@ -141,6 +142,8 @@ class AllreduceJob:
         self._computing = StepComputing(self._simulator, self._layout, self._profile, self._costs)
         self._queue: deque[ExecuteBatch] = deque()
         self._control_queue: deque[tuple[float, Callable[[], None], str]] = deque()
+        #: reports in the queue that rank 0 reads before it announces something
+        self._unread = 0
         self._is_executing = False
         #: by rank kind: backward has ended; buckets that are not reduced yet
         self._has_computed = [False] * len(self._ranks)
@@ -201,9 +204,10 @@ class AllreduceJob:
         hop = self._costs.wakeup_seconds if rank.is_near else self._model.hop_seconds
         messages, way = self._control_plan.messages(count), self._control_plan.seconds(hop, self._costs)
         if not messages:
+            self._unread += 1
             self._receive(rank, reports)
             return
-        self._delay(way, lambda: self._control(messages, lambda: self._receive(rank, reports), "reports"))
+        self._delay(way, lambda: self._control(messages, lambda: self._receive(rank, reports), _REPORTS))
 
     def _operation(self, number: int) -> Operation:
         bucket = self._options.plan.buckets[number]
@@ -216,6 +220,9 @@ class AllreduceJob:
     def _receive(self, rank: RankKind, reports: Sequence[Report]) -> None:
         """Take in a message on rank 0, and announce ready operations."""
         self._coordinator.receive(rank.index, reports, self._simulator.now)
+        self._unread -= 1
+        if self._unread > 0:
+            return  # it reads all that lies before it, and announces then
         announcements = self._coordinator.announce(self._simulator.now)
         if not announcements:
             return
@@ -231,7 +238,7 @@ class AllreduceJob:
             self._execute()
 
         way = self._control_plan.seconds(self._model.hop_seconds, self._costs)
-        self._control(self._control_plan.children, lambda: self._delay(way, announced), "announcement")
+        self._control(self._control_plan.children, lambda: self._delay(way, announced), _ANNOUNCEMENT)
 
     def _control(self, count: float, then: Callable[[], None], name: str) -> None:
         """Deal with so many control messages, on rank 0."""
@@ -243,6 +250,8 @@ class AllreduceJob:
     def _control_next(self) -> None:
         """Deal with one message after the other, on rank 0."""
         seconds, then, name = self._control_queue[0]
+        if self._unread <= 0:
+            self._unread = sum(1 for *_, each in self._control_queue if each == _REPORTS)
 
         def ended() -> None:
             then()
