@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from reigen.backends.shm.region_cache import RegionCache
+from reigen.backends.shm.region_cache import RegionCache, reserve_region
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
 from reigen.cluster.membership.elastic.directory import meet_first_view
@@ -464,6 +464,11 @@ class ElasticJob(Generic[_Context]):
             explained = msgspec.structs.replace(note, outcome=outcome, step=step, samples=samples)
             self._driver.note = explained
             self._driver.directory.tell_change(explained)
+
+    def reserve_memory(self, nbytes: int) -> None:
+        """Make registered memory ahead of its first use, as much as a view will need: members wait for it then."""
+        if nbytes:
+            reserve_region(self._region_cache, nbytes)
 
     def require_size(self, size: int) -> None:
         """Have steps run only in views of so many members; all members ask for the same. Others are waited for."""

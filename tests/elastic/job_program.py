@@ -80,6 +80,10 @@ def make_job(num_samples: int, *trained: object) -> hvd.elastic.Job:
     job = hvd.elastic.Job(model, optimizer, scheduler, data=data, **options)
     if os.environ.get("CORRUPT") == "1":
         corrupt(job, model)
+    if path := os.environ.get("PREPARES_UNTIL"):
+        print(f"PREPARED {hvd.rank()} {hvd.size()}", flush=True)
+        while not Path(path).exists():
+            time.sleep(0.01)
     return job
 
 

@@ -161,6 +161,28 @@ def wait_for_steps(members: Sequence[Member], num_steps: int) -> None:
     until(lambda: all(count_steps(member) >= before[member] + num_steps for member in members))
 
 
+@pytest.mark.parametrize("shares", ["0", "1"])
+def test_members_do_not_wait_for_a_newcomer_that_makes_its_optimizer_and_job(
+    server: ForkServer, tmp_path: Path, shares: str
+):
+    """It asks for its place where its `with` block begins."""
+    with ElasticProcesses("1000", "60", "0.005", max_size=3, server=server, SHARE=shares) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ")
+        newcomer = job.start_candidate(2, PREPARES_UNTIL=str(tmp_path / "go"))
+        job.wait_for("PREPARED 2 3", [newcomer])
+        wait_for_steps(members, 20)
+        ledger = Ledger()
+        ledger.read(members)
+        assert {*ledger.sizes.values()} == {2}
+        (tmp_path / "go").touch()
+        job.wait_for("STEP", [newcomer])
+        wait_for_steps([*members, newcomer], 3)
+        ledger = Ledger()
+        ledger.read([*members, newcomer])
+        assert {at: found for at, found in ledger.digests.items() if len(found) > 1} == {}
+
+
 def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: ForkServer):
     """No step is lost or made again; a later newcomer is taken in."""
     with ElasticProcesses("1000", "60", "0.01", max_size=3, server=server) as job:

@@ -110,6 +110,10 @@ class ArrayTraining(TrainingState, ABC):
         """Implement `TrainingState.detach`."""
         self.update = None
 
+    def registered_bytes(self) -> int:
+        """Implement `TrainingState.registered_bytes`."""
+        return 0
+
     def change_view(self, change: Callable[[], None]) -> None:
         """Implement `TrainingState.change_view`."""
         self.backend.change_job(change)

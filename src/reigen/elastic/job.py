@@ -260,7 +260,8 @@ class BaseJob(ABC):
     def __enter__(self) -> Self:
         """Collective: all ranks get the state of rank 0, or of the members that there are."""
         self._elastic = contexts.elastic_job()
-        if membership.is_candidate():
+        if membership.is_candidate() and self._elastic is not None:
+            self._elastic.reserve_memory(self.training.registered_bytes())
             self.training.change_view(membership.join)
         if self._resume is not None:
             self.load(self._resume)
@@ -627,10 +628,8 @@ class BaseJob(ABC):
         if not is_completing:
             self._resolve_step(is_redone=self.rank not in plan.receivers | plan.waiting)
         self.training.enter_view(keeps_gradients=is_completing)
-        if plan.receivers:
-            self._receive(plan.source, plan.receivers)
         if plan.receivers or plan.partial_receivers:
-            self._receive_small(plan.source, receives=self.rank in plan.receivers | plan.partial_receivers)
+            self._receive(plan)
         self._is_whole = True  # or nobody has more
         self._is_stable = not plan.completing
         self._is_awaited = bool(plan.waiting)
@@ -672,32 +671,45 @@ class BaseJob(ABC):
             step.is_applied = True  # elsewhere
         self._is_whole = is_redone
 
-    def _receive(self, source: int, receivers: frozenset[int]) -> None:
-        """Collective: receivers get weights and optimizer state; who was a member keeps its own if that fails."""
-        receives = self.rank in receivers
-        self._check_alike(source)
+    def _receive(self, plan: CatchUpPlan) -> None:
+        """Collective: receivers get the state of the source; who was a member keeps its own if that fails.
+
+        Partial receivers get what of the small state is the same on all members.
+        """
+        source, receives = plan.source, self.rank in plan.receivers
+        if plan.receivers:
+            self._check_alike(source)
         backup = self.training.backup() if receives and self._mark.is_member else None
         try:
-            for attempt in range(_MAX_TRANSFERS):
-                self.training.transfer(source, receivers)
-                digests = allgather_object(self.training.digest() if receives or self.rank == source else b"")
-                wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
-                if not wrong:
-                    break
-                _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
-            else:
-                raise self._explain_wrong_state(wrong, source)
-            state = broadcast_object((self._mark.number, self.data.state_dict()), source, "elastic.cursor")
+            if plan.receivers:
+                self._transfer(source, plan.receivers)
+            own = (self._mark.number, self.data.state_dict(), self.training.small_state())
+            state = broadcast_object(own if self.rank == source else None, source, "elastic.small_state")
         except BaseException:
             if backup is not None:
                 self.training.recover(backup)
             raise
+        number, cursor, small = state
         if receives:
             with self._lock:
-                self._mark.number = state[0]
-                self._mark.offset = 0 if self._elastic is None else state[0] - max(self._elastic.view.base.target, 1)
-                self.data.load_state_dict(state[1])
+                self._mark.number = number
+                self._mark.offset = 0 if self._elastic is None else number - max(self._elastic.view.base.target, 1)
+                self.data.load_state_dict(cursor)
                 self._is_whole = False
+        if receives or self.rank in plan.partial_receivers:
+            self.training.load_small_state(small)
+
+    def _transfer(self, source: int, receivers: frozenset[int]) -> None:
+        """Collective: receivers get weights and optimizer state, which are compared with those of the source."""
+        is_compared = self.rank == source or self.rank in receivers
+        for attempt in range(_MAX_TRANSFERS):
+            self.training.transfer(source, receivers)
+            digests = allgather_object(self.training.digest() if is_compared else b"", "elastic.digest")
+            wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
+            if not wrong:
+                return
+            _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
+        raise self._explain_wrong_state(wrong, source)
 
     def _explain_wrong_state(self, wrong: Sequence[int], source: int) -> CollectiveError:
         """Return the error of a rank whose state is wrong, which leaves the job, or of the others, which go on."""
@@ -709,14 +721,6 @@ class BaseJob(ABC):
             )
         text = f"rank(s) {format_ranks(wrong)} have another state than rank {source}, which has sent them its own"
         return PeerLostError(text, ranks=tuple(wrong))
-
-    def _receive_small(self, source: int, *, receives: bool) -> None:
-        """Collective: receivers get what of the small state is the same on all members."""
-        own = self.training.small_state() if self.rank == source else None
-        small = broadcast_object(own, source, "elastic.small_state")
-        if receives:
-            self.training.load_small_state(small)
-            self._is_whole = True
 
     def _check_alike(self, source: int) -> None:
         """Raise ArgumentError if model, optimizer or data are not those of the source; here alone."""

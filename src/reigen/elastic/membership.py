@@ -101,8 +101,13 @@ def join() -> None:
 
 
 def is_elastic() -> bool:
-    """Return whether this process is in an elastic job."""
+    """Return whether this process is in an elastic job; a candidate becomes a member."""
     return _member() is not None
+
+
+def may_change() -> bool:
+    """Return whether the ranks of the job may change: it is elastic. A candidate stays one."""
+    return _given is not None or context.elastic_job() is not None
 
 
 def step_applied() -> None:

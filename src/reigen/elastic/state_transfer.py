@@ -15,7 +15,7 @@ source holds is for digests to say.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -49,7 +49,13 @@ class _StateAddress:
     ranges: tuple[AddressRange, ...]
 
 
-def read_from_source(arrays: Sequence[NDArray[np.uint8]], layout: str, source: int, receivers: frozenset[int]) -> bool:
+def read_from_source(
+    arrays: Sequence[NDArray[np.uint8]],
+    layout: str,
+    source: int,
+    receivers: frozenset[int],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> bool:
     """Collective: receivers read the state of the source.
 
     Args:
@@ -57,6 +63,7 @@ def read_from_source(arrays: Sequence[NDArray[np.uint8]], layout: str, source: i
         layout: describes the arrays: only between ranks with the same text bytes are copied. Empty: not at all.
         source: rank whose state it is.
         receivers: ranks that get it.
+        meanwhile: called on the source while the others read; it changes nothing.
 
     Returns:
         All receivers have it. If not, nobody should rely on what is in their arrays.
@@ -69,6 +76,8 @@ def read_from_source(arrays: Sequence[NDArray[np.uint8]], layout: str, source: i
     has_read = rank not in receivers
     if not has_read and layout and addresses[source].layout == layout and _is_readable(addresses[source]):
         has_read = _read(addresses[source], ranges)
+    if rank == source:
+        meanwhile()
     return all(allgather_object(has_read, "elastic.has_read"))
 
 

@@ -39,6 +39,9 @@ class TrainingState(Protocol):
     def detach(self) -> None:
         """Take off what `attach` and `begin_step` have put on model and optimizer."""
 
+    def registered_bytes(self) -> int:
+        """Return how much registered memory the gradients will need, at most, on a host with other ranks; 0: none."""
+
     def change_view(self, change: Callable[[], None]) -> None:
         """Call ``change``, which leaves the view and enters another, when nothing of the framework's is under way."""
 

@@ -44,7 +44,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask_or_axes: Any, *, keep_dims: bool | None = None, mask: Any = None) -> Any:
         """Keras 3 calls it as ``(inputs, mask)``, the legacy one as ``(inputs, axes, keep_dims=..., mask=...)``."""
-        if context.current().size == 1 and not (membership.is_elastic() and not tf.executing_eagerly()):
+        if context.current().size == 1 and not (membership.may_change() and not tf.executing_eagerly()):
             options = {} if keep_dims is None else {"keep_dims": keep_dims, "mask": mask}
             return super()._moments(inputs, mask_or_axes, **options)
         name = f"sync_batch_norm.{without_serial_numbers(getattr(self, 'path', None) or self.name)}"
@@ -79,7 +79,7 @@ def combined_moments(x: Any, axes: Sequence[int], mask: Any, name: str) -> tuple
     squares = tf.reduce_sum(weights * tf.square(x - mean), axes)
     own = tf.stack([tf.cast(tf.reshape(part, [-1]), tf.float64) for part in (count, mean, squares)])
     rank, size = job.rank, job.size
-    if membership.is_elastic() and not tf.executing_eagerly():  # those at the time when the graph runs
+    if membership.may_change() and not tf.executing_eagerly():  # those at the time when the graph runs
         rank, size = ask("rank"), ask("size")
     place = tf.reshape(tf.one_hot(rank, size, dtype=tf.float64), [-1, 1, 1])
     counts, means, deviations = tf.unstack(allreduce(place * own, op=Sum, name=name), axis=1)

@@ -108,6 +108,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
                 optimizer.step()
     """
     check_not_wrapped(optimizer)
+    if process_set is not global_process_set:
+        membership.join()  # the sets of an elastic job are its members'
     if synchronize_in_backward and (op != ReduceOp.AVERAGE or share_parameters):
         raise ArgumentError("synchronize_in_backward goes with op=Average only, and not with share_parameters")
     named = name_parameters(optimizer, named_parameters)
@@ -115,7 +117,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         if share_parameters is True:
             raise ArgumentError("share_parameters does not go with op=Adasum, for which every rank updates all weights")
         check_adasum_options(gradient_predivide_factor, process_set)
-        if contexts.current().size > 1 or membership.is_elastic():
+        if contexts.current().size > 1 or membership.may_change():
             deltas = DeltaReducer(named, choose_compressor(compression), backward_passes_per_step, sparse_as_dense)
             return wrap_optimizer(optimizer, AdasumOptimizer, deltas)
         op = Average  # of one rank

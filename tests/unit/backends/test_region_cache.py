@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reigen.backends.shm import region_cache
-from reigen.backends.shm.region_cache import OwnRegion, RegionCache
+from reigen.backends.shm.region_cache import OwnRegion, RegionCache, reserve_region
 from reigen.errors import SharedMemoryError
 
 ME, OTHER, NEWCOMER = os.getpid(), 1_000_001, 1_000_002
@@ -97,11 +97,10 @@ def test_mappings_of_others_are_recognized_and_given_up(cache: RegionCache) -> N
         cache.map_other(*place)
 
 
-def test_a_new_region_is_used_and_one_that_cannot_be_made_leaves_nothing(
-    cache: RegionCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead = cache.create(SIZE, "buckets")
-    assert cache.find(SIZE - 100, {ME, OTHER}) is ahead
+def test_memory_is_made_ahead_if_there_is_any(cache: RegionCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve_region(cache, SIZE)
+    ahead = cache.find(SIZE - 100, {ME, OTHER})
+    assert ahead is not None
     assert use(cache, {ME, OTHER}) is ahead
 
     def refuse(*_: object) -> None:
@@ -109,6 +108,7 @@ def test_a_new_region_is_used_and_one_that_cannot_be_made_leaves_nothing(
 
     monkeypatch.setattr(region_cache.ShmSegment, "grow", refuse)
     num_descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    reserve_region(cache, 1 << 20)
     with pytest.raises(SharedMemoryError):
         cache.create(1 << 20, "buckets")
     assert len(list(Path("/proc/self/fd").iterdir())) == num_descriptors

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reigen.errors import SharedMemoryError
 from reigen.net.shm_segment import ShmSegment, round_up
 
 #: madvise(2): find all pages now, as writing to them would; since Linux 5.14.
@@ -197,3 +198,11 @@ def _madvise() -> Callable[..., int]:
 def _populate(array: NDArray[np.uint8]) -> None:
     """Find all pages of a mapping at once, which takes half of the time that as many faults take; or do nothing."""
     _madvise()(array.ctypes.data, round_up(array.nbytes, mmap.PAGESIZE), _MADV_POPULATE_WRITE)
+
+
+def reserve_region(cache: RegionCache, nbytes: int) -> None:
+    """Make a region ahead of its use, if there is memory for it."""
+    try:
+        cache.create(nbytes, "registered memory (gradient buckets)")
+    except (SharedMemoryError, OSError):
+        return  # whoever needs it says so

@@ -70,6 +70,10 @@ class PartwiseTraining(TorchTraining):
             hook.remove()
         self._step_hooks.clear()
 
+    def registered_bytes(self) -> int:
+        """Implement `TrainingState.registered_bytes`."""
+        return 0
+
     def finish_gradients(self) -> None:
         """Implement `TrainingState.finish_gradients`."""
 

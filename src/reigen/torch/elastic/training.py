@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from reigen.api.job import rank
 from reigen.api.objects import dumps
+from reigen.backends.shm.reduction_journal import journal_bytes
 from reigen.elastic.cursor import Part
 from reigen.elastic.state_transfer import read_from_source
 from reigen.elastic.training import digest_of, generator_states, set_generator_states
@@ -29,6 +30,8 @@ from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_parameters, broadcast_tensors, is_dense, share_optimizer_state
 
+#: In a bucket, and between buckets, a gradient may have so many bytes in front of it.
+_MAX_GAP_BYTES = 128
 _is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -60,6 +63,8 @@ class TorchTraining:
         self._buffers: dict[str, torch.Tensor] = {}
         self._options: list[dict[str, Any]] = []
         self._states: dict[str, Any] = {}
+        #: of what this rank has given to others, which has not changed since; empty: none
+        self._sent_digest = b""
 
     def _prepare_optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """Return the optimizer as this training uses it; raises ArgumentError."""
@@ -82,6 +87,11 @@ class TorchTraining:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def registered_bytes(self) -> int:
+        """Implement `TrainingState.registered_bytes`."""
+        sizes = [p.numel() * p.element_size() for p in self._parameters() if p.requires_grad and p.device.type == "cpu"]
+        return sum(sizes) + _MAX_GAP_BYTES * len(sizes) + journal_bytes(len(sizes)) if sizes else 0
 
     def change_view(self, change: Callable[[], None]) -> None:
         """Implement `TrainingState.change_view`."""
@@ -184,7 +194,7 @@ class TorchTraining:
 
     def transfer(self, source: int, receivers: frozenset[int]) -> None:
         """Implement `TrainingState.transfer`."""
-        receives = rank() in receivers
+        receives, self._sent_digest = rank() in receivers, b""
         weights = dict(self._model.named_parameters())
         others = {name: value for name, value in self._model.state_dict().items() if name not in weights}
         if not receives:  # buffers may differ, and each keeps its own
@@ -195,7 +205,7 @@ class TorchTraining:
         is_readable = all(tensor.device.type == "cpu" and is_dense(tensor) for tensor in tensors)
         layout = [f"{each.dtype} {tuple(each.shape)} {each.stride()}" for each in tensors] if is_readable else []
         arrays = [tensor_bytes(tensor) for tensor in tensors] if is_readable else []
-        if not read_from_source(arrays, "\n".join(layout), source, receivers):
+        if not read_from_source(arrays, "\n".join(layout), source, receivers, self._note_digest):
             broadcast_tensors(tensors, source, "elastic.state")
         install()
         for parameter in self._parameters():
@@ -203,7 +213,13 @@ class TorchTraining:
 
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""
-        return digest_of(map(tensor_bytes, self._tensors()))
+        sent, self._sent_digest = self._sent_digest, b""
+        return sent or digest_of(map(tensor_bytes, self._tensors()))
+
+    def _note_digest(self) -> None:
+        """Compute the digest while others read the state, so that they need not wait for it."""
+        self._sent_digest = b""
+        self._sent_digest = self.digest()
 
     def small_state(self) -> Any:
         """Implement `TrainingState.small_state`."""

@@ -87,6 +87,7 @@ class DeltaReducer(OptimizerReducer):
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """A step begins: copies of the parameters that take part, of which ``parameters`` may add some."""
+        self._join()
         self._follow_context()
         self.adopt(parameters)
         if self._is_first_step():

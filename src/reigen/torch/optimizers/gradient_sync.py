@@ -108,7 +108,7 @@ class GradientSynchronizer(OptimizerReducer):
 
     def watch(self, parameters: list[torch.Tensor]) -> None:
         """Make a reducer for them, if there are other ranks, or may come to be."""
-        if self._has_others or (self.process_set.included() and membership.is_elastic()):
+        if self._has_others or (self.process_set.included() and membership.may_change()):
             reducer = Reducer(self._context, self.named(parameters), self._options, self.backward_passes_per_step)
             reducer.after_change_of_job = self._follow_job
             if self._in_backward:
@@ -286,6 +286,7 @@ class GradientSynchronizer(OptimizerReducer):
 
     def _check_context(self) -> None:
         """After shutdown() and init(), belong to the new job, in which this rank may have others for the first time."""
+        self._join()
         self._follow_job()
         if self._checked is self._context:
             return

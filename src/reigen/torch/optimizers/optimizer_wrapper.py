@@ -15,6 +15,7 @@ import torch
 from reigen import context as contexts
 from reigen.api.gradients.replica_check import ReplicaCheckSchedule
 from reigen.api.gradients.tracker import GradientTracker, check_passes
+from reigen.elastic import membership
 from reigen.errors import ArgumentError
 
 #: Computes the loss anew, with its gradients.
@@ -146,6 +147,14 @@ class OptimizerReducer(ABC):
         self._is_compared = False
         #: who has joined before its first step would be the only one to compare
         self._num_joins = self._context.num_joins
+        #: this process has come to an elastic job, and asks for its place when its training begins
+        self._is_candidate = membership.is_candidate()
+
+    def _join(self) -> None:
+        """Become a member of the elastic job, where a program takes a step before it has come to its training."""
+        if self._is_candidate:
+            self._is_candidate = False
+            membership.join()
 
     def _is_first_step(self) -> bool:
         """Return whether the ranks' parameters are to be compared now; once in a job."""

@@ -49,15 +49,15 @@ def choose_parameter_sharing(
         if wanted is True:
             raise ArgumentError(f"share_parameters: {error}") from error
         reason = str(error)
-    if not process_set.included() or (len(members) == 1 and not membership.is_elastic()):
+    if not process_set.included() or (len(members) == 1 and not membership.may_change()):
         return None
     if wanted is True:
         return division
-    if division is not None and membership.is_elastic():  # who comes later must choose the same
+    if division is not None and membership.may_change():  # who comes later must choose the same
         division, reason = None, "the members of an elastic job change: share_parameters=True if that is wanted"
     elif division is not None and all(len(set(members).intersection(host)) < 2 for host in current.hosts):
         division, reason = None, "no host has several ranks"
-    if current.rank == members[0]:
+    if current.rank == members[0] and not membership.is_candidate():
         where = "once a host" if division is not None else "once a rank"
         _log.info("share_parameters='auto': parameters exist %s: %s", where, reason)
     return division
