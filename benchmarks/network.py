@@ -221,14 +221,16 @@ class Place:
         for host in self._hosts:
             host.shape(rate_bits, delay_seconds)
 
-    def reigen(self, name: str, program: str, ranks_a_host: int = 1) -> CrewSpec:
+    def reigen(
+        self, name: str, program: str, ranks_a_host: int = 1, more_variables: Mapping[str, str] | None = None
+    ) -> CrewSpec:
         """A job of Reigen with a rendezvous service on the first machine."""
         secret = secrets.token_bytes(SECRET_BYTES)
         with self._hosts[0].network():
             server = ControlService(secret, self._hosts[0].address)
         self._stack.callback(server.close)
         server.start()
-        variables = {RENDEZVOUS_VARIABLE: server.address, SECRET_VARIABLE: secret.hex()}
+        variables = {RENDEZVOUS_VARIABLE: server.address, SECRET_VARIABLE: secret.hex(), **(more_variables or {})}
         spec = CrewSpec(name, program, len(self._hosts) * ranks_a_host, variables=variables)
         return self.on_hosts(spec, ranks_a_host)
 
@@ -242,6 +244,11 @@ class Place:
         addresses = ",".join(host.address for host in self._hosts)
         program = str(Path(__file__).with_name("plain_tcp.py"))
         return self.on_hosts(CrewSpec(PLAIN, program, len(self._hosts), variables={PEERS_VARIABLE: addresses}))
+
+    @property
+    def num_retransmissions(self) -> int:
+        """How many TCP segments the machines have sent again until now."""
+        return sum(host.num_retransmissions for host in self._hosts)
 
     def on_hosts(self, spec: CrewSpec, ranks_a_host: int = 1) -> CrewSpec:
         """The same processes on the machines, consecutive ranks side by side."""
