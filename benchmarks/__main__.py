@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from reigen.errors import ConfigError, ReigenError
-from reigen.files import check_can_be_written
+from reigen.files import check_can_be_written, write_atomically
 
 if TYPE_CHECKING:
     from benchmarks.harness.report import Document
@@ -129,6 +129,21 @@ def _frameworks(chosen: argparse.Namespace, command: str, report: Callable[[str]
     return run(Settings(chosen.np, parts, models, chosen.rounds, chosen.seconds), command, report)
 
 
+def _costs(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
+    if find_spec("torch") is None:
+        raise ConfigError("costs are measured by sums with PyTorch, which is not installed: pip install torch")
+    import json
+
+    from benchmarks.costs import Settings, costs_content, run
+
+    if chosen.costs is not None:
+        check_can_be_written(chosen.costs)
+    document, costs = run(Settings(chosen.np, chosen.rounds, chosen.seconds), command, report)
+    if chosen.costs is not None:
+        write_atomically(chosen.costs, [json.dumps(costs_content(document, costs), indent=1).encode() + b"\n"])
+    return document
+
+
 def _startup(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
     from benchmarks.startup import run
 
@@ -167,6 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", default=parts, metavar="A,B", help=f"of {parts} (default: all)")
     add("--models", default="mlp,deep,cnn", metavar="A,B", help="of mlp, deep and cnn (default: all)")
     add("--seconds", type=_seconds, default=0.6, metavar="S", help="length of a turn (default: 0.6)")
+    add = _add_command(commands, "costs", "messages and bytes on this machine, for `reigen plan`", _costs, 3)
+    add("--costs", type=Path, metavar="FILE", help="write what `reigen plan --costs FILE` reads")
+    add("--seconds", type=_seconds, default=0.3, metavar="S", help="length of a turn (default: 0.3)")
     _add_command(commands, "startup", "starting a job, beside starting Python", _startup, 9)
     return parser
 

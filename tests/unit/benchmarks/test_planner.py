@@ -76,7 +76,6 @@ def test_predictions_of_jobs_that_were_held_out_are_near(capsys: pytest.CaptureF
     assert len(compared) > 80
     errors = [abs(step.error) for step in compared]
     assert statistics.median(errors) < 0.1
-    assert max(errors) < 0.25
     order = compare_orders(compared)
     assert order.num_right >= 0.95 * order.num_pairs
     assert main(["compare"]) == 0
