@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import platform
 import subprocess
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the report; returns 0 when a job can run here, or on the hosts that were named, else 1."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
+    if (chosen.report or chosen.json) and (chosen.elastic or chosen.hosts or chosen.hostfile):
+        parser.error("--report and --json are about this host alone: leave --hosts, --hostfile and --elastic out")
     if chosen.elastic:
         try:
             return check_elastic(chosen)
@@ -59,8 +62,14 @@ def main(arguments: Sequence[str]) -> int:
             return check_hosts(hosts, parse_ssh_options(chosen), ssh_run_options(chosen))
         except (ConfigError, LaunchError) as error:
             parser.error(str(error))
-    findings = collect_results(os.environ)
+    findings = collect_report(os.environ) if chosen.report else collect_results(os.environ)
     problems = [finding for finding in findings if finding.is_problem]
+    if chosen.json:
+        print(format_json(findings))
+        return 1 if problems else 0
+    if chosen.report:
+        print(format_report(findings))
+        return 1 if problems else 0
     print_table(
         [],
         [finding[:3] for finding in findings],
@@ -79,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         "these hosts can run jobs together, and how fast they talk to each other.",
         allow_abbrev=False,
     )
+    add = parser.add_argument
+    add(
+        "--report", action="store_true", help="print all that an issue should tell, without secrets, ready to be pasted"
+    )
+    add("--json", action="store_true", help="print it as one JSON document")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-H", "--hosts", metavar="HOSTS", help="look at these hosts: h1,h2")
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="look at the hosts of this file, a line each")
@@ -86,6 +100,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--network-interfaces", metavar="X", help="interfaces through which they may talk: eth0,eth1")
     add_elastic_options(parser)
     return parser
+
+
+def collect_report(environ: Mapping[str, str]) -> list[CheckResult]:
+    """Collect the lines of `reigen check --report`, without secrets. Imports no framework but for CUDA tensors."""
+    from reigen.cli.issue_report import environment_facts, redact
+
+    home = environ.get("HOME", "")
+    facts = [CheckResult(*fact) for fact in environment_facts(environ)]
+    return [found._replace(value=redact(found.value, home)) for found in (*collect_results(environ), *facts)]
+
+
+def format_report(findings: Sequence[CheckResult]) -> str:
+    """Format findings as a block of Markdown."""
+    width = max(len(f"{finding.topic}: {finding.name}") for finding in findings)
+    lines = []
+    for finding in findings:
+        value = " ".join(finding.value.split()).replace("`", "'")
+        problem = "PROBLEM: " if finding.is_problem else ""
+        lines.append(f"{finding.topic}: {finding.name}".ljust(width + 2) + problem + value)
+    verdict = "no job can run here" if any(finding.is_problem for finding in findings) else "a job can run here"
+    return "\n".join(["```text", "reigen check --report", *lines, verdict, "```"])
+
+
+def format_json(findings: Sequence[CheckResult]) -> str:
+    """Format findings as a JSON document."""
+    entries = [
+        {"topic": each.topic, "name": each.name, "value": each.value, "problem": each.is_problem} for each in findings
+    ]
+    can_run = not any(each.is_problem for each in findings)
+    return json.dumps({"reigen": __version__, "can_run": can_run, "findings": entries}, indent=1)
 
 
 def build_report() -> str:
