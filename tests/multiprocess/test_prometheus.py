@@ -61,6 +61,7 @@ def prometheus(target: str, directory: Path) -> Iterator[str]:
     with log.open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=err)
     try:
+
         def is_ready() -> bool:
             text = log.read_text()
             assert process.poll() is None, text

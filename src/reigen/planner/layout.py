@@ -35,8 +35,8 @@ class HostKind:
 
     @property
     def name(self) -> str:
-        """Name for resources: of the host, or of the kind and how many there are."""
-        return self.host.name if self.count == 1 else f"each of {self.count} hosts {self.host.kind or self.host.name}"
+        """Name for resources: of the first host; unique in a layout."""
+        return self.host.name if self.count == 1 else f"{self.host.name} (and {self.count - 1} like it)"
 
 
 @dataclass(frozen=True, slots=True)

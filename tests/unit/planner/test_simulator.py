@@ -9,6 +9,7 @@ import pytest
 from reigen.errors import ArgumentError
 from reigen.planner.cluster import make_cluster
 from reigen.planner.costs import Costs
+from reigen.planner.layout import JobLayout
 from reigen.planner.prediction import Strategy
 from reigen.planner.simulator import simulate
 from tests.unit.planner.jobs import FREE, cluster, profile
@@ -80,6 +81,22 @@ def test_one_server_on_a_host_of_its_own_receives_and_sends_everything() -> None
     assert "server" in one.reason
     assert one.num_hosts == 5
     assert two.num_hosts == 6
+
+
+def test_servers_with_different_loads_have_links_of_their_own() -> None:
+    # two servers get a key of 2 MB each, which are two shards, two others one of 1 MB
+    servers = make_cluster({"hosts": [
+        {"name": "worker", "bandwidth": 1e9, "latency": 0},
+        {"name": "server", "ranks": 0, "servers": 1, "count": 4, "bandwidth": 1e6, "latency": 0},
+    ]})  # fmt: skip
+    job = profile((500_000, 500_000, 250_000, 250_000))
+
+    layout = JobLayout.of(servers, (0, 0, 1, 1))
+    found = simulate(job, servers, Strategy("servers", 4), FREE)
+
+    assert len(layout.capacities) == 3 * len(layout.kinds) == 9
+    # the second shard is pushed while the first one is answered
+    assert found.step_seconds == pytest.approx(0.75 + 3.0, rel=1e-3)
 
 
 def test_workers_that_update_by_themselves_take_the_time_of_the_update() -> None:
