@@ -54,7 +54,7 @@ def read_from_source(
     layout: str,
     source: int,
     receivers: frozenset[int],
-    meanwhile: Callable[[], object] = lambda: None,
+    during_read: Callable[[], object] = lambda: None,
 ) -> bool:
     """Collective: receivers read the state of the source.
 
@@ -63,7 +63,7 @@ def read_from_source(
         layout: describes the arrays: only between ranks with the same text bytes are copied. Empty: not at all.
         source: rank whose state it is.
         receivers: ranks that get it.
-        meanwhile: called on the source while the others read; it changes nothing.
+        during_read: called on the source while the others read; it changes nothing.
 
     Returns:
         All receivers have it. If not, nobody should rely on what is in their arrays.
@@ -77,7 +77,7 @@ def read_from_source(
     if not has_read and layout and addresses[source].layout == layout and _is_readable(addresses[source]):
         has_read = _read(addresses[source], ranges)
     if rank == source:
-        meanwhile()
+        during_read()
     return all(allgather_object(has_read, "elastic.has_read"))
 
 
