@@ -20,9 +20,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from reigen.engine.control_channel import ControlChannel
+from reigen.engine.control_tree import ControlTree
 from reigen.engine.coordinator import Coordinator
-from reigen.engine.messages import Announcement, Operation, OperationKind, decode_announcements, encode
+from reigen.engine.messages import Announcement, Operation, OperationKind, Report, decode_announcements, encode
 from reigen.engine.rank_controller import RankController
+from reigen.engine.relay_transport import RelayTransport
+from reigen.engine.report_merger import ReportMerger
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
 from reigen.net.connection import Connection, StreamProtocol
 from reigen.net.tcp_star import TcpStarTransport
@@ -30,20 +33,22 @@ from reigen.net.tcp_star import TcpStarTransport
 _SECRET = bytes(range(32))
 _MAX_PAYLOAD_BYTES = 1 << 20
 _DEADLINE_SECONDS = 600.0
+_WAIT_SECONDS = 60.0
 _THRESHOLD_BYTES = 128 << 20
 _CACHE_CAPACITY = 1024
 
 
 @dataclass(frozen=True)
 class NegotiationCost:
-    """What one negotiation costs rank 0.
+    """What one negotiation costs.
 
     Attributes:
         ranks: of the job.
-        layout: ``star``.
+        layout: ``star``, or ``tree``.
         tensors: how many are negotiated at once.
         cached: whether the response cache knows them.
         cpu_ms: processor time of rank 0, in milliseconds.
+        relay_cpu_ms: that of the relay with the most children.
         messages_in: to rank 0; ``messages_out``: from it; ``bytes_in`` and ``bytes_out`` are theirs.
     """
 
@@ -52,23 +57,23 @@ class NegotiationCost:
     tensors: int
     cached: bool
     cpu_ms: float
+    relay_cpu_ms: float
     messages_in: int
     messages_out: int
     bytes_in: int
     bytes_out: int
 
 
-class SimulatedJob:
-    """A job of one real rank 0, and state machines for all others."""
+class RealRelay:
+    """The transport of one relay, and the other ends of its connections."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.coordinator = Coordinator(size, _CACHE_CAPACITY, _THRESHOLD_BYTES, _DEADLINE_SECONDS)
-        self.controllers = [RankController(rank) for rank in range(size)]
-        self._ends, far_ends = _connect(range(1, size))
-        self._transport = TcpStarTransport(far_ends)
-        self._channel = ControlChannel(self._transport, receives_reports=True)
-        self.layout = "star"
+    def __init__(self, rank: int, tree: ControlTree) -> None:
+        self.rank, self._children = rank, tree.children(rank)
+        self._ends, own_ends = _connect((0, *self._children))
+        parent = own_ends.pop(0)
+        self._transport = RelayTransport({tree.parent(rank): parent, **own_ends}, rank, tree)
+        #: what the relay and its children report next
+        self.reports: dict[int, bytes] = {}
 
     def close(self) -> None:
         """Close all connections."""
@@ -76,39 +81,101 @@ class SimulatedJob:
         for end in self._ends.values():
             end.close()
 
+    def negotiate(self, announced: bytes) -> float:
+        """Pass on what the ranks below report, and the answer; returns the relay's processor time in seconds."""
+        for child in self._children:
+            self._ends[child].send(self.reports[child], time.monotonic() + _WAIT_SECONDS)
+        begin = time.thread_time()
+        self._transport.send(self.reports[self.rank])
+        while self._transport.next_release() is not None:
+            self._transport.receive()
+        seconds = time.thread_time() - begin
+        self._ends[0].receive(time.monotonic() + _WAIT_SECONDS)
+        self._ends[0].send(announced, time.monotonic() + _WAIT_SECONDS)
+        begin = time.thread_time()
+        while not self._transport.receive():
+            pass
+        seconds += time.thread_time() - begin
+        for child in self._children:
+            assert self._ends[child].receive(time.monotonic() + _WAIT_SECONDS) == announced
+        return seconds
+
+
+class SimulatedJob:
+    """A job of one real rank 0, in a tree also the transport of a relay, and state machines for all others.
+
+    Args:
+        size: ranks.
+        ranks_per_host: of a tree; 0: a star.
+    """
+
+    def __init__(self, size: int, ranks_per_host: int) -> None:
+        self.size, self.layout = size, "tree" if ranks_per_host else "star"
+        step = ranks_per_host or size
+        hosts = [range(begin, min(size, begin + step)) for begin in range(0, size, step)]
+        self.tree = ControlTree(hosts) if ranks_per_host else ControlTree(hosts, fanout=size)
+        self.coordinator = Coordinator(size, _CACHE_CAPACITY, _THRESHOLD_BYTES, _DEADLINE_SECONDS)
+        self.controllers = [RankController(rank) for rank in range(size)]
+        self.mergers = {rank: ReportMerger(size, self.tree.subtree(rank)) for rank in self.tree.relays()}
+        self._ends, near_ends = _connect(self.tree.children(0))
+        self._transport = TcpStarTransport(near_ends)
+        self._channel = ControlChannel(self._transport, receives_reports=True)
+        busiest = max(self.mergers, key=lambda rank: len(self.tree.children(rank)), default=-1)
+        self._relay = RealRelay(busiest, self.tree) if busiest > 0 else None
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._transport.close()
+        for end in self._ends.values():
+            end.close()
+        if self._relay is not None:
+            self._relay.close()
+
     def negotiate(self, operations: Sequence[Operation], *, cached: bool) -> NegotiationCost:
         """Have all ranks submit these, and take in the answer."""
         for controller in self.controllers:
             for operation in operations:
                 controller.submit(operation)
-        sizes_in = [self._send(rank) for rank in self._ends]
-        cpu_seconds = self._coordinate(len(sizes_in))
-        sizes_out = [self._receive(rank) for rank in self._ends]
+        reports = {rank: encode(self._reports(rank)) for rank in self._ends}
+        for rank, data in reports.items():
+            self._ends[rank].send(data, time.monotonic() + _WAIT_SECONDS)
+        seconds = self._coordinate(len(reports))
+        answers = [self._ends[rank].receive(time.monotonic() + _WAIT_SECONDS) for rank in self._ends]
+        announcements = decode_announcements(answers[0])
+        for merger in self.mergers.values():
+            merger.follow(announcements)
+        for controller in self.controllers[1:]:
+            for announcement in announcements:
+                controller.receive(announcement)
         assert not any(controller.pending for controller in self.controllers), "every rank has its answer"
         return NegotiationCost(
             self.size,
             self.layout,
             len(operations),
             cached,
-            cpu_seconds * 1e3,
-            len(sizes_in),
-            len(sizes_out),
-            sum(sizes_in),
-            sum(sizes_out),
+            seconds * 1e3,
+            0.0 if self._relay is None else 1e3 * self._relay.negotiate(answers[0]),
+            len(reports),
+            len(answers),
+            sum(map(len, reports.values())),
+            sum(map(len, answers)),
         )
 
-    def _send(self, rank: int) -> int:
+    def _reports(self, rank: int) -> list[Report]:
+        """Return what a rank reports to its parent, when all below it have reported."""
         controller = self.controllers[rank]
-        data = encode(controller.outgoing)
-        controller.outgoing = []
-        self._ends[rank].send(data, time.monotonic() + 60.0)
-        return len(data)
-
-    def _receive(self, rank: int) -> int:
-        data = self._ends[rank].receive(time.monotonic() + 60.0)
-        for announcement in decode_announcements(data):
-            self.controllers[rank].receive(announcement)
-        return len(data)
+        reports, controller.outgoing = controller.outgoing, []
+        if self._relay is not None and rank == self._relay.rank:
+            self._relay.reports[rank] = encode(reports)
+        merger = self.mergers.get(rank)
+        if merger is not None:
+            merger.receive(1 << rank, reports, 0.0)
+            for child in self.tree.children(rank):
+                merger.receive(1 << child, self._reports(child), 0.0)
+            reports = merger.take(0.0)
+        if self._relay is not None and self.tree.parent(rank) == self._relay.rank:
+            self._relay.reports[rank] = encode(reports)
+        return reports
 
     def _coordinate(self, num_expected: int) -> float:
         """Rank 0's part; returns its processor time in seconds."""
@@ -155,9 +222,9 @@ def _connect(ranks: Sequence[int]) -> tuple[dict[int, Connection], dict[int, Con
     return far_ends, near_ends
 
 
-def measure_negotiation(size: int, tensors: int, steps: int) -> list[NegotiationCost]:
+def measure_negotiation(size: int, ranks_per_host: int, tensors: int, steps: int) -> list[NegotiationCost]:
     """The median of several steps: with tensors that are new, with those that are cached, and with one of these."""
-    job = SimulatedJob(size)
+    job = SimulatedJob(size, ranks_per_host)
     try:
         found: dict[tuple[int, bool], list[NegotiationCost]] = {}
         for step in range(steps):
@@ -179,6 +246,8 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     negotiate = commands.add_parser("negotiate")
     negotiate.add_argument("--ranks", default="8,128,1000,9900")
+    negotiate.add_argument("--ranks-per-host", type=int, default=8)
+    negotiate.add_argument("--layouts", default="star,tree")
     negotiate.add_argument("--tensors", type=int, default=64)
     negotiate.add_argument("--steps", type=int, default=5)
     chosen = parser.parse_args(arguments)
@@ -186,8 +255,10 @@ def main(arguments: Sequence[str]) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a connection
     for size in sizes:
-        for cost in measure_negotiation(size, chosen.tensors, chosen.steps):
-            print(json.dumps(asdict(cost)), flush=True)
+        for layout in chosen.layouts.split(","):
+            ranks_per_host = chosen.ranks_per_host if layout == "tree" else 0
+            for cost in measure_negotiation(size, ranks_per_host, chosen.tensors, chosen.steps):
+                print(json.dumps(asdict(cost)), flush=True)
     return 0
 
 

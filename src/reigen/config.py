@@ -140,6 +140,7 @@ class Config:
         tls: encrypt every connection between hosts.
         tcp_algorithm: how the TCP backend reduces.
         tcp_sockets: connections between two ranks of different hosts.
+        control_tree_ranks: jobs of so many ranks on several hosts negotiate through a tree by hosts; 0 for none.
         peer_timeout_seconds: how long another host may be silent before it counts as lost.
         notice_grace_seconds: in an elastic job: from SIGTERM to the end of a process, which leaves in good order.
         host_id: replaces the host's identity: with different ones, ranks of one host count as ranks of several.
@@ -207,6 +208,7 @@ class Config:
     tls: bool = _knob(False, _SWITCH, "REIGEN_TLS")
     tcp_algorithm: str = _knob("auto", _choice_of(TCP_ALGORITHMS), "REIGEN_TCP_ALGORITHM")
     tcp_sockets: int = _knob(1, _SOCKETS, "REIGEN_TCP_SOCKETS")
+    control_tree_ranks: int = _knob(64, _COUNT, "REIGEN_CONTROL_TREE_RANKS")
     peer_timeout_seconds: float = _knob(20.0, _SECONDS, "REIGEN_PEER_TIMEOUT")
     notice_grace_seconds: float = _knob(30.0, _SECONDS_FROM_ZERO, "REIGEN_NOTICE_GRACE")
     host_id: str | None = _knob(None, _TEXT, "REIGEN_HOST_ID")
@@ -304,7 +306,7 @@ _OTHER_VARIABLES = re.compile(
 
 
 #: Knobs on which ranks that talk to each other must agree.
-_SHARED_KNOBS = ("backend", "tcp_algorithm", "tcp_sockets", "autotune", "autotune_allow_ring")
+_SHARED_KNOBS = ("backend", "tcp_algorithm", "tcp_sockets", "control_tree_ranks", "autotune", "autotune_allow_ring")
 
 
 def shared_settings(config: Config) -> tuple[str, ...]:

@@ -26,8 +26,10 @@ from reigen.cluster.membership.client import MembershipClient
 from reigen.cluster.membership.failure_detector import FailureDetector
 from reigen.cluster.membership.rendezvous import PrefixRendezvous, Rendezvous, split_address
 from reigen.config import Config
+from reigen.engine.control_tree import ControlTree
 from reigen.engine.coordinator import Coordinator
 from reigen.engine.engine import Engine
+from reigen.engine.relay_transport import RelayTransport
 from reigen.engine.transport import SingleRankTransport
 from reigen.net.interfaces import choose_address
 from reigen.net.shm_ring import ShmTransport, shm_transport_bytes
@@ -87,8 +89,8 @@ def create_device_backend(config: Config, backend: Backend) -> DeviceBackend | N
     return DeviceBackend(backend, range(backend.size)) if config.nccl else None
 
 
-def create_coordinator(config: Config, size: int) -> Coordinator:
-    """Create the coordinator, on rank 0 of a job of ``size`` ranks."""
+def create_coordinator(config: Config, size: int, tree: ControlTree | None = None) -> Coordinator:
+    """Create the coordinator, on rank 0 of a job of ``size`` ranks; they report to it directly, or through a tree."""
     return Coordinator(
         size,
         config.cache_capacity,
@@ -96,6 +98,7 @@ def create_coordinator(config: Config, size: int) -> Coordinator:
         config.deadline_seconds,
         fuse_groups=not config.disable_group_fusion,
         warn=_log.warning,
+        tree=tree,
     )
 
 
@@ -157,7 +160,7 @@ def create_multi_host_engine(
         network = undo.enter_context(closing(_create_network(choice, job, mesh, detector, config)))
         groups = layout.hosts if choice.shares_memory else [(r,) for r in range(size)]
         backend = undo.enter_context(closing(compose_backend(groups, rank, local, network, range(size), until)))
-        coordinator = create_coordinator(config, size) if rank == 0 else None
+        coordinator = create_coordinator(config, size, choose_control_tree(job, config)) if rank == 0 else None
         looks, device = _spin_count(_SYSCALL_LOOKS, len(layout.local)), create_device_backend(config, backend)
         engine = Engine(backend, star, detector, coordinator, config.deadline_seconds, looks, device)
         if isinstance(network, TcpNetwork):
@@ -223,7 +226,10 @@ def _connect_transport(
     rendezvous = PrefixRendezvous(job.rendezvous, str(job.generation))
     silence = config.peer_timeout_seconds
     mesh = ConnectionPool(layout.rank, layout.size, rendezvous, job.secret, address, silence, tls=job.tls)
-    targets = [r for r in range(layout.size) if r != layout.rank]
+    tree = choose_control_tree(job, config)
+    peers = [r for r in range(layout.size) if r != layout.rank] if layout.rank == 0 else [0]
+    if tree is not None:
+        peers = list(tree.neighbors(layout.rank))
 
     def waiting(missing: Sequence[int]) -> None:
         error = membership.failure(missing)
@@ -231,11 +237,25 @@ def _connect_transport(
             raise error
 
     try:
-        streams = mesh.open(targets if layout.rank == 0 else [0], _CONTROL_PURPOSE, until, waiting)
+        streams = mesh.open(peers, _CONTROL_PURPOSE, until, waiting)
     except BaseException:
         mesh.close()
         raise
+    if tree is not None and layout.rank and tree.children(layout.rank):
+        return RelayTransport(streams, layout.rank, tree), mesh
     return TcpStarTransport(streams), mesh
+
+
+def choose_control_tree(job: JobRendezvous, config: Config) -> ControlTree | None:
+    """Return the tree on which control messages travel between hosts; None: each rank has a connection to rank 0.
+
+    An elastic job has none: the ranks that a collective has waited for until its deadline leave its view, and of those
+    below a relay that is stopped nobody could say whether they are missing.
+    """
+    layout, least = job.layout, config.control_tree_ranks
+    if not least or layout.size < max(least, 3) or job.region_cache is not None:
+        return None
+    return ControlTree(layout.hosts)
 
 
 def _create_network(

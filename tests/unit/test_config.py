@@ -66,6 +66,7 @@ VARIABLES = {
     "REIGEN_TLS": ("tls", "1", True),
     "REIGEN_TCP_ALGORITHM": ("tcp_algorithm", "Ring", "ring"),
     "REIGEN_TCP_SOCKETS": ("tcp_sockets", "4", 4),
+    "REIGEN_CONTROL_TREE_RANKS": ("control_tree_ranks", "2", 2),
     "REIGEN_NOTICE_GRACE": ("notice_grace_seconds", "0", 0.0),
     "REIGEN_PEER_TIMEOUT": ("peer_timeout_seconds", "5", 5.0),
     "REIGEN_HOST_ID": ("host_id", "rack-1", "rack-1"),

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reigen.engine.messages import (
+    MAX_FORWARDING_BYTES,
     Announcement,
+    ForwardedMessage,
     MessageFragment,
     Note,
     Report,
@@ -35,7 +37,7 @@ CHECK_SECONDS = 0.1
 BACKLOG_RETRY_SECONDS = 0.001
 
 #: A message that is too long goes in pieces of this size, and may be so long as a whole.
-_FRAGMENT_BYTES = MAX_MESSAGE_BYTES - 64
+_FRAGMENT_BYTES = MAX_MESSAGE_BYTES - MAX_FORWARDING_BYTES - 64
 _MAX_REASSEMBLED_BYTES = 64 << 20
 
 #: Takes a note: ``(sender's rank, data)``. Called on the driving thread; must be quick and raise nothing.
@@ -91,7 +93,7 @@ class ControlChannel:
             self._transport.send_integers(integers)
             return
         data = encode(messages)
-        if len(data) <= MAX_MESSAGE_BYTES:
+        if len(data) <= MAX_MESSAGE_BYTES - MAX_FORWARDING_BYTES:
             self._transport.send(data)
         elif len(messages) == 1:
             for begin in range(0, len(data), _FRAGMENT_BYTES):
@@ -102,7 +104,9 @@ class ControlChannel:
             self.send(messages[:middle])
             self.send(messages[middle:])
 
-    def empty(self, failure: Callable[[], CollectiveError | None], until: float) -> None:
+    def empty(
+        self, failure: Callable[[], CollectiveError | None], until: float, *, announcements_only: bool = False
+    ) -> None:
         """Wait until all has left: a rank that has not heard of a collective cannot take part in it.
 
         The others go on reading meanwhile, since every collective of which they know has had this rank's part.
@@ -110,13 +114,14 @@ class ControlChannel:
         Args:
             failure: asked, now and then, why that may never be.
             until: on the clock of ``time.monotonic()``.
+            announcements_only: not for reports: who is to read those may wait for this rank in the same way.
 
         Raises:
             DeadlineError: it has not left by then.
             CollectiveError: what ``failure`` gives.
         """
         look_next = 0.0
-        while self._transport.backlog:
+        while self._transport.announcement_backlog if announcements_only else self._transport.backlog:
             now = time.monotonic()
             if now >= look_next:
                 look_next = now + CHECK_SECONDS
@@ -146,7 +151,7 @@ class ControlChannel:
         found: list[tuple[int, Sequence[Any]]] = []
         for rank, data in received:
             if isinstance(data, bytes):
-                found.append((rank, self._read(rank, data)))
+                self._read(rank, data, found)
             else:
                 found.append((rank, data if self._unpack is None else self._unpack(data)))
         return found
@@ -169,18 +174,24 @@ class ControlChannel:
                     self._hand_over(rank, message)
         return found
 
-    def _read(self, rank: int, data: bytes) -> list[Report | Announcement]:
-        found: list[Report | Announcement] = []
-        for message in self._decode(data):
+    def _read(self, rank: int, data: bytes, found: list[tuple[int, Sequence[Any]]]) -> None:
+        """Put the messages in ``data`` behind ``found``, with their senders."""
+        messages: list[Report | Announcement] = []
+        for received in self._decode(data):
+            sender, message = rank, received
+            if isinstance(received, ForwardedMessage):
+                sender, message = received.rank, received.message
             if isinstance(message, Note):
-                self._hand_over(rank, message)
+                self._hand_over(sender, message)
             elif isinstance(message, MessageFragment):
-                whole = self._joined(rank, message)
+                whole = self._joined(sender, message)
                 if whole:
-                    found += self._read(rank, whole)
+                    found.append((rank, messages))
+                    messages = []
+                    self._read(sender, whole, found)
             else:
-                found.append(message)
-        return found
+                messages.append(message)
+        found.append((rank, messages))
 
     def _joined(self, rank: int, piece: MessageFragment) -> bytes:
         """The whole message, if this was the last piece of it."""

@@ -63,6 +63,8 @@ O. *Eager.* On one host a rank that waits for a small allreduce that is cached, 
 P. *Autotuning.* What is chosen anew on rank 0 is announced right before the next `ResponseList` (`TunedParameters`), so
    that all ranks carry out the same batches before it and after it. Fusion changes there and then. An operation that is
    carried out eagerly may come on either side; it depends on none of these parameters.
+Q. *Tree.* In large jobs reports come through relays, which merge them, and announcements go through them: see
+   `reigen.engine.report_merger`. A merged report is that of each of its ranks.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ import msgspec
 from msgspec import structs
 
 from reigen.engine import fusion
+from reigen.engine.control_tree import ControlTree, describe_relays
 from reigen.engine.messages import (
     JOIN_NAME,
     UNNAMED,
@@ -83,6 +86,7 @@ from reigen.engine.messages import (
     ErrorCause,
     ErrorResponse,
     JobAbort,
+    MergedReports,
     Operation,
     OperationKind,
     RankShutdown,
@@ -93,7 +97,7 @@ from reigen.engine.messages import (
     SubmitRequest,
     TunedParameters,
 )
-from reigen.engine.rank_masks import to_mask, to_ranks
+from reigen.engine.rank_masks import from_bytes, lowest_rank, to_mask, to_ranks
 from reigen.engine.response_batches import MAX_SLOTS, build_response_lists
 from reigen.engine.stall.inspector import PendingCollective
 from reigen.engine.validation import Mismatch, build_response, find_mismatch, validate_operation
@@ -146,6 +150,7 @@ class Coordinator:
         fusion_threshold_bytes: see `fusion.plan`.
         deadline_seconds: how long a name may wait for its last rank.
         fuse_groups: see `fusion.plan`.
+        tree: on which reports come, if it is not from each rank.
         warn: called when the response cache is full for the first time, with what to tell the user.
     """
 
@@ -158,6 +163,7 @@ class Coordinator:
         *,
         fuse_groups: bool = True,
         warn: Callable[[str], None] | None = None,
+        tree: ControlTree | None = None,
     ) -> None:
         self.size = size
         self._capacity = cache_capacity
@@ -165,6 +171,7 @@ class Coordinator:
         self._fuse_groups = fuse_groups
         self._deadline = deadline_seconds
         self._warn = warn
+        self.tree = tree
         #: process sets: their ranks in ascending order, by number
         self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._set_masks: dict[int, int] = {0: (1 << size) - 1}
@@ -185,9 +192,16 @@ class Coordinator:
         self._tuned: deque[TunedParameters] = deque()
         self._closed = False
 
-    def receive(self, rank: int, reports: Iterable[Report], now: float) -> None:
-        """Take in a rank's message (steps B, E, G, K). Its consequences are announced by the next `announce`."""
-        ranks, cache, table = 1 << rank, self._cache, self._table
+    def receive(self, rank: int, reports: Iterable[Report], now: float, ranks: int = 0) -> None:
+        """Take in a rank's message (steps B, E, G, K). Its consequences are announced by the next `announce`.
+
+        Args:
+            rank: whose message it is.
+            reports: the message.
+            now: the time.
+            ranks: those who report this, as a mask, where ``rank`` is their relay; 0: it is the rank's own report.
+        """
+        ranks, cache, table = ranks or 1 << rank, self._cache, self._table
         for report in reports:
             if self._closed:
                 return
@@ -210,9 +224,11 @@ class Coordinator:
                 self._take(ranks, report.operation, now)
                 if self._crossed:
                     self._take_in_full(ranks, report.instead_of)
+            elif isinstance(report, MergedReports):
+                self.receive(rank, report.reports, now, from_bytes(report.first, report.ranks))
             elif isinstance(report, ShutdownRequest):
                 self._flush()
-                self._close(RankShutdown(to_ranks(ranks)[0]))
+                self._close(RankShutdown(lowest_rank(ranks)))
 
     def _take_in_full(self, ranks: int, instead_of: int) -> None:
         """Take in full reports that replace hits of a forgotten slot: steps E and K."""
@@ -314,7 +330,7 @@ class Coordinator:
     def _validate(self, operation: Operation, ranks: int) -> str | None:
         """Step L: return the error in the operation of the lowest of these ranks, which is that of the others."""
         members = self._sets[operation.process_set] if operation.process_set else range(self.size)
-        return validate_operation(operation, (ranks & -ranks).bit_length() - 1, members)
+        return validate_operation(operation, lowest_rank(ranks), members)
 
     def _refuse_invalid(self, operation: Operation, ranks: int) -> None:
         """Step L."""
@@ -356,7 +372,7 @@ class Coordinator:
     def _complete(self, name: str, entry: _PendingTensor) -> None:
         """Complete a name that every rank has reported (step B)."""
         operations, joined = self._operations_of(entry), self._set_masks[entry.process_set] & ~entry.ranks
-        lowest = {(ranks & -ranks): operation for operation, ranks in operations.items()}
+        lowest = {lowest_rank(ranks): operation for operation, ranks in operations.items()}
         first = lowest[min(lowest)]
         if joined and not all(map(_has_neutral_element, first.parts)):
             what = first.kind.name.lower()
@@ -366,7 +382,7 @@ class Coordinator:
             reason = f"rank(s) {format_ranks(absent)} have joined, so they have no data for this {what}"
             self._announcements.append(ErrorResponse(name, ErrorCause.JOINED, reason, to_ranks(entry.ranks), absent))
             return
-        differing = find_mismatch({bit.bit_length() - 1: operation for bit, operation in lowest.items()})
+        differing = find_mismatch(lowest)
         if differing is not None:
             self._refuse_mismatch(name, operations, differing)
         elif joined:
@@ -513,7 +529,7 @@ class Coordinator:
             reason = (
                 f"rank(s) {format_ranks(missing)} did not submit it within {self._deadline:g} s (ranks "
                 f"{list(submitted)} "
-                "did); REIGEN_DEADLINE sets how long to wait"
+                "did); REIGEN_DEADLINE sets how long to wait" + describe_relays(self.tree, missing)
             )
             self._announcements.append(
                 ErrorResponse(name, ErrorCause.LATE, reason, submitted, missing, self._describe_waits(missing))
@@ -555,7 +571,7 @@ def _by_rank(operations: Mapping[Operation, int]) -> dict[int, Operation]:
     """Return one rank's operation for each that says something of its own; of others, one for all that say the same."""
     if any(part.kind in _PER_RANK_KINDS for operation in operations for part in operation.parts):
         return {rank: operation for operation, ranks in operations.items() for rank in to_ranks(ranks)}
-    return {to_ranks(ranks & -ranks)[0]: operation for operation, ranks in operations.items()}
+    return {lowest_rank(ranks): operation for operation, ranks in operations.items()}
 
 
 def _fill_in_joined(operations: Mapping[int, Operation], num_active: int) -> tuple[Operation, Response, bool]:

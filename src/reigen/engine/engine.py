@@ -40,6 +40,7 @@ from reigen.engine.messages import (
     Note,
     Operation,
     OperationKind,
+    RankShutdown,
     Response,
     Topic,
     TunedParameters,
@@ -326,9 +327,10 @@ class Engine:
             broken = self._outstanding.broken
             if broken is not None and not handle.done:  # an interrupt fell between its end and telling it
                 handle.complete(broken.of(handle.name))
-            if coordinator is not None:
+            if coordinator is not None or self._transport.relays:
                 # The engine's thread sleeps for as long as it chose before: new deadlines are for it to look after.
-                waits_for_others = coordinator.next_expiry() is not None
+                source = self._transport.next_release if coordinator is None else coordinator.next_expiry
+                waits_for_others = source() is not None
                 will_look = len(self._process_set_groups) == 1 and self._transport.release_to_engine(waits_for_others)
         finally:
             if not will_look:
@@ -457,6 +459,9 @@ class Engine:
                 announced += messages
         if self._transport.backlog:
             self._transport.flush()
+            if announced and self._transport.relays:
+                until = time.monotonic() + self._deadline_seconds
+                self._channel.empty(self._failure, until, announcements_only=True)
         return announced if received or announced or sends_notes else None
 
     def _take_submissions(self) -> None:
@@ -672,6 +677,8 @@ class Engine:
         until = math.inf if expiry is None else expiry
         if self._stalls is not None:
             until = min(until, self._stalls.due())
+        if self._transport.relays and (release := self._transport.next_release()) is not None:
+            until = min(until, release)
         return max(0.0, min(longest, until - time.monotonic()))
 
     def _failure(self) -> CollectiveError | None:
@@ -720,5 +727,17 @@ class Engine:
         if self._coordinator is not None:
             self._channel.send(self._coordinator.announce(time.monotonic()))
         with contextlib.suppress(CollectiveError):  # they are gone, or learn it from this rank's end
-            self._channel.empty(self._failure, time.monotonic() + _GRACE_SECONDS)
+            until = time.monotonic() + _GRACE_SECONDS
+            if self._transport.relays:
+                self._relay_shutdown(until)
+            self._channel.empty(self._failure, until)
         self._transport.wake_readers()
+
+    def _relay_shutdown(self, until: float) -> None:
+        """Pass on what comes until rank 0 has announced that a rank leaves: those below have to hear it from here."""
+        while (now := time.monotonic()) < until and self._failure() is None:
+            token = self._transport.token()
+            for _, messages in self._channel.receive():
+                if any(isinstance(message, RankShutdown | JobAbort) for message in messages):
+                    return
+            self._transport.sleep(token, WaitingThread.CALLER, min(CHECK_SECONDS, until - now))

@@ -178,9 +178,34 @@ class MessageFragment(msgspec.Struct, frozen=True, array_like=True, tag=22):
     last: bool
 
 
+#: A relay adds no more to a message of one rank than this: names of ranks.
+MAX_FORWARDING_BYTES = 4 << 10
+
+
+class MergedReports(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """Reports of a relay (`reigen.engine.control_tree`): each of these ranks reports each of these.
+
+    Attributes:
+        first: the lowest rank.
+        ranks: all of them, as bits; the first one is that of ``first`` (`reigen.engine.rank_masks`).
+        reports: in an order that is that of each of them.
+    """
+
+    first: int
+    ranks: bytes
+    reports: tuple[int | SubmitRequest | ShutdownRequest, ...]
+
+
+class ForwardedMessage(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """A message of one rank that its relay does not read."""
+
+    rank: int
+    message: Note | MessageFragment
+
+
 #: A number is a cache hit: this rank has the tensor of the cached response in that slot ready, with the same operation
 #: as then.
-Report = int | SubmitRequest | ShutdownRequest | Note | MessageFragment
+Report = int | SubmitRequest | ShutdownRequest | MergedReports | ForwardedMessage | Note | MessageFragment
 
 # -- coordinator to all ranks -----------------------------------------------------------------------------------------
 

@@ -23,11 +23,18 @@ def to_ranks(mask: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def to_bytes(mask: int) -> bytes:
-    """Return a mask as bytes, little-endian; `from_bytes` reads them."""
-    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+def lowest_rank(mask: int) -> int:
+    """Return the lowest rank of a mask that is not empty."""
+    return (mask & -mask).bit_length() - 1
 
 
-def from_bytes(data: bytes) -> int:
+def to_bytes(mask: int) -> tuple[int, bytes]:
+    """Return the lowest rank of a mask that is not empty, and the mask from there on as bytes, little-endian."""
+    first = lowest_rank(mask)
+    mask >>= first
+    return first, mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
+def from_bytes(first: int, data: bytes) -> int:
     """Return the mask of `to_bytes`."""
-    return int.from_bytes(data, "little")
+    return int.from_bytes(data, "little") << first

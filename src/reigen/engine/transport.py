@@ -23,9 +23,21 @@ class ControlTransport(Protocol):
     #: whether `send_integers` may be called
     carries_integers: bool
 
+    #: whether this rank is a relay: it passes on announcements, and merges reports (`reigen.engine.control_tree`)
+    relays: bool
+
     @property
     def backlog(self) -> int:
         """Messages that could not leave yet; `flush` tries again."""
+        ...
+
+    @property
+    def announcement_backlog(self) -> int:
+        """Those of them that are announcements."""
+        ...
+
+    def next_release(self) -> float | None:
+        """Return when reports that a relay keeps leave at the latest (`receive` sends them); None: it keeps none."""
         ...
 
     def send(self, message: bytes) -> None:
@@ -111,9 +123,13 @@ class PeerMonitor(Protocol):
 class SingleRankTransport:
     """Control transport and peer monitor of a job of one rank."""
 
-    backlog = 0
+    backlog = announcement_backlog = 0
     descriptor = -1
-    carries_integers = False
+    carries_integers = relays = False
+
+    def next_release(self) -> float | None:
+        """Return None: there are no reports of other ranks."""
+        return None
 
     def send(self, message: bytes) -> None:
         """Do nothing: no other rank listens."""

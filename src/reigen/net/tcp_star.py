@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import os
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from reigen.net.connection import Connection
 from reigen.net.doorbells import WaitingThread
@@ -75,11 +75,26 @@ class TcpStarTransport:
             number += connection.num_posted
         return number
 
+    @property
+    def announcement_backlog(self) -> int:
+        """Those of them that are announcements: on rank 0 all."""
+        return self.backlog
+
+    #: a subclass is one: `reigen.engine.relay_transport`
+    relays = False
+
+    def next_release(self) -> float | None:
+        """Return None: there are no reports of other ranks."""
+        return None
+
     def send(self, message: bytes) -> None:
         """Send a message to every rank there is a connection to. Never blocks."""
+        self._post(message, list(self._ranks))
+
+    def _post(self, message: bytes, connections: Iterable[Connection]) -> None:
         if len(message) > MAX_MESSAGE_BYTES:
             raise AssertionError(f"a control message of {len(message)} bytes; the most is {MAX_MESSAGE_BYTES}")
-        for connection in list(self._ranks):
+        for connection in connections:
             connection.post(message)
             self._flush(connection)
 

@@ -19,6 +19,7 @@ import pytest
 from msgspec import structs
 
 from reigen.engine.control_channel import ControlChannel
+from reigen.engine.control_tree import ControlTree
 from reigen.engine.coordinator import Coordinator
 from reigen.engine.messages import (
     JOIN_NAME,
@@ -27,6 +28,7 @@ from reigen.engine.messages import (
     ErrorCause,
     ErrorResponse,
     JobAbort,
+    MergedReports,
     Operation,
     OperationKind,
     Report,
@@ -35,6 +37,8 @@ from reigen.engine.messages import (
     SubmitRequest,
 )
 from reigen.engine.rank_controller import CachedResponse, ExecuteBatch, FailOperation, RankController
+from reigen.engine.rank_masks import from_bytes, to_ranks
+from reigen.engine.report_merger import HOLD_SECONDS, ReportMerger
 from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, JoinedError, MismatchError, PeerLostError
 from reigen.net.shm_eager import max_eager_bytes
 from reigen.net.shm_ring import ShmTransport, shm_transport_bytes
@@ -118,6 +122,17 @@ def shm_transports(size: int) -> list[ShmTransport]:
     return [ShmTransport(parts, r, peers[r], peers[r]) for r in range(size)]
 
 
+def make_tree(seed: int, size: int) -> ControlTree | None:
+    """For two thirds of the schedules a tree: some hosts, and few children of each rank."""
+    rng = random.Random(f"tree {seed}")
+    if size < 3 or rng.random() < 1 / 3:
+        return None
+    hosts: list[list[int]] = [[] for _ in range(rng.randint(1, size))]
+    for rank in range(size):
+        hosts[rng.randrange(len(hosts)) if rank else 0].append(rank)
+    return ControlTree([ranks for ranks in hosts if ranks], rng.randint(1, 3))
+
+
 class Simulation:
     """One schedule."""
 
@@ -131,6 +146,11 @@ class Simulation:
         self.ranks = [Rank(RankController(r), deque(p)) for r, p in enumerate(plan.programs)]
         #: where what is said travels through memory, as between the ranks of one host
         self.transports = shm_transports(plan.size) if plan.encoded else []
+        #: where there is a tree: who reports to whom, and the relays' mergers
+        self.tree = None if plan.encoded else make_tree(seed, plan.size)
+        relays = () if self.tree is None else self.tree.relays()
+        self.mergers = {r: ReportMerger(plan.size, cast("ControlTree", self.tree).subtree(r)) for r in relays}
+        self.num_merged = self.num_forwarded = 0
         self.channels = [ControlChannel(t, receives_reports=r == 0) for r, t in enumerate(self.transports)]
         #: what each rank had put into its slot when rank 0 answered, by the number of the answer
         self.eager_answers: list[list[int]] = []
@@ -188,7 +208,7 @@ class Simulation:
 
     def _sweep(self) -> bool:
         moved = False
-        for action in (self.submit, self.send, self.tell, self.speak, self.receive):
+        for action in (self.submit, self.send, self.tell, self.release, self.speak, self.receive):
             for rank in self.rng.sample(range(self.plan.size), self.plan.size):
                 while action(rank):
                     moved = True
@@ -345,9 +365,27 @@ class Simulation:
         state.participant.outgoing = []
         if self.channels and rank:
             self.channels[rank].send(reports)
+        elif rank in self.mergers:
+            self._merge(rank, rank, reports)
         else:
             state.up.extend(reports)
         return True
+
+    def _merge(self, relay: int, sender: int, reports: Sequence[Report], later: float = 0.0) -> bool:
+        """A relay takes in reports, and sends on what is to leave; whether something left."""
+        merger = self.mergers[relay]
+        merger.receive(1 << sender, reports, self.now)
+        merger.validate_state()
+        found = merger.take(self.now + later)
+        self.ranks[relay].up.extend(found)
+        self.num_merged += sum(isinstance(r, MergedReports) and len(r.ranks) > 0 and r.ranks != b"\1" for r in found)
+        return bool(found)
+
+    def release(self, rank: int) -> bool:
+        """A relay has waited for others long enough, and sends what it keeps."""
+        if rank not in self.mergers or self.ranks[rank].gone == "died":
+            return False
+        return self._merge(rank, rank, (), 2 * HOLD_SECONDS)
 
     def tell(self, rank: int) -> bool:
         """One report of a rank reaches the coordinator."""
@@ -358,7 +396,24 @@ class Simulation:
         if not up or self._silent():
             return False
         report = up.popleft()
+        parent = 0 if self.tree is None else self.tree.parent(rank)
+        if parent > 0:
+            self._note("rank %d hears of rank %d: %s", parent, rank, report)
+            if self.ranks[parent].gone != "died":
+                self._merge(parent, rank, [report])
+            return True
         self._note("coordinator hears of rank %d: %s", rank, report)
+        if isinstance(report, MergedReports):
+            for each in to_ranks(from_bytes(report.first, report.ranks)):
+                for one in report.reports:
+                    self._hear(each, one)
+        else:
+            self._hear(rank, report)
+        self.coordinator.receive(rank, [report], self.now)
+        self.coordinator.validate_state()
+        return True
+
+    def _hear(self, rank: int, report: Report) -> None:
         if isinstance(report, SubmitRequest):
             kind = report.operation.kind
             if kind is OperationKind.JOIN:
@@ -368,9 +423,6 @@ class Simulation:
             ):  # said again: it has joined no earlier than now
                 self.joined.remove(rank)
                 self.joined.append(rank)
-        self.coordinator.receive(rank, [report], self.now)
-        self.coordinator.validate_state()
-        return True
 
     def speak(self, _: int) -> bool:
         """The coordinator announces what follows from all that it has heard."""
@@ -384,6 +436,9 @@ class Simulation:
         """One announcement reaches a rank; without any, a rank may notice that another has died."""
         state = self.ranks[rank]
         if state.gone:
+            if rank in self.mergers and state.gone == "left" and state.down:  # until it hears of its own shutdown
+                self._pass_on(rank, *state.down.popleft())
+                return True
             return False
         if self.channels and rank and not state.down:
             for _, announcements in self.channels[rank].receive():
@@ -398,6 +453,7 @@ class Simulation:
             return self._notice(state)
         number, announcement = state.down.popleft()
         self._note("rank %d hears %s", rank, announcement)
+        self._pass_on(rank, number, announcement)
         concerning = deque(w for w in self.runs.get(number, ()) if rank in self.batches[w].set_ranks)
         broken = state.participant.broken is not None
         instructions = state.participant.receive(announcement)
@@ -409,6 +465,17 @@ class Simulation:
                 self._fail(rank, number, instruction)
         assert broken or not concerning, "a rank passes over what it should take part in"
         return True
+
+    def _pass_on(self, rank: int, number: int, announcement: Announcement) -> None:
+        """A relay passes on an announcement to the ranks below it."""
+        if rank not in self.mergers:
+            return
+        assert self.tree is not None
+        self.mergers[rank].follow([announcement])
+        self._merge(rank, rank, ())
+        self.num_forwarded += 1
+        for child in self.tree.children(rank):
+            self.ranks[child].down.append((number, announcement))
 
     def _announce(self) -> bool:
         if self.plan.stops is not None and self.num_announced >= self.plan.stops and not self.stopped:
@@ -426,8 +493,9 @@ class Simulation:
             if isinstance(announcement, ErrorResponse):
                 self.refused[self.num_announced] = announcement
                 self._check_refusal(announcement)
-            for state in self.ranks[:1] if self.channels else self.ranks:
-                state.down.append((self.num_announced, announcement))
+            listeners = range(1 if self.channels else self.plan.size)
+            for rank in listeners if self.tree is None else (0, *self.tree.children(0)):
+                self.ranks[rank].down.append((self.num_announced, announcement))
             if isinstance(announcement, ResponseList):
                 self._take_down(announcement)
             elif isinstance(announcement, CacheEviction):

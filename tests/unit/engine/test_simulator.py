@@ -68,6 +68,8 @@ def test_the_schedules_reach_what_they_are_meant_to() -> None:
         seen["number used again"] += max(Counter(s.numbers_given).values(), default=0) > 1
         seen["eager"] += "rank 1 reads an eager answer" in log
         seen["eager, taken as a hit"] += log.count("submits eagerly") > len(s.eager_answers) * (s.plan.size - 1)
+        seen["merged by a relay"] += s.num_merged > 0
+        seen["passed on by a relay"] += s.num_forwarded > 0
         seen["said again in full"] += bool(re.search(r"instead_of=\d", log))
     assert min(seen.values()) >= 15, seen
-    assert len(seen) == 23
+    assert len(seen) == 25

@@ -21,6 +21,7 @@ from types import CodeType
 
 import msgspec
 
+from reigen.engine.control_tree import describe_relays
 from reigen.engine.coordinator import Coordinator
 from reigen.engine.messages import Operation, Topic
 from reigen.engine.stall import report
@@ -30,6 +31,7 @@ from reigen.engine.stall.inspector import (
     CoordinatorMonitor,
     PendingCollective,
     QueryRanks,
+    Stall,
     StallInspector,
     StallResolved,
     WarnStall,
@@ -148,12 +150,12 @@ class StallMonitor:
                     if self._monitored_rank.rank in ranks:
                         self.inspector.answered(self._monitored_rank.rank, number, self._here())
                 case WarnStall(stall):
-                    _log.warning("%s", report.format_stall(stall, coordinator.process_sets, self._states(stall.silent)))
+                    _log.warning("%s", self._format(stall, coordinator))
                 case StallResolved(over, moment):
                     _log.warning("%s", report.format_resolved(over, moment))
                 case AbortStalled(stall):
                     states = self._states(stall.silent)
-                    _log.error("%s", report.format_stall(stall, coordinator.process_sets, states))
+                    _log.error("%s", self._format(stall, coordinator))
                     return report.stall_error(stall, states)
         return None
 
@@ -229,6 +231,10 @@ class StallMonitor:
         return sample_stack(
             self._thread, self._monitored_rank.waiting, self._monitored_rank.outstanding(), self._running
         )
+
+    def _format(self, stall: Stall, coordinator: Coordinator) -> str:
+        relays = describe_relays(coordinator.tree, stall.silent)
+        return report.format_stall(stall, coordinator.process_sets, self._states(stall.silent), relays)
 
     def _states(self, ranks: Sequence[int]) -> dict[int, str]:
         pids = self._monitored_rank.pids

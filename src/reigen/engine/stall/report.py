@@ -20,13 +20,16 @@ _ADVICE = (
 )
 
 
-def format_stall(stall: Stall, process_sets: Mapping[int, Sequence[int]], states: Mapping[int, str]) -> str:
+def format_stall(
+    stall: Stall, process_sets: Mapping[int, Sequence[int]], states: Mapping[int, str], relays: str = ""
+) -> str:
     """The warning.
 
     Args:
         stall: what is known.
         process_sets: the ranks of each set.
         states: for silent ranks, what the kernel knows of their processes.
+        relays: `describe_relays` of the silent ranks.
     """
     lines = ["Stall: collectives wait for ranks that do not come."]
     for group in _group_pending(stall.waits):
@@ -42,6 +45,7 @@ def format_stall(stall: Stall, process_sets: Mapping[int, Sequence[int]], states
         lines += [f"  {line}" for line in text]
     if len(ranks) > _MOST_RANKS:
         lines.append(f"  and {len(ranks) - _MOST_RANKS} more ranks")
+    lines += [f"  {line}" for line in relays.removeprefix("; ").split("; ") if line]
     return "\n".join([*lines, _ADVICE])
 
 
