@@ -36,11 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print tables and write JSON; returns 0, or 1 when one of Reigen's own modes failed."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
-    try:
-        if chosen.json is not None:
-            check_can_be_written(chosen.json)  # before minutes are spent on what it is to hold
-    except OSError as error:
-        parser.error(f"--json {chosen.json}: {error.strerror}")
+    for option in ("json", "costs"):
+        file = getattr(chosen, option, None)
+        try:
+            if file is not None:
+                check_can_be_written(file)  # before minutes are spent on what it is to hold
+        except OSError as error:
+            parser.error(f"--{option} {file}: {error.strerror}")
     try:
         return _run(chosen, shlex.join(["reigen", "bench", *arguments]))
     except ConfigError as error:
@@ -136,8 +138,6 @@ def _costs(chosen: argparse.Namespace, command: str, report: Callable[[str], Non
 
     from benchmarks.costs import Settings, costs_content, run
 
-    if chosen.costs is not None:
-        check_can_be_written(chosen.costs)
     document, costs = run(Settings(chosen.np, chosen.rounds, chosen.seconds), command, report)
     if chosen.costs is not None:
         write_atomically(chosen.costs, [json.dumps(costs_content(document, costs), indent=1).encode() + b"\n"])
