@@ -18,6 +18,9 @@ from reigen.migrate.syntax import NameUse, PythonSource
 from reigen.migrate.text_files import Edit
 
 _AS_IT_IS = "works as it is, by `reigen run --as-horovod`"
+_ON_ENGINES = "works as it is, with PYTHONPATH=$(python -m reigen.compat)"
+_NOT_ALL = "no module of Reigen's has all that this file uses of it under these names"
+_OF_KERAS_2 = "the file makes calls of Keras 2, which Keras 3 accepts by Horovod's names alone"
 #: Names that behave in another way here: what to do. Of others docs/horovod.md tells.
 _DIFFERENT = {
     "mpi_threads_supported": "raises a ValueError, as in a Horovod without MPI: leave the check out",
@@ -103,14 +106,19 @@ def _check_import(
             if alias.name != "*" and alias.name not in known:
                 yield LineFinding(statement.lineno, "cannot", subject, _unknown_name(str(statement.module), alias.name))
                 return
+    way = _ON_ENGINES if modules[0].startswith(("horovod.spark", "horovod.ray")) else _AS_IT_IS
     edits = _import_edits(source, statement, uses)
     if edits is None:
-        yield LineFinding(statement.lineno, "works", subject, f"{_AS_IT_IS}, and is left: {_REASON_TO_LEAVE}")
+        is_keras2 = _needs_keras2(source, statement)
+        yield LineFinding(
+            statement.lineno, "works", subject, f"{way}, and is left: {_OF_KERAS_2 if is_keras2 else _NOT_ALL}"
+        )
     else:
-        yield LineFinding(statement.lineno, "change", subject, f"{_AS_IT_IS}; without that option by the diff", edits)
+        yield LineFinding(statement.lineno, "change", subject, f"{way}; without that by the diff", edits)
 
 
-_REASON_TO_LEAVE = "no module of Reigen's has all that this file uses of it under these names"
+def _needs_keras2(source: PythonSource, statement: ast.Import | ast.ImportFrom) -> bool:
+    return any(map(public_names.changes_framework, _imported_modules(statement))) and _calls_keras2(source)
 
 
 def _imported_modules(statement: ast.Import | ast.ImportFrom) -> list[str]:
@@ -131,7 +139,7 @@ def _import_edits(
     source: PythonSource, statement: ast.Import | ast.ImportFrom, uses: list[NameUse]
 ) -> tuple[Edit, ...] | None:
     """Return edits that import Reigen in the place of Horovod; None: this cannot be, or not safely."""
-    if any(public_names.changes_framework(module) for module in _imported_modules(statement)) and _calls_keras2(source):
+    if _needs_keras2(source, statement):
         return None
     if isinstance(statement, ast.Import):
         edits: list[Edit] = []
@@ -234,6 +242,9 @@ def _calls_keras2(source: PythonSource) -> bool:
 
 
 def _check_use(source: PythonSource, use: NameUse) -> Iterator[LineFinding]:
+    statement = use.imported.statement
+    if isinstance(statement, ast.ImportFrom) and public_names.find_module(str(statement.module)) is None:
+        return  # said of the import
     module, name = _split(use.dotted)
     if name is None or public_names.import_error(module):
         return

@@ -156,7 +156,8 @@ def _convert_torch(reports: list[FileReport]) -> None:
         reason = ""
         if blocked:
             first = blocked[0].torch.blocking[0]
-            reason = f"because of {blocked[0].path}, line {blocked[0].place(first)[1]}"
+            cell, line = blocked[0].place(first)
+            reason = f"because of {blocked[0].path}, {'' if cell is None else f'cell {cell} '}line {line}"
         elif torch and not any(report.torch.starts for report in torch):
             reason = "init_process_group is called nowhere here: name all files of the project"
         for report in group:

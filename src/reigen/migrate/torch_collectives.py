@@ -155,7 +155,9 @@ class CollectiveRules:
 
     def _only(self, call: ast.Call, given: dict[str, ast.expr], *names: str) -> bool:
         """Return whether a call has its first argument and no others than these, and its result is not used."""
-        return names[0] in given and {*given} <= {*names} and self._record.is_statement(call)
+        defaults = {"async_op": "False", "group": "None"}
+        chosen = {name for name, value in given.items() if ast.unparse(value) != defaults.get(name)}
+        return names[0] in chosen and chosen <= {*names} and self._record.is_statement(call)
 
     def _operator(self, node: ast.expr | None) -> str | None:
         if node is None:

@@ -16,7 +16,7 @@ from reigen.migrate.findings import LineFinding
 from reigen.migrate.syntax import PythonSource
 from reigen.migrate.text_files import Edit, apply_edits
 from reigen.migrate.torch_collectives import CollectiveRules
-from reigen.migrate.torch_record import STAYS_TORCHS, TorchFindings, TorchRecord
+from reigen.migrate.torch_record import TorchFindings, TorchRecord
 from reigen.migrate.torch_training import TrainingRules
 
 _DDP = {
@@ -69,7 +69,7 @@ def check_conversion(source: PythonSource, found: TorchFindings) -> LineFinding 
     left = next((each for each in again.findings if each.edits or each.blocks), None)
     if left is None:
         return None
-    message = f"by hand: `reigen migrate` knows no edit that is enough here. Until then {STAYS_TORCHS}"
+    message = f"by hand: `reigen migrate` knows no edit that is enough here. Until then {found.stays}"
     return LineFinding(1, "change", left.subject, message, blocks=True)
 
 

@@ -9,7 +9,8 @@ from reigen.migrate.findings import LineFinding
 from reigen.migrate.syntax import NameUse, PythonSource
 from reigen.migrate.text_files import Edit
 
-STAYS_TORCHS = "it runs as it is by `reigen run --torchrun-env`, and torch averages"
+_BY_TORCHRUN_ENV = "it runs unchanged by `reigen run --torchrun-env`, and torch averages"
+_BY_ITSELF = "it starts its processes by itself, as before, and torch averages"
 
 
 @dataclass(slots=True)
@@ -20,11 +21,13 @@ class TorchFindings:
         findings: as they are if the file is converted.
         starts: it calls init_process_group, or mp.spawn.
         used: anything of torch.distributed is used.
+        stays: words for what happens if nothing is changed.
     """
 
     findings: list[LineFinding] = field(default_factory=list)
     starts: bool = False
     used: bool = False
+    stays: str = _BY_TORCHRUN_ENV
 
     @property
     def blocking(self) -> list[LineFinding]:
@@ -33,7 +36,7 @@ class TorchFindings:
 
     def unconverted(self, reason: str) -> list[LineFinding]:
         """Return the findings of a file that stays torch's, because of something else."""
-        message = f"not converted ({reason}): {STAYS_TORCHS}"
+        message = f"not converted ({reason}): {self.stays}"
         return [
             LineFinding(each.line, "works", each.subject, message) if each.edits else each for each in self.findings
         ]
@@ -50,7 +53,8 @@ class TorchRecord:
 
     def __init__(self, source: PythonSource) -> None:
         self.source = source
-        self.found = TorchFindings()
+        spawns = any(use.dotted == "torch.multiprocessing.spawn" for use in source.uses)
+        self.found = TorchFindings(stays=_BY_ITSELF if spawns else _BY_TORCHRUN_ENV)
         names = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
         bound = {each.bound for each in source.imports} | names
         mine = [each.bound for each in source.imports if each.dotted == "reigen.torch"]
@@ -68,7 +72,7 @@ class TorchRecord:
     def block(self, node: ast.expr | ast.stmt, message: str, *, cannot: bool = False) -> None:
         """Add a finding without an edit, because of which the file is not converted."""
         self.found.used = True
-        text = f"{message}. As it is, {STAYS_TORCHS}" if cannot else f"by hand: {message}. Until then {STAYS_TORCHS}"
+        text = f"{message}; {self.found.stays}" if cannot else f"by hand: {message}. Until then {self.found.stays}"
         finding = LineFinding(node.lineno, "cannot" if cannot else "change", self._subject(node), text, blocks=True)
         self.found.findings.append(finding)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from reigen.launch.local_plan import PER_RANK_VARIABLES
 from reigen.migrate.syntax import NameUse
@@ -94,9 +94,24 @@ class TrainingRules:
                 self._record.block(statement, message)
         for each, names in wrapped.items():
             self._wrap(each, sorted(set(names)))
+        self._other_optimizers(wrapped)
         self._module_attributes()
         self._model_methods()
         self._accumulation()
+
+    def _other_optimizers(self, wrapped: Mapping[ast.Assign, object]) -> None:
+        """Find optimizers of torch's that nothing wraps: their gradients would stay each rank's own."""
+        calls = [node for node in ast.walk(self._source.tree) if isinstance(node, ast.Call)]
+        made = [call for call in calls if self._is_torchs(call)]
+        left = [call for call in made if not any(each in wrapped for each in self._source.ancestors(call))]
+        # one that is handed to the function that has the model is wrapped there
+        for call in left if self._models and (wrapped or len(left) > 1) else ():
+            self._record.block(call, "another optimizer, which has to be wrapped in hvd.DistributedOptimizer(), too")
+
+    def _is_torchs(self, call: ast.Call) -> bool:
+        kind = self._source.resolve(call.func) or ""
+        is_class = kind.startswith("torch.optim.") and kind.rpartition(".")[2][:1].isupper()
+        return is_class and not kind.startswith(("torch.optim.lr_", "torch.optim.swa_"))
 
     def _optimizers(self, name: str, inner: str) -> Iterator[ast.Assign]:
         """Yield statements that make an optimizer of a model's parameters."""
@@ -105,9 +120,7 @@ class TrainingRules:
         for node in ast.walk(self._source.tree):
             if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.value, ast.Call):
                 continue
-            kind = self._source.resolve(node.value.func) or ""
-            is_torchs = kind.startswith("torch.optim.") and kind.rpartition(".")[2][:1].isupper() and "lr_" not in kind
-            if not is_torchs and "opt" not in ast.unparse(node.targets[0]).lower():
+            if not self._is_torchs(node.value) and "opt" not in ast.unparse(node.targets[0]).lower():
                 continue
             calls = (each for each in ast.walk(node.value) if isinstance(each, ast.Call) and each is not node.value)
             if any(ast.unparse(each.func) in texts for each in calls):

@@ -102,6 +102,12 @@ def main(rank):
             "calculated",
         ),
         ("    for batch", "    save(trainer.model.module)\n    for batch", "change", ".module"),
+        (
+            "    for batch",
+            "    head = torch.optim.Adam(model.head.parameters())\n    for batch",
+            "change",
+            "another optimizer",
+        ),
         ("DDP(net())", "DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net()))", "change", "hvd.SyncBatchNorm"),
     ],
 )
@@ -118,6 +124,14 @@ def test_what_has_no_safe_edit_leaves_the_whole_script(
     assert any(advice in each.message for each in reasons)
     assert all("--torchrun-env" in each.message for each in file.findings)
     assert not migration.is_done
+
+
+def test_a_script_that_spawns_its_processes_goes_on_to(tmp_path: Path) -> None:
+    text = f"import torch.multiprocessing as mp\n{_DDP}        dist.send(loss, 1)\n\n\nmp.spawn(main, nprocs=2)\n"
+    [file] = read(tmp_path, train_py=text).files
+
+    assert file.new_text is None
+    assert all("starts its processes by itself" in each.message for each in file.findings)
 
 
 def test_gradients_that_are_read_before_the_step_are_averages(tmp_path: Path) -> None:
@@ -148,7 +162,7 @@ def test_collectives(tmp_path: Path) -> None:
         dist.init_process_group("nccl")
         dist.all_reduce(a + b)
         dist.all_reduce(a, op=dist.ReduceOp.MAX)
-        dist.reduce(a, 0)
+        dist.reduce(a, 0, group=None, async_op=False)
         dist.broadcast(a, src=dist.get_rank() * 0)
         dist.broadcast_object_list(objects, src=1)
         sampler = torch.utils.data.DistributedSampler(d, dist.get_world_size(), shuffle=False)
