@@ -43,6 +43,16 @@ def test_one_ring_through_all_ranks_loads_a_link_once_per_host() -> None:
     assert found.step_seconds == pytest.approx(1.0 + 2 * 31 / 32 * SECONDS, rel=1e-3)
 
 
+def test_gpus_take_the_faster_of_a_ring_and_trees() -> None:
+    far = {"ranks": 8, "device_bandwidth": 1e15, "latency": 0.001}
+    few = simulate(profile(), cluster(4, **far), ONE_BUCKET, FREE)
+    many = simulate(profile(), cluster(5000, **far), ONE_BUCKET, FREE)
+
+    assert few.step_seconds == pytest.approx(1.0 + 6 * 0.001 + 2 * 3 / 4 * SECONDS, rel=1e-3)
+    # 13 levels of a tree, up and down, besides the way of reports and announcements through the ranks' own tree
+    assert 1.0 + 26 * 0.001 + 2 * SECONDS < many.step_seconds < 1.0 + 40 * 0.001 + 2 * SECONDS
+
+
 def test_what_backward_hides_costs_nothing() -> None:
     # gradients are ready after 0.25 s and 0.5 s: the first travels while the second is computed
     small = profile((50_000, 50_000))
