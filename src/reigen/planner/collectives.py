@@ -82,7 +82,7 @@ def plan_tcp(count: int, itemsize: int, size: int, requested: str) -> TcpPlan:
 
 
 def plan_devices(nbytes: int, num_hosts: int, hop_seconds: float, bandwidth: float) -> TcpPlan:
-    """Plan an allreduce of GPUs between hosts: NCCL does it, and takes what is faster of a ring and two binary trees.
+    """Plan an allreduce of GPUs between hosts: NCCL takes the faster of a ring and two binary trees.
 
     Of NCCL nothing is simulated but bytes and hops: Jeaugey, "Massively Scale Your Deep Learning Training with NCCL
     2.4", 2019 (NVIDIA's developer blog). NCCL before 2.4 has rings alone.
