@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from reigen import context
 from reigen.autotune.search_space import ParameterPoint
-from reigen.autotune.session import TuningSession
 from reigen.autotune.tuner import NO_DECISION, StepEnd, TunerDecision
 
 _MIB = 1 << 20
@@ -41,6 +40,4 @@ def follow_schedule(points: Sequence[ParameterPoint], num_steps: int = 3) -> Non
     job = context.current()
     assert job.autotunes
     if job.tuning is not None:
-        base = job.tuning.point
-        job.tuning.close()
-        job.tuning = TuningSession(job._engine, ScheduleTuner(points, num_steps), base, show=lambda text: None)
+        job.tuning.follow(ScheduleTuner(points, num_steps), lambda text: None)

@@ -149,7 +149,7 @@ class Context:
         cpus = os.sched_getaffinity(0) | (set() if cpu is None else {cpu})
         #: whether collectives go on while this rank computes: on another processor than its thread, or on the network
         self.overlaps = self.has_network or len(cpus) > 1
-        start_tuning = self._prepare_tuning(choice, counters) if config.autotune else None
+        start_tuning = self._prepare_tuning(choice, counters, view) if config.autotune else None
         if job_rendezvous is None or self.size == 1:
             self._engine = engine_factory.create_single_rank_engine(config)
         elif choice.network is None:
@@ -516,7 +516,7 @@ class Context:
 
     # -- autotuning ---------------------------------------------------------------------------------------------------
 
-    def _prepare_tuning(self, choice: BackendChoice, counters: EngineCounters | None) -> TuningStart | None:
+    def _prepare_tuning(self, choice: BackendChoice, counters: EngineCounters | None, view: int) -> TuningStart | None:
         """Decide whether this job is tuned; on rank 0, load what that needs before others wait for this rank."""
         from reigen.autotune import job
 
@@ -527,7 +527,7 @@ class Context:
             job.warn_if_not_tuned(self.config, tunable)
         if self.rank or not self.autotunes:
             return None
-        return job.TuningStart(self.config, tunable, None if counters is None else counters.tuned)
+        return job.start_tuning(self.config, tunable, None if counters is None else counters.tuned, view)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

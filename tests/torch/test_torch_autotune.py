@@ -105,6 +105,7 @@ def _two_optimizers_and_a_set() -> list[Any]:
             optimizer.zero_grad()
             sum((p * _gradient(step, number, 50_000)).sum() for p in sets[2 * number : 2 * number + 2]).backward()  # type: ignore[union-attr]
             optimizer.step()
+    hvd.barrier()  # who is not in the set would leave while the others take its last step
     return [p.detach().numpy().copy() for p in sets[:4]]
 
 

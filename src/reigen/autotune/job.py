@@ -13,6 +13,7 @@ from reigen.autotune.surrogate import GaussianSurrogate
 from reigen.autotune.tuner import Autotuner, TunerOptions
 from reigen.config import Config
 from reigen.engine.messages import TunedParameters
+from reigen.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +88,15 @@ class TuningStart:
         config: the knobs.
         job: its facts.
         latest: what was chosen in the view before this one.
+        is_first_view: members of an elastic job do not wait for this rank; else they do, and so it loads no library.
 
     Raises:
         ConfigError: there is no scikit-learn, or the log is another file.
     """
 
-    def __init__(self, config: Config, job: TunableJob, latest: TunedParameters | None) -> None:
+    def __init__(
+        self, config: Config, job: TunableJob, latest: TunedParameters | None, is_first_view: bool = True
+    ) -> None:
         self._config = config
         self._initial = make_space(config, job).base
         self._space = make_space(config, job, latest)
@@ -104,9 +108,8 @@ class TuningStart:
             max_points if latest is None else max_points // 2,  # much is known from the view before
         )
         warm_start = None if self._log is None or latest is not None else self._log.warm_start
-        self._tuner = Autotuner(
-            self._space, GaussianSurrogate(config.autotune_gaussian_process_noise), options, warm_start
-        )
+        surrogate = GaussianSurrogate(config.autotune_gaussian_process_noise, loads_now=is_first_view)
+        self._tuner = Autotuner(self._space, surrogate, options, warm_start)
 
     def begin(self, engine: TunedEngine) -> TuningSession:
         """Begin with the engine that there is now."""
@@ -121,6 +124,21 @@ class TuningStart:
         if self._space.base != self._initial:
             session.apply(self._space.base)
         return session
+
+
+def start_tuning(config: Config, job: TunableJob, latest: TunedParameters | None, view: int) -> TuningStart | None:
+    """Make the start of rank 0; None: an elastic job goes on without tuning, for this member lacks what that needs.
+
+    Raises:
+        ConfigError: it lacks that, and the job begins.
+    """
+    try:
+        return TuningStart(config, job, latest, is_first_view=view <= 1)
+    except ConfigError as error:
+        if view <= 1:
+            raise
+        _log.warning("autotuning ends with this view: %s", error)
+        return None
 
 
 def warn_if_not_tuned(config: Config, job: TunableJob) -> None:

@@ -51,7 +51,8 @@ class TuningSession:
         show: gets the report.
 
     Attributes:
-        point: the parameters that were chosen last.
+        first: the parameters with which the view began.
+        point: those that were chosen last.
         is_final: nothing will be chosen any more.
     """
 
@@ -66,7 +67,7 @@ class TuningSession:
         allows_reordering: bool = False,
         show: Callable[[str], None] | None = None,
     ) -> None:
-        self._engine, self._tuner, self._base = engine, tuner, base
+        self._engine, self._tuner, self.first = engine, tuner, base
         self._log, self._fixed = log, fixed or {}
         self._allows_reordering = allows_reordering
         self._show = show or _write_report
@@ -119,6 +120,10 @@ class TuningSession:
                 self.is_final,
             )
         )
+
+    def follow(self, tuner: StepTuner, show: Callable[[str], None]) -> None:
+        """Go on with another tuner, whose report goes to ``show``; also where the one before has ended."""
+        self._tuner, self._show, self.is_final = tuner, show, False
 
     def settled(self, agreement: object, bucket_bytes: int) -> None:
         """Take note that the ranks have agreed on a size of buckets."""

@@ -7,6 +7,7 @@ optimization of expensive black-box functions", 1998. The regression is scikit-l
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
@@ -56,20 +57,17 @@ class GaussianSurrogate:
 
     Args:
         noise: standard deviation of the observations in units of their spread, as Horovod's option; None: as observed.
+        loads_now: load the library, which takes a second or two; else when a point is proposed.
 
     Raises:
         ConfigError: there is no scikit-learn.
     """
 
-    def __init__(self, noise: float | None = None) -> None:
-        try:
-            from sklearn import gaussian_process
-        except ImportError as error:
-            raise ConfigError(
-                f"autotuning needs scikit-learn on rank 0: pip install 'reigen[autotune]' ({error})"
-            ) from error
-        self._library: Any = gaussian_process
+    def __init__(self, noise: float | None = None, *, loads_now: bool = True) -> None:
         self._noise = noise
+        self._library: Any = load_library() if loads_now else None
+        if not loads_now and importlib.util.find_spec("sklearn") is None:
+            raise _missing_library("No module named 'sklearn'")
 
     def propose(
         self, observations: Sequence[PointObservation], candidates: Sequence[Sequence[float]]
@@ -92,6 +90,8 @@ class GaussianSurrogate:
 
     def _fit(self, observations: Sequence[PointObservation]) -> tuple[Any, float]:
         """Return the model of the values, less their mean and in units of their spread, and the spread."""
+        if self._library is None:
+            self._library = load_library()
         places = np.array([one.coordinates for one in observations], float)
         values = np.array([one.value for one in observations])
         spread = max(float(values.std()), _LEAST_NOISE)
@@ -106,6 +106,23 @@ class GaussianSurrogate:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a length at its bound: few points say little about it
             return model.fit(places, (values - values.mean()) / spread), spread
+
+
+def load_library() -> Any:
+    """Return scikit-learn's module of Gaussian processes.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        from sklearn import gaussian_process
+    except ImportError as error:
+        raise _missing_library(str(error)) from error
+    return gaussian_process
+
+
+def _missing_library(reason: str) -> ConfigError:
+    return ConfigError(f"autotuning needs scikit-learn on rank 0: pip install 'reigen[autotune]' ({reason})")
 
 
 def expected_improvement(means: Any, deviations: Any, best: float) -> Any:

@@ -100,6 +100,19 @@ def test_the_end_is_told_to_all_and_shown_once() -> None:
     assert len(tuner.steps) == len(reports) == 1
 
 
+def test_another_tuner_goes_on_where_one_has_ended() -> None:
+    reports.clear()
+    one, engine, tuner = session(TunerDecision(OTHER, None, OUTCOME))
+    one.step_ended()
+    following = ScriptedTuner([TunerDecision(BASE)])
+    others: list[str] = []
+    one.follow(following, others.append)
+    one.step_ended()
+    assert (len(tuner.steps), len(following.steps), len(reports), others) == (1, 1, 1, [])
+    assert [asked.version for asked in engine.asked] == [1, 2]
+    assert (one.first, one.point, one.is_final) == (BASE, BASE, False)
+
+
 def test_versions_go_on_where_the_view_before_has_ended() -> None:
     engine = FakeEngine()
     engine.counters.tuned = TunedParameters(7, 1)

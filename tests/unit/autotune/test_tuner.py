@@ -272,6 +272,12 @@ def observe(values: Sequence[tuple[float, float]]) -> list[PointObservation]:
     return [PointObservation(BASE, (place,), value, 0.01) for place, value in values]
 
 
+def test_a_library_that_is_loaded_later_proposes_the_same() -> None:
+    observations, candidates = observe([(0.0, 0.0), (0.5, 0.2), (1.0, 0.1)]), [(0.25,), (0.75,)]
+    late = GaussianSurrogate(loads_now=False)
+    assert late.propose(observations, candidates) == GaussianSurrogate().propose(observations, candidates)
+
+
 def test_the_surrogate_proposes_what_lies_between_good_points_and_expects_nothing_where_all_is_alike() -> None:
     surrogate = GaussianSurrogate()
     found = surrogate.propose(observe([(0.0, 0.0), (0.3, 0.3), (0.6, 0.3), (1.0, 0.0)]), [(0.1,), (0.45,), (0.9,)])

@@ -1,0 +1,290 @@
+"""Autotuning beside a grid of parameters by hand (needs root for stand-in machines; PyTorch).
+
+    python -m benchmarks.autotune                                about 10 minutes
+    python -m benchmarks.autotune wide tiny --json out.json      some workloads
+
+Each workload is one job of two ranks. It trains from defaults with autotuning until that has ended. Then, in the same
+job, the parameters it began with, those it has chosen and every point of the grid are taken on by turns, some steps
+each, in several rounds; a point counts by the median of its times relative to those of the beginning in the same
+round. So what else the machine does meets all points alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.report import markdown
+from benchmarks.ps_vs_ring import ring_places
+from reigen import context
+from reigen.autotune.search_space import ParameterPoint
+from reigen.autotune.tuner import MAX_STEPS_TO_CHANGE, NO_DECISION, SETTLE_STEPS, StepEnd, TunerDecision, TuningOutcome
+from reigen.files import write_atomically
+from tests.lab import Hosts, MachineError, Unavailable
+
+_MIB = 1 << 20
+#: Of what a workload may take.
+_PATIENCE_SECONDS = 400.0
+_TUNING_SECONDS = 150.0
+_BLOCK_SECONDS, _LEAST_STEPS = 1.0, 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and the network under it.
+
+    Attributes:
+        layers: linear layers, by their width.
+        num_vectors: small parameters besides.
+        batch: rows.
+        rate_bits: of the network between two hosts; 0: one host.
+        delay_seconds: of each packet, one way.
+    """
+
+    layers: tuple[int, ...]
+    num_vectors: int = 0
+    batch: int = 8
+    rate_bits: float = 0.0
+    delay_seconds: float = 0.0
+
+
+WORKLOADS = {
+    "wide": Workload((1024,) * 6),
+    "deep": Workload((160,) * 60),
+    "tiny": Workload((16,), num_vectors=600),
+    "wide, 1 Gbit/s": Workload((1024,) * 6, rate_bits=1e9),
+    "deep, 200 Mbit/s, 5 ms": Workload((160,) * 60, rate_bits=2e8, delay_seconds=0.005),
+}
+
+
+def make_grid(base: ParameterPoint) -> list[ParameterPoint]:
+    """Return the points that somebody would try by hand."""
+    buckets = [replace(base, bucket_bytes=size * _MIB) for size in (1, 4, 16, 64)]
+    fused = [replace(point, fusion_threshold_bytes=4 * _MIB) for point in buckets]
+    if not base.tcp_sockets:
+        return [*buckets, *fused]
+    sockets = [replace(point, tcp_sockets=4) for point in buckets[:3]]
+    direct = [replace(point, tcp_algorithm="direct") for point in buckets[:3]]
+    return [*buckets, *sockets, *direct]
+
+
+# -- a rank -----------------------------------------------------------------------------------------------------------
+
+
+class TurnTuner:
+    """Takes points by turns, and measures a step at each.
+
+    Args:
+        points: the first one is what the others are compared with.
+        rounds: turns of each.
+    """
+
+    def __init__(self, points: Sequence[ParameterPoint], rounds: int) -> None:
+        self.seconds: list[list[float]] = [[] for _ in points]
+        self._points, self._num_turns = points, rounds * len(points)
+        self._turn, self._num_waited, self._num_settled = -1, 0, 0
+        self._times: list[float] = []
+        self._last = 0.0
+
+    def step_ended(self, step: StepEnd) -> TunerDecision:
+        """Implement `reigen.autotune.session.StepTuner`."""
+        seconds, self._last = step.now - self._last, step.now
+        self._num_waited += 1
+        if self._turn >= 0:
+            if not step.is_applied and self._num_waited < MAX_STEPS_TO_CHANGE:
+                return NO_DECISION
+            self._num_settled += 1
+            if self._num_settled <= SETTLE_STEPS:
+                return NO_DECISION
+            self._times.append(seconds)
+            if len(self._times) < _LEAST_STEPS or sum(self._times) < _BLOCK_SECONDS:
+                return NO_DECISION
+            self.seconds[self._turn % len(self._points)].append(statistics.median(self._times))
+        self._turn += 1
+        self._num_waited, self._num_settled, self._times = 0, 0, []
+        point = self._points[self._turn % len(self._points)]
+        if self._turn < self._num_turns:
+            return TunerDecision(point)
+        base = self._points[0]
+        return TunerDecision(
+            base, None, TuningOutcome(base, base, 1.0, 1.0, 1.0, 0.0, 0, 0.0, "all have had their turns")
+        )
+
+    def best_point(self) -> ParameterPoint:
+        """Implement `reigen.autotune.session.StepTuner`."""
+        return self._points[0]
+
+
+def train(workload: Workload, rounds: int) -> dict[str, Any] | None:
+    """Train on this rank until all is measured; rank 0 returns it."""
+    import numpy as np
+    import torch
+
+    import reigen.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for width in workload.layers))
+    vectors = [torch.nn.Parameter(torch.zeros(64)) for _ in range(workload.num_vectors)]
+    parameters = [*model.parameters(), *vectors]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1e-4))
+    inputs = torch.randn(workload.batch, workload.layers[0])
+    job = context.current()
+    is_over, measured = np.zeros(1, np.int32), None
+    began, num_steps = time.monotonic(), 0
+    outcome: dict[str, Any] = {}
+    turns: TurnTuner | None = None
+    while not is_over[0]:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean() + sum(vector.sum() for vector in vectors)
+        loss.backward()
+        optimizer.step()
+        num_steps += 1
+        tuning = job.tuning
+        if tuning is not None and turns is None and (tuning.is_final or time.monotonic() - began > _TUNING_SECONDS):
+            base, chosen = tuning.first, tuning.point
+            outcome = {"seconds": time.monotonic() - began, "base": asdict(base), "chosen": asdict(chosen)}
+            points = [base, chosen, *make_grid(base)]
+            turns = TurnTuner(points, rounds)
+            tuning.follow(turns, lambda text: None)
+        elif tuning is not None and turns is not None and tuning.is_final:
+            measured = outcome | {"points": [asdict(point) for point in points], "times": turns.seconds}
+        if num_steps % 20 == 0:
+            is_over[0] = measured is not None
+            hvd.broadcast_(torch.from_numpy(is_over), 0, name="is_over")
+    hvd.shutdown()
+    return measured
+
+
+# -- the controller ---------------------------------------------------------------------------------------------------
+
+
+def run_workload(workload: Workload, rounds: int) -> dict[str, Any]:
+    """Run a job; return what rank 0 has measured.
+
+    Raises:
+        MachineError: a rank failed, or did not end in time.
+        Unavailable: there can be no stand-in machines.
+    """
+    command = [sys.executable, "-m", "benchmarks.autotune", "--rank", json.dumps(asdict(workload)), str(rounds)]
+    with tempfile.TemporaryDirectory(prefix="reigen-bench-") as name:
+        directory = Path(name)
+        output = directory / "result"
+        command.append(str(output))
+        if workload.rate_bits:
+            _run_on_hosts(workload, command, directory)
+        else:
+            options = ["-np", "2", "--autotune"]
+            done = subprocess.run(
+                [sys.executable, "-m", "reigen", "run", *options, *command],
+                capture_output=True,
+                text=True,
+                timeout=_PATIENCE_SECONDS,
+                check=False,
+            )
+            if done.returncode:
+                raise MachineError(done.stderr[-3000:])
+            print(done.stderr, file=sys.stderr)
+        found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def _run_on_hosts(workload: Workload, command: Sequence[str], directory: Path) -> None:
+    network: Any = "switch" if workload.delay_seconds else "bridge"
+    with Hosts(2, network=network, shared=[directory], same_uptime=True) as hosts:
+        for host in hosts:
+            host.shape(workload.rate_bits, workload.delay_seconds)
+        variables = {"OMP_NUM_THREADS": "1", "REIGEN_AUTOTUNE": "1"}
+        ranks = [
+            host.start(command, env={**variables, **place}, cwd=Path.cwd())
+            for host, place in zip(hosts, ring_places(hosts), strict=True)
+        ]
+        try:
+            for number, rank in enumerate(ranks):
+                if rank.wait(_PATIENCE_SECONDS):
+                    raise MachineError(f"rank {number} failed:\n{rank.output()[1][-3000:]}")
+            print(ranks[0].output()[1], file=sys.stderr)
+        finally:
+            for rank in ranks:
+                rank.close()
+
+
+def summarize(found: dict[str, Any]) -> dict[str, Any]:
+    """Return speeds relative to the beginning: of what was chosen, and of the best of the grid."""
+    base, *others = found["times"]
+    speeds = [statistics.median(b / o for b, o in zip(base, times, strict=True)) for times in others]
+    best = max(range(1, len(speeds)), key=speeds.__getitem__)
+    return {
+        "chosen": speeds[0],
+        "grid": speeds[best],
+        "grid_point": found["points"][best + 1],
+        "base_seconds": statistics.median(base),
+    }
+
+
+def format_point(point: dict[str, Any]) -> str:
+    """Return a point in few words."""
+    sizes = f"fusion {point['fusion_threshold_bytes'] >> 20}, bucket {point['bucket_bytes'] >> 20} MiB"
+    return f"{sizes}, {point['tcp_algorithm']} {point['tcp_sockets']}" if point["tcp_sockets"] else sizes
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure workloads and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.autotune", description=__doc__)
+    parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each point (default: 5)")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    chosen = parser.parse_args(argv)
+    unknown = set(chosen.workloads) - set(WORKLOADS)
+    if unknown:
+        parser.error(f"there is no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
+    rows, all_found = [], {}
+    for name in chosen.workloads or WORKLOADS:
+        print(f"{name} ...", file=sys.stderr)
+        try:
+            found = run_workload(WORKLOADS[name], chosen.rounds)
+        except (Unavailable, MachineError, subprocess.TimeoutExpired) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        all_found[name], summary = found, summarize(found)
+        rows.append(
+            [
+                name,
+                f"{1000 * summary['base_seconds']:.1f} ms",
+                f"{summary['chosen']:.3f}",
+                f"{summary['grid']:.3f}",
+                f"{summary['chosen'] / summary['grid']:.3f}",
+                f"{found['seconds']:.0f} s",
+                format_point(found["chosen"]),
+                format_point(summary["grid_point"]),
+            ]
+        )
+    head = ["workload", "step", "chosen", "grid", "chosen / grid", "search", "parameters chosen", "best of the grid"]
+    print(markdown(head, rows))
+    if chosen.json is not None:
+        write_atomically(chosen.json, [json.dumps({"machine": str(this_machine()), "found": all_found}).encode()])
+    return 0 if len(rows) == len(chosen.workloads or WORKLOADS) else 1
+
+
+def _rank(arguments: Sequence[str]) -> int:
+    fields = json.loads(arguments[0])
+    workload = Workload(**fields | {"layers": tuple(fields["layers"])})
+    measured = train(workload, int(arguments[1]))
+    if measured is not None:
+        write_atomically(arguments[2], [json.dumps(measured).encode()])
+    return 0
+
+
+if __name__ == "__main__":
+    run: Callable[[Sequence[str]], int] = _rank if sys.argv[1:2] == ["--rank"] else main
+    sys.exit(run(sys.argv[2:] if run is _rank else sys.argv[1:]))
