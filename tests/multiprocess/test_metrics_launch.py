@@ -216,9 +216,11 @@ def test_a_table_on_the_terminal_marks_a_stopped_rank(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     try:
         options = {"stdout": subprocess.PIPE, "stderr": other_end, "env": {"TERM": "xterm"}}
-        with launched("-np", "2", "--top", *program(flag), **options) as launcher:
+        full = ("--metrics-file", "/dev/full")
+        with launched("-np", "2", "--top", *full, *program(flag), **options) as launcher:
             pids = dict(line.removeprefix("[").split("] pid ") for line in launcher.lines(2))
             data = read_until(terminal, rb"steps/s(?s:.*)\d+%")
+            data = read_until(terminal, rb"\x1b\[J(?s:.)*/dev/full: it cannot be written any more(?s:.*)steps/s", data)
             os.kill(int(pids["1"]), signal.SIGSTOP)
             data = read_until(terminal, rb"\x1b\[1;31m1 (?s:.*)silent: the others wait", data)
             os.kill(int(pids["1"]), signal.SIGCONT)

@@ -20,7 +20,7 @@ from reigen.launch.metrics.live_table import (
     format_row,
     format_seconds,
 )
-from reigen.launch.metrics.top import LiveTable
+from reigen.launch.metrics.top import ComplaintQueue, LiveTable
 from reigen.launch.output.line_prefix import LineSplitter, TerminalSink
 from reigen.launch.output.nonblocking_writer import NonblockingWriter
 from tests.unit.launch.test_job_metrics import job, report
@@ -201,13 +201,22 @@ class Display:
 
 def test_a_terminal_gets_a_table_twice_a_second_and_a_log_gets_lines() -> None:
     metrics, terminal, log = lockstep(2), Display((120, 20)), Display(None)
-    table = LiveTable(metrics, terminal)
+    told: list[str] = []
+    complaints = ComplaintQueue(told.append, is_held=True)
+    table = LiveTable(metrics, terminal, complaints)
     assert [table.turn(now) for now in (2.0, 2.25, 2.5)] == [0.5, 0.25, 0.5]
     assert [len(lines) for lines in terminal.footers] == [3, 3]
+    complaints("the disk is full")
+    assert terminal.said == [], "other threads may complain"
+    table.turn(2.6)
+    assert terminal.said == [b"reigen run: the disk is full\n"]
+    complaints("and so is the other one")
     table.close()
     assert terminal.footers[-1] == []
-    assert terminal.said == []
-    lines = LiveTable(metrics, log)
+    assert terminal.said[1:] == [b"reigen run: and so is the other one\n"]
+    complaints("there is no table any more")
+    assert told == ["there is no table any more"]
+    lines = LiveTable(metrics, log, complaints)
     lines.turn(2.0)
     lines.turn(2.5)
     lines.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from reigen.launch.metrics.job_metrics import JobMetrics
@@ -25,21 +27,52 @@ class TerminalDisplay(Protocol):
         """Write a line."""
 
 
+class ComplaintQueue:
+    """Queue of messages to the user, which would be drawn over if they were written beside the table.
+
+    Args:
+        tell: writes a message at once.
+        is_held: there is a table, and messages wait for its next turn. They may come from any thread.
+    """
+
+    def __init__(self, tell: Callable[[str], None], *, is_held: bool) -> None:
+        self._tell, self._is_held = tell, is_held
+        self._messages: deque[str] = deque()
+
+    def __call__(self, message: str) -> None:
+        """Tell the user."""
+        self._messages.append(message)
+        if not self._is_held:
+            self.close()
+
+    def take(self) -> list[str]:
+        """Return the messages that wait."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def close(self) -> None:
+        """Hold nothing back any more."""
+        self._is_held = False
+        for message in self.take():
+            self._tell(message)
+
+
 class LiveTable:
     """Live table of a job.
 
     Args:
         metrics: of its processes.
         display: its output.
+        complaints: that are written above it.
     """
 
-    def __init__(self, metrics: JobMetrics, display: TerminalDisplay) -> None:
-        self._metrics, self._display = metrics, display
+    def __init__(self, metrics: JobMetrics, display: TerminalDisplay, complaints: ComplaintQueue) -> None:
+        self._metrics, self._display, self._complaints = metrics, display, complaints
         self._lines = TopLines()
         self._due = 0.0
 
     def turn(self, now: float) -> float:
         """Draw the table, if it is time; return the seconds until the next call. ``now``: on the reports' clock."""
+        self._say_complaints()
         if now >= self._due:
             self._due = now + _LOOK_SECONDS
             rows, size = self._metrics.status(now), self._display.footer_size
@@ -54,3 +87,9 @@ class LiveTable:
         """Take the table away."""
         if self._display.footer_size is not None:
             self._display.set_footer([])
+        self._say_complaints()
+        self._complaints.close()
+
+    def _say_complaints(self) -> None:
+        for message in self._complaints.take():
+            self._display.say(f"reigen run: {message}\n".encode())

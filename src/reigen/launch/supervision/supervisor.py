@@ -46,7 +46,7 @@ from reigen.launch.hosts import HostInfo
 from reigen.launch.job_options import name_of_command
 from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.metrics.service import MetricsService, report_environ
-from reigen.launch.metrics.top import LiveTable
+from reigen.launch.metrics.top import ComplaintQueue, LiveTable
 from reigen.launch.metrics.waiting import describe_waiting
 from reigen.launch.options import JobListener, LaunchOptions, complain, notice_grace_seconds
 from reigen.launch.output.output_mux import OutputMux
@@ -293,11 +293,12 @@ class Supervisor:
         #: Hosts that were lost, and why.
         self._losses: dict[str, str] = {}
         takes_over = continued is not None and continued.takes_over
-        self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain, appends=takes_over)
+        self._complaints = ComplaintQueue(listener.complain, is_held=options.metrics.top)
+        self._display = OutputMux(options, self.loop, lambda: self._groups, self._complaints, appends=takes_over)
         self.printed, self.closed = self._display.printed, self._display.closed
         self._local = LocalProcesses(self.loop, self)
-        self.metrics = MetricsService(options.metrics, listener.complain, name_of_command(options.command))
-        self._top = None if not options.metrics.top else LiveTable(self.metrics.metrics, self._display)
+        self.metrics = MetricsService(options.metrics, self._complaints, name_of_command(options.command))
+        self._top = LiveTable(self.metrics.metrics, self._display, self._complaints) if options.metrics.top else None
         #: Groups of which something may be left, while sweeping.
         self._unswept: set[HostProcesses] = set()
         inherited = options.inherited
@@ -337,6 +338,7 @@ class Supervisor:
         for agent in self._all_agents:
             agent.close()
         self.metrics.close()
+        self._complaints.close()
         if self._channel is not None:
             self._channel.close()
         self._scheduler_pipes.close()
