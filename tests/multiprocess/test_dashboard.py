@@ -20,7 +20,7 @@ import pytest
 
 from tests.lab.browser import Page, browser_page, find_browser
 from tests.multiprocess.launcher import Launcher, launched, run, until
-from tests.multiprocess.test_metrics_launch import complaints, program
+from tests.multiprocess.test_metrics_launch import complaints, program, read_lines
 
 pytest.importorskip("uvicorn")  # an extra, and so are starlette and plotly
 
@@ -196,18 +196,20 @@ kv.close()
 
 
 @pytest.mark.slow
-def test_the_dashboard_of_a_function() -> None:
+def test_the_dashboard_and_the_metrics_of_a_function(tmp_path: Path) -> None:
     code = """
-import reigen
+import reigen, sys
 def work():
     import reigen
     reigen.init()
     return reigen.rank()
-assert reigen.run(work, num_proc=2, dashboard=True) == [0, 1]
+assert reigen.run(work, num_proc=2, dashboard=True, metrics_file=sys.argv[1]) == [0, 1]
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    command, path = [sys.executable, "-c", code], tmp_path / "m.jsonl"
+    ended = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert _URL.fullmatch(ended.stderr), "a line, and nothing else"
+    assert {each["rank"] for each in read_lines(path) if each["final"]} == {0, 1}
 
 
 @pytest.mark.slow

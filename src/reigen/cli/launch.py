@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from reigen.cli.run_options import (
+    add_metrics_options,
     add_output_options,
     add_restart_option,
     add_ssh_options,
+    parse_arguments,
     parse_command,
     parse_common_options,
+    parse_metrics_options,
 )
 from reigen.cli.submission_options import (
     add_submission_options,
@@ -53,7 +56,7 @@ _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
     parser = _parser()
-    chosen = parser.parse_args(arguments)
+    chosen = parse_arguments(parser, arguments)
     try:
         exports = parse_exports(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
@@ -167,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--p3", action="store_true", help="set DMLC_PS_VAN_TYPE=p3, for MXNet; Reigen respects priorities anyway")
     add_restart_option(add)
     add_output_options(parser.add_argument_group("output").add_argument)
+    add_metrics_options(parser.add_argument_group("metrics").add_argument)
     add_ssh_options(parser.add_argument_group("other hosts").add_argument)
     add_submission_options(parser)
     add("--exit-code-file", type=Path, help=argparse.SUPPRESS)  # the job's, for the process that has submitted it
@@ -204,6 +208,7 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         network=network,
         exports=exports,
         servers=servers,
+        metrics=parse_metrics_options(chosen, chosen.launcher, os.environ),
     )
 
 

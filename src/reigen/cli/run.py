@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reigen.cli.job_verdict import say_verdict, timeline_path
-from reigen.cli.run_options import make_parser, parse_arguments, parse_command, parse_common_options, split_words
+from reigen.cli.run_options import (
+    make_parser,
+    parse_arguments,
+    parse_command,
+    parse_common_options,
+    parse_metrics_options,
+    split_words,
+)
 from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
@@ -27,7 +34,6 @@ from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
 from reigen.launch.hosts import HostInfo, is_this_host, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
-from reigen.launch.metrics.options import DashboardAddress, MetricsAddress, MetricsOptions
 from reigen.launch.nodes.launcher import NODES_LAUNCHER, SelfStart
 from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
@@ -168,6 +174,7 @@ def _options(
         )
     if elastic is not None and choice.launcher != NODES_LAUNCHER:
         check_elastic_hosts(elastic, hosts, as_horovod=chosen.as_horovod)
+    says_verdict = chosen.verdict and not chosen.as_horovod and timeline_path(environ) is None  # which would say more
     return LaunchOptions(
         **parse_common_options(chosen),
         num_ranks=num_ranks,
@@ -181,7 +188,7 @@ def _options(
         binding_args=split_words("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
         gpus_per_rank=chosen.gpus_per_rank,
-        metrics=_metrics(chosen, choice.launcher, environ),
+        metrics=parse_metrics_options(chosen, choice.launcher, environ, says_verdict=says_verdict),
     )
 
 
@@ -215,18 +222,6 @@ def _elastic_request(chosen: argparse.Namespace, environ: Mapping[str, str]) -> 
         if value is not None and not request.is_elastic:
             raise ConfigError(f"{name} is about elastic jobs: --min-np makes one")
     return request
-
-
-def _metrics(chosen: argparse.Namespace, launcher: str, environ: Mapping[str, str]) -> MetricsOptions:
-    address = None if chosen.metrics_port is None else MetricsAddress.parse(chosen.metrics_port, environ)
-    says_verdict = chosen.verdict and not chosen.as_horovod and timeline_path(environ) is None  # which would say more
-    dashboard = None if chosen.dashboard is None else DashboardAddress.parse(chosen.dashboard, environ)
-    options = MetricsOptions(address, chosen.metrics_file, dashboard, top=chosen.top, verdict=says_verdict)
-    if options.is_wanted and launcher == "mpi":
-        raise ConfigError(
-            "--metrics-port, --metrics-file, --top, --dashboard: mpirun starts these ranks, which know no launcher"
-        )
-    return options
 
 
 def _witness(chosen: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from reigen.errors import ConfigError
 from reigen.launch.elastic.options import BLACKLISTS, LAUNCHER_LOSS_CHOICES
 from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, OPTION_HELP, HorovodrunOption
 from reigen.launch.local_plan import CPU_BINDINGS
+from reigen.launch.metrics.options import DashboardAddress, MetricsAddress, MetricsOptions
 from reigen.launch.ssh.command import SshOptions, check_identity_file
 
 _EPILOG = """\
@@ -62,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_general(parser.add_argument)
     add_output_options(parser.add_argument_group("output").add_argument)
-    _add_metrics(parser.add_argument_group("metrics").add_argument)
+    add_metrics_options(parser.add_argument_group("metrics").add_argument)
     _add_hosts(parser)
     _add_servers(parser.add_argument_group("parameter servers").add_argument)
     hosts = parser.add_argument_group("other hosts").add_argument
@@ -77,17 +78,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of `reigen run`.
+    """Parse the arguments of `reigen run` and `reigen launch`.
 
     The value of ``--dashboard`` may be left out, also before the command, which argparse would take for it.
     """
     words = list(arguments)
     if "--dashboard" in words:
         place = words.index("--dashboard")
-        is_ours = not parser.parse_known_args(words[:place])[0].command
-        if is_ours and not _PORT.fullmatch("".join(words[place + 1 : place + 2])):
+        if not _PORT.fullmatch("".join(words[place + 1 : place + 2])):
             words[place] = "--dashboard="
-    return parser.parse_args(words)
+            chosen = parser.parse_args(words)
+            if len(chosen.command) < len(words) - place:  # the command has what is behind it at most
+                return chosen
+    return parser.parse_args(arguments)
 
 
 def _add_general(add: AddArgument) -> None:
@@ -186,7 +189,8 @@ def add_output_options(add: AddArgument) -> None:
     )
 
 
-def _add_metrics(add: AddArgument) -> None:
+def add_metrics_options(add: AddArgument) -> None:
+    """Add the options about metrics for `parse_metrics_options`."""
     add(
         "--metrics-port",
         metavar="[HOST:]PORT",
@@ -294,6 +298,30 @@ def add_ssh_options(add: AddArgument) -> None:
     add("--ssh-command", default="ssh", metavar="CMD", help="ssh, with options of its own: 'ssh -F FILE'")
     add("--ssh-no-host-key-check", dest="check_host_keys", action="store_false", help="accept unknown hosts")
     add("--remote-python", metavar="FILE", help="the Python there, with Reigen in it (default: this one's path)")
+
+
+def parse_metrics_options(
+    chosen: argparse.Namespace, launcher: str, environ: Mapping[str, str], *, says_verdict: bool = False
+) -> MetricsOptions:
+    """Make the options of metrics.
+
+    Args:
+        chosen: the options of the command.
+        launcher: of the job.
+        environ: may have tokens.
+        says_verdict: say at the end which ranks were waited for.
+
+    Raises:
+        ConfigError: they make no sense, or this launcher cannot do it.
+    """
+    address = None if chosen.metrics_port is None else MetricsAddress.parse(chosen.metrics_port, environ)
+    dashboard = None if chosen.dashboard is None else DashboardAddress.parse(chosen.dashboard, environ)
+    options = MetricsOptions(address, chosen.metrics_file, dashboard, top=chosen.top, verdict=says_verdict)
+    if options.is_wanted and launcher == "mpi":
+        raise ConfigError(
+            "--metrics-port, --metrics-file, --top, --dashboard: mpirun starts these ranks, which know no launcher"
+        )
+    return options
 
 
 def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:

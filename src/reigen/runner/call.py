@@ -61,6 +61,8 @@ def run(
     eject_stragglers: str | None = None,
     replicate_servers: int | None = None,
     dashboard: bool | int | str | None = None,
+    metrics_port: int | str | None = None,
+    metrics_file: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -109,6 +111,8 @@ def run(
             when it dies.
         dashboard: serve a dashboard of the job to browsers, at a URL that is printed on stderr: True, a port, or
             ``"ADDRESS:PORT"``, as ``reigen run --dashboard`` has it.
+        metrics_port: serve metrics for Prometheus: a port, or ``"ADDRESS:PORT"``, as ``reigen run --metrics-port``.
+        metrics_file: write metrics there, as JSON lines.
 
     Returns:
         The values that the processes returned, by rank; of an elastic job, those of the last members.

@@ -16,7 +16,7 @@ import msgspec
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob, ProcessExited
 from reigen.launch.local_plan import JobServices
-from reigen.launch.metrics.options import DashboardAddress, MetricsOptions
+from reigen.launch.metrics.options import DashboardAddress, MetricsAddress, MetricsOptions
 from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
 from reigen.launch.ps_processes import ServerOptions
@@ -80,7 +80,6 @@ def _run_on_engine(
 
 def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Mapping[str, str]) -> LaunchOptions:
     ssh = SshOptions(port=settings.ssh_port, identity_file=check_identity_file(settings.ssh_identity_file))
-    dashboard = None if settings.dashboard is None else DashboardAddress.parse(settings.dashboard, environ)
     return LaunchOptions(
         command=module_command("reigen.runner.task", [PAYLOAD_PLACEHOLDER, CHANNEL_PLACEHOLDER], settings.executable),
         num_ranks=settings.num_ranks,
@@ -98,7 +97,15 @@ def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Ma
         elastic=settings.elastic,
         ssh=ssh if settings.executable is None else replace(ssh, python=settings.executable),
         network=NetworkOptions.from_environ(environ),
-        metrics=MetricsOptions(dashboard=dashboard),
+        metrics=_metrics(settings, environ),
+    )
+
+
+def _metrics(settings: RunSettings, environ: Mapping[str, str]) -> MetricsOptions:
+    return MetricsOptions(
+        None if settings.metrics_port is None else MetricsAddress.parse(settings.metrics_port, environ),
+        None if settings.metrics_file is None else Path(settings.metrics_file),
+        None if settings.dashboard is None else DashboardAddress.parse(settings.dashboard, environ),
     )
 
 

@@ -14,7 +14,7 @@ from reigen.launch.base import find_launcher
 from reigen.launch.elastic.options import ElasticOptions, ElasticRequest, check_elastic_hosts, resolve_elastic
 from reigen.launch.engines import choose_launcher_in_engine
 from reigen.launch.hosts import HostInfo, check_slots, resolve_hosts
-from reigen.launch.metrics.options import DashboardAddress
+from reigen.launch.metrics.options import DashboardAddress, MetricsAddress
 from reigen.launch.ssh.command import SshOptions
 
 #: Accepted for the sake of existing calls.
@@ -32,7 +32,8 @@ class RunSettings(msgspec.Struct, frozen=True):
         elastic: what makes the job elastic; None: it is not.
         num_servers: parameter servers that run beside the ranks.
         replicate_servers: 2: what a server holds is in the memory of another one, too; None: as in the environment.
-        dashboard: address at which it is served; None: nowhere.
+        metrics_port, dashboard: addresses at which they are served; None: nowhere.
+        metrics_file: where metrics are written; None: nowhere.
     """
 
     num_ranks: int
@@ -51,6 +52,8 @@ class RunSettings(msgspec.Struct, frozen=True):
     elastic: ElasticOptions | None = None
     num_servers: int = 0
     replicate_servers: int | None = None
+    metrics_port: str | None = None
+    metrics_file: str | None = None
     dashboard: str | None = None
 
 
@@ -82,6 +85,7 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
     timeout = arguments["start_timeout"]
     if timeout is not None and not 0 < timeout < 1e9:
         raise ConfigError(f"start_timeout must be a number of seconds greater than 0, not {timeout!r}")
+    metrics = _check_metrics(arguments, launcher)
     settings = RunSettings(
         num_ranks,
         timeout,
@@ -96,7 +100,9 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         elastic=elastic,
         num_servers=check_num_servers(arguments["num_servers"]),
         replicate_servers=_check_replicas(arguments["replicate_servers"], arguments["num_servers"]),
-        dashboard=_check_dashboard(arguments["dashboard"], launcher),
+        metrics_port=metrics["metrics_port"],
+        metrics_file=metrics["metrics_file"],
+        dashboard=metrics["dashboard"],
     )
     unused = _WITHOUT_EFFECT + (_ELASTIC_ONLY if elastic is None else ())
     without_effect = [name for name in unused if arguments[name] not in (None, False)]
@@ -144,14 +150,21 @@ def _check_replicas(replicas: int | None, num_servers: int) -> int | None:
     return replicas
 
 
-def _check_dashboard(dashboard: bool | int | str | None, launcher: str) -> str | None:
-    if dashboard is None or dashboard is False:
-        return None
-    if launcher == "mpi":
-        raise ConfigError("dashboard: mpirun starts these ranks, which know no launcher")
-    text = "" if dashboard is True else str(dashboard)
-    DashboardAddress.parse(text, os.environ, "dashboard")  # raises
-    return text
+def _check_metrics(arguments: Mapping[str, Any], launcher: str) -> dict[str, str | None]:
+    """Return the arguments about metrics as the launcher gets them; raise ConfigError."""
+    port, file, dashboard = (arguments[name] for name in ("metrics_port", "metrics_file", "dashboard"))
+    found = {
+        "metrics_port": None if port is None else str(port),
+        "metrics_file": None if file is None else os.fspath(file),
+        "dashboard": None if dashboard is None or dashboard is False else "" if dashboard is True else str(dashboard),
+    }
+    if launcher == "mpi" and any(each is not None for each in found.values()):
+        raise ConfigError(f"{', '.join(found)}: mpirun starts these ranks, which know no launcher")
+    if found["metrics_port"] is not None:
+        MetricsAddress.parse(found["metrics_port"], os.environ)
+    if found["dashboard"] is not None:
+        DashboardAddress.parse(found["dashboard"], os.environ, "dashboard")
+    return found
 
 
 def check_num_servers(num_servers: SupportsIndex, is_elastic: bool = False) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from reigen.cli.launch import _parser as launch_parser
 from reigen.cli.run_options import make_parser, parse_arguments
 from reigen.errors import ConfigError
 from reigen.launch.dashboard.feed import JobEnd
@@ -364,4 +365,7 @@ def test_other_hosts_are_served_with_a_word_about_it(capfd: pytest.CaptureFixtur
 )
 def test_the_port_may_be_left_out_before_a_command(words: str, dashboard: str | None, command: str) -> None:
     chosen = parse_arguments(make_parser(), words.split())
+    assert (chosen.dashboard, " ".join(chosen.command)) == (dashboard, command)
+    launch_words = words.replace("-np 2", "-n 2") if "-np" in words else f"-n 2 {words}"
+    chosen = parse_arguments(launch_parser(), launch_words.split())
     assert (chosen.dashboard, " ".join(chosen.command)) == (dashboard, command)
