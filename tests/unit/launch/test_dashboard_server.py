@@ -36,6 +36,7 @@ def served() -> Iterator[DashboardServer]:
     """One for tests that ask and change nothing."""
     server = DashboardServer(DashboardAddress("127.0.0.1", 0, TOKEN), lockstep(2), "train.py")
     server.start()
+    fetch(server, "/state")  # it has all that it needs: what a test opens is counted
     yield server
     server.close()
 

@@ -12,7 +12,7 @@ from reigen.errors import WireError
 from reigen.launch.metrics.job_metrics import JobMetrics
 from reigen.launch.metrics.options import TOKEN_VARIABLES, DashboardAddress, MetricsAddress, MetricsOptions
 from reigen.launch.metrics.waiting import describe_waiting
-from reigen.launch.options import complain as tell_user
+from reigen.launch.options import complain as tell_user  # at once: a listener shows what it gets when all is over
 from reigen.net.listener import join_address
 
 if TYPE_CHECKING:  # loaded where they are wanted
@@ -51,11 +51,11 @@ class MetricsService:
 
             self._file = MetricsFile(options.file, complain)
         if options.address is not None:
-            self._serve(options.address, complain)
+            self._serve(options.address)
         if options.dashboard is not None:
             self._serve_dashboard(options.dashboard, program)
 
-    def _serve(self, address: MetricsAddress, complain: Callable[[str], None]) -> None:
+    def _serve(self, address: MetricsAddress) -> None:
         from reigen.launch.metrics.exposition import MetricsServer
 
         try:
@@ -65,7 +65,7 @@ class MetricsService:
             raise
         self.address = join_address(address.host, self._server.port)
         if not address.port:
-            complain(f"metrics are at http://{self.address}/metrics")
+            tell_user(f"metrics are at http://{self.address}/metrics")
 
     def _serve_dashboard(self, address: DashboardAddress, program: str) -> None:
         from reigen.launch.dashboard.server import DashboardServer
@@ -75,7 +75,6 @@ class MetricsService:
         except BaseException:
             self.close()
             raise
-        # to the terminal: whoever gets complaints shows them when the job has ended
         tell_user(f"the dashboard is at {self._dashboard.url}")
         if not address.is_loopback:
             tell_user(
