@@ -128,6 +128,9 @@ def _summary(migration: Migration) -> Iterator[str]:
         yield "`reigen migrate --apply` makes the changes of the diff"
     if by_hand:
         yield f"{by_hand} changes are to be made by hand"
+    for option in ("--as-horovod", "--as-mxnet", "--torchrun-env"):
+        if files := [file.path.name for file in migration.files if option in file.options]:
+            yield f"`reigen run {option}` is needed for {', '.join(files)}"
     errors = sum(file.error is not None for file in migration.files)
     if errors:
         yield f"{errors} files could not be read or changed"
@@ -143,6 +146,7 @@ def _as_json(migration: Migration) -> dict[str, Any]:
                 "path": str(file.path),
                 "error": file.error,
                 "applied": file.applied,
+                "options": file.options,
                 "findings": [_finding_as_json(file, each) for each in file.findings],
                 "diff": file.diff,
             }

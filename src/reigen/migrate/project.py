@@ -27,6 +27,8 @@ from reigen.migrate.text_files import (
 from reigen.migrate.torch_distributed import check_conversion, find_in_torch_script
 from reigen.migrate.torch_record import TorchFindings
 
+#: Options of `reigen run` that lines which stay as they are may need.
+_OPTIONS = ("--as-horovod", "--as-mxnet", "--torchrun-env")
 #: In files without a word of these nothing can be found.
 _RELEVANT = re.compile(r"horovod|torch|mxnet|kvstore|WORLD_SIZE", re.IGNORECASE)
 
@@ -59,6 +61,12 @@ class FileReport:
         if self.file is None or self.new_text is None:
             return ""
         return unified_diff(self.path, self.file.text, self.new_text)
+
+    @property
+    def options(self) -> list[str]:
+        """Options that `reigen run` needs for it, as messages about what works name them."""
+        messages = [finding.message for finding in self.findings if finding.status == "works"]
+        return [option for option in _OPTIONS if any(option in message for message in messages)]
 
     def place(self, finding: LineFinding) -> tuple[int | None, int]:
         """Return the cell of a notebook, or None, and the line, of a finding."""

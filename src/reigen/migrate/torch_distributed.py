@@ -27,6 +27,18 @@ _SAMPLER = {
     "torch.utils.data.distributed.DistributedSampler",
     "torch.utils.data.DistributedSampler",
 }
+#: Packages that average, or shard, by themselves.
+_OTHERS = (
+    "accelerate",
+    "apex.parallel",
+    "colossalai",
+    "deepspeed",
+    "fairscale",
+    "ignite.distributed",
+    "lightning",
+    "megatron",
+    "pytorch_lightning",
+)
 #: What is not used any more when edits are made, and then not imported.
 _GONE = ("torch.distributed", "torch.nn.parallel", "torch.multiprocessing")
 
@@ -42,6 +54,8 @@ def find_in_torch_script(source: PythonSource) -> TorchFindings:
             training.spawn(use)
         elif use.dotted.startswith("torch.distributed."):
             collectives.apply(use)
+        elif use.dotted == "torch.distributed":
+            record.block(use.node, "the module under another name, or as an argument: name its functions")
         elif use.dotted == "torch.nn.SyncBatchNorm.convert_sync_batchnorm":
             record.block(use.node, "hvd.SyncBatchNorm in the model itself: there is no conversion of whole models")
     for use in source.uses:
@@ -51,10 +65,21 @@ def find_in_torch_script(source: PythonSource) -> TorchFindings:
     training.variables()
     if record.found.used:
         training.local_rank_option()
+        _find_others_that_average(record)
     if any(finding.edits for finding in record.found.findings):
         _change_imports(record)
     record.found.findings = sorted(_without_inner_edits(record.found.findings), key=lambda each: each.line)
     return record.found
+
+
+def _find_others_that_average(record: TorchRecord) -> None:
+    """Find imports that cannot be followed, or of packages that use torch.distributed by themselves."""
+    for each in record.source.imports:
+        if each.dotted == "torch.distributed.*":
+            record.block(each.statement, "import the names that are used")
+        elif each.dotted.startswith(_OTHERS):
+            message = "it uses torch.distributed by itself: leave averaging to one of the two"
+            record.block(each.statement, message)
 
 
 def check_conversion(source: PythonSource, found: TorchFindings) -> LineFinding | None:

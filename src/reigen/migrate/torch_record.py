@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from reigen.migrate.findings import LineFinding
@@ -42,6 +43,14 @@ class TorchFindings:
         ]
 
 
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Yield names that a module uses or defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name) | ast.arg(name) | ast.FunctionDef(name) | ast.ClassDef(name):
+                yield name
+
+
 class TorchRecord:
     """Findings of one file, and what rules need to make them.
 
@@ -55,9 +64,9 @@ class TorchRecord:
         self.source = source
         spawns = any(use.dotted == "torch.multiprocessing.spawn" for use in source.uses)
         self.found = TorchFindings(stays=_BY_ITSELF if spawns else _BY_TORCHRUN_ENV)
-        names = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
-        bound = {each.bound for each in source.imports} | names
-        mine = [each.bound for each in source.imports if each.dotted == "reigen.torch"]
+        bound = {each.bound for each in source.imports} | set(_names(source.tree))
+        ours = (each for each in source.imports if each.dotted == "reigen.torch")
+        mine = [each.bound for each in ours if each.statement in source.tree.body]
         self.imports_reigen = bool(mine)
         self.hvd = mine[0] if mine else "hvd" if "hvd" not in bound else "reigen_hvd"
         self.replaced: set[ast.AST] = set()

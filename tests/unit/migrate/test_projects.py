@@ -103,6 +103,14 @@ def main(rank):
         ),
         ("    for batch", "    save(trainer.model.module)\n    for batch", "change", ".module"),
         (
+            "import torch.distributed as dist\n",
+            "import torch.distributed as dist\nd = dist\n",
+            "change",
+            "another name",
+        ),
+        ("import torch\n", "import torch\nfrom torch.distributed import *\n", "change", "import the names"),
+        ("import torch\n", "import torch\nimport deepspeed\n", "change", "by itself"),
+        (
             "    for batch",
             "    head = torch.optim.Adam(model.head.parameters())\n    for batch",
             "change",
@@ -132,6 +140,14 @@ def test_a_script_that_spawns_its_processes_goes_on_to(tmp_path: Path) -> None:
 
     assert file.new_text is None
     assert all("starts its processes by itself" in each.message for each in file.findings)
+
+
+def test_options_that_are_needed_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\n" + _DDP.replace("batches", 'range(int(os.environ.get("WORLD_SIZE", "1")))'))
+
+    assert main(["migrate", "--apply", str(script)]) == 0
+    assert "`reigen run --torchrun-env` is needed for train.py" in capsys.readouterr().out
 
 
 def test_gradients_that_are_read_before_the_step_are_averages(tmp_path: Path) -> None:
@@ -321,6 +337,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["migrate", str(script)]) == 0
     out = capsys.readouterr().out
     assert "+import reigen.torch as hvd" in out
+    assert "is needed for" not in out
     assert "line 3: hvd.init" in out
     assert main(["migrate", "--check", "--no-diff", str(script)]) == 1
     assert main(["migrate", "--check", "--json", str(tmp_path)]) == 2
