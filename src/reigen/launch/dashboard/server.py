@@ -46,8 +46,9 @@ MAX_STREAMS = 16
 #: A connection without a request, and one that takes nothing of what is sent, is ended after so many seconds.
 IDLE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
-#: How often the job is looked at.
+#: How often the job is looked at, and less often where that would be more than such a part of a processor's time.
 _TURN_SECONDS = 0.25
+_MOST_TIME = 0.1
 #: How long browsers may take to get the last message.
 _LAST_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
@@ -158,11 +159,12 @@ class DashboardServer:
         self._loop = asyncio.get_running_loop()
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._closing.is_set() and not serving.done():
-            now = time.monotonic()
+            now, begun = time.monotonic(), time.thread_time()
             if self._feed.turn(self._metrics.status(now), now, time.time()):
                 self._wake()
+            pause = max(_TURN_SECONDS, (time.thread_time() - begun) / _MOST_TIME)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), _TURN_SECONDS)
+                await asyncio.wait_for(self._closing.wait(), pause)
         self._feed.turn(self._metrics.status(time.monotonic()), time.monotonic(), time.time())
         self._wake()
         deadline = time.monotonic() + _LAST_SECONDS
