@@ -114,6 +114,10 @@ def test_a_browser_sees_the_job_and_its_going_away_changes_nothing(tmp_path: Pat
         pids = dict(line.removeprefix("[").split("] pid ") for line in launcher.lines(2))
         with browser_page(tmp_path / "profile") as page:
             page.resize(1600, 900)
+            page.open(url[1].partition("#")[0])
+            page.until("document.activeElement.id === 'token'")
+            assert page.evaluate("document.querySelector('table').checkVisibility()") is False
+            page.open("about:blank")
             page.open(url[1])
             page.until(f"document.querySelectorAll('.main-svg').length && {STEP} > 0")
             step = page.evaluate(STEP)

@@ -65,8 +65,8 @@ function showState(text, className) {
 
 // ------------------------------------------------------------------------------------------------ the job and its table
 
-function describeRow(row) {
-  if (row.is_last) return ["has left", "ended"];
+function describeRow(row, hasEnded) {
+  if (row.is_last || hasEnded) return [row.is_last ? "has left" : "ended", "ended"];
   if (row.is_silent) return [row.is_waited_for ? "silent: the others wait" : "silent", "silent"];
   if (row.is_waited_for) return ["the others wait", "late"];
   return [row.waits_for ? "waits" : "runs", ""];
@@ -90,8 +90,8 @@ function sharesOf(row) {
   return cell;
 }
 
-function makeRow(row) {
-  const [text, className] = describeRow(row);
+function makeRow(row, hasEnded) {
+  const [text, className] = describeRow(row, hasEnded);
   const made = element("tr", "", className);
   made.dataset.name = row.name;
   const head = element("th", row.name);
@@ -103,16 +103,16 @@ function makeRow(row) {
     element("td", row.samples ? number(row.samples) : "", "number"),
     sharesOf(row),
     element("td", bytes(row.memory), "number"),
-    element("td", row.is_last ? "" : `${row.age.toFixed(0)} s ago`, "number"));
+    element("td", row.is_last || hasEnded ? "" : `${duration(row.age)} ago`, "number"));
   return made;
 }
 
 function showTable(message) {
   if (!message.rows.length) return;
-  $("rows").replaceChildren(...message.rows.map(makeRow));
+  $("rows").replaceChildren(...message.rows.map((row) => makeRow(row, Boolean(message.end))));
   $("left-out").hidden = !message.left_out;
   setText("left-out", `${message.left_out} more, like the others`);
-  const silent = message.rows.filter((row) => row.is_silent && !row.is_last);
+  const silent = message.rows.filter((row) => row.is_silent && !message.end);
   $("trouble").hidden = !silent.length;
   setText("trouble", silent.map((row) => `${row.name} (host ${row.host}) is silent: it is stopped, or cannot be reached.`).join(" "));
 }
@@ -133,8 +133,10 @@ function showJob(message) {
   const inTrouble = message.rows.some((row) => row.is_silent);
   if (end) {
     showState(end.exit_code ? `failed (${end.exit_code})` : "ended", end.exit_code ? "bad" : "");
-    $("verdict").hidden = !(end.verdict || end.text);
-    setText("verdict", [end.verdict && `Verdict: ${end.verdict}.`, end.text].filter(Boolean).join(" "));
+    $("failure").hidden = !end.text;
+    setText("failure", end.text);
+    $("verdict").hidden = !end.verdict;
+    setText("verdict", `Verdict: ${end.verdict}.`);
   } else {
     showState(inTrouble ? "in trouble" : job.ranks ? "running" : "starting", inTrouble ? "bad" : "running");
   }
