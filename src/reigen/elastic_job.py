@@ -56,6 +56,7 @@ from reigen.engine.counters import EngineCounters
 from reigen.engine_factory import JobRendezvous
 from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError
 from reigen.net.interfaces import choose_address
+from reigen.resources.limits import explain_limit
 from reigen.startup import job_tls, join_rendezvous
 
 if TYPE_CHECKING:
@@ -555,7 +556,7 @@ class ElasticJob(Generic[_Context]):
         try:
             context = self._make_context(self._rendezvous_of(view), view.epoch)
         except Exception as error:  # noqa: BLE001  whoever waits for the view gets it
-            self._fail_build(view, error)
+            self._fail_build(view, explain_limit(error) if isinstance(error, OSError) else error)
             return
         with self._changed:
             is_wanted = self._wanted is view

@@ -8,8 +8,10 @@ step that was applied are known, whoever died in it. Arguments: epochs, samples,
 """
 
 import hashlib
+import itertools
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -21,7 +23,9 @@ import reigen.elastic_job
 import reigen.engine_factory  # noqa: F401
 import reigen.torch as hvd
 from reigen import context
+from reigen.backends.shm.region_cache import RegionCache
 from reigen.elastic import job as jobs
+from reigen.errors import SharedMemoryError
 from reigen.torch.shared_parameters import update_chunks
 from tests.elastic.job_death import Death
 
@@ -84,7 +88,32 @@ def make_job(num_samples: int, *trained: object) -> hvd.elastic.Job:
         print(f"PREPARED {hvd.rank()} {hvd.size()}", flush=True)
         while not Path(path).exists():
             time.sleep(0.01)
+    limit_resources(job)
     return job
+
+
+def limit_resources(job: hvd.elastic.Job) -> None:
+    """Leave this process few descriptors or little memory, as the environment says; have it take some in a step."""
+    if left := os.environ.get("DESCRIPTORS_LEFT"):
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + int(left),) * 2)
+    if os.environ.get("SHARED_MEMORY_FULL") == "1":
+        RegionCache.create = refuse_memory
+    if group := os.environ.get("CGROUP"):
+        (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    if take := int(os.environ.get("TAKES_BYTES", "0")):
+        begin, steps = job.training.begin_step, itertools.count()
+
+        def begin_step() -> None:
+            begin()
+            if next(steps) == 3:
+                bytearray(b"1") * take
+
+        job.training.begin_step = begin_step
+
+
+def refuse_memory(_: RegionCache, num_bytes: int, what: str) -> None:
+    raise SharedMemoryError(f"not enough shared memory for {what}: {num_bytes} bytes needed")
 
 
 def corrupt(job: hvd.elastic.Job, model: torch.nn.Module) -> None:

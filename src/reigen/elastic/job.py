@@ -63,6 +63,7 @@ from reigen.errors import (
     DeadlineError,
     JobLeft,
     PeerLostError,
+    SharedMemoryError,
     StepOrderError,
     format_ranks,
 )
@@ -560,6 +561,8 @@ class BaseJob(ABC):
         """Return whether an error is a change of members; others leave."""
         if self._elastic is None or not isinstance(error, CollectiveError):
             return False
+        if isinstance(error, SharedMemoryError) and error.ranks:  # others have too little memory: they leave
+            return self.rank not in error.ranks
         if isinstance(error, DeadlineError):
             self._num_late += 1
             if self._num_late > _MAX_LATE:

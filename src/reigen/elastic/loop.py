@@ -19,6 +19,7 @@ from reigen.errors import (
     JoinedError,
     MismatchError,
     ReplicaError,
+    SharedMemoryError,
 )
 
 _log = logging.getLogger(__name__)
@@ -136,6 +137,8 @@ class _Loop:
 
     def goes_on_after(self, error: CollectiveError) -> bool:
         """Return whether it makes sense to begin again after this error; a note says why not."""
+        if isinstance(error, SharedMemoryError) and not error.ranks:
+            return False  # this rank has too little memory, and leaves; the others begin again without it
         if isinstance(error, _OF_THE_PROGRAM) and not isinstance(error, JoinedError):
             if self._num_commits == self._state.num_commits:
                 error.add_note(

@@ -19,7 +19,7 @@ from reigen.elastic import (
     run,
     run_fn,
 )
-from reigen.errors import ArgumentError, MismatchError, PeerLostError
+from reigen.errors import ArgumentError, MismatchError, PeerLostError, SharedMemoryError
 
 
 class Scripted:
@@ -233,6 +233,22 @@ def test_a_mistake_of_the_program_does_not_come_again_for_ever(member: Any) -> N
         train(state)
     assert job.calls.count("reset") == 2
     assert "twice with no commit" in raised.value.__notes__[0]
+
+
+def test_a_rank_without_memory_leaves_and_the_others_begin_again(member: Any) -> None:
+    """The allocation has failed on all: the error of those that had enough names the ranks that had not."""
+    job = member()
+
+    @run
+    def train(_: Logged, error: SharedMemoryError) -> None:
+        raise error
+
+    with pytest.raises(SharedMemoryError):
+        train(Logged(job.calls), SharedMemoryError("not enough here"))
+    assert job.calls.count("reset") == 0
+    with pytest.raises(PeerLostError, match="ended elsewhere"):
+        train(Logged(job.calls), SharedMemoryError("not enough on rank 2", ranks=(2,)))
+    assert job.calls.count("reset") > 2
 
 
 def test_whoever_learns_of_changes_by_itself_says_so(member: Any) -> None:

@@ -643,7 +643,9 @@ class ShmBackend:
 
     def _short(self, members: Sequence[int], nbytes: int, what: str) -> SharedMemoryError:
         ranks = [self._local_peers.ranks[member] for member in members]
-        return SharedMemoryError.for_request(nbytes, None, f"{what} on rank(s) {ranks}")
+        error = SharedMemoryError.for_request(nbytes, None, f"{what} on rank(s) {ranks}")
+        error.ranks = tuple(ranks)
+        return error
 
     def _allgather_integers(self, numbers: Sequence[int], deadline: float) -> list[list[int]]:
         """Every rank's numbers."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reigen.cluster.membership.elastic.directory import ViewDirectory
-from reigen.cluster.membership.elastic.links import MemberLinks, first_reachable
+from reigen.cluster.membership.elastic.links import LIMIT_ERRNOS, MemberLinks, first_reachable
 from reigen.cluster.membership.elastic.messages import (
     FinishNoted,
     LinkFrame,
@@ -391,7 +391,10 @@ class ViewDriver:
             self._is_working = False
 
     def _fail(self, error: Exception) -> None:
-        """End this process because of a bug, of ours or of the plane's: the others go on without it."""
+        """End this process because of a limit, or a bug, of ours or of the plane's: the others go on without it."""
+        if isinstance(error, OSError) and error.errno in LIMIT_ERRNOS:
+            self._end(1, f"it cannot connect to other processes of its elastic job: {error.strerror}")
+            return
         _log.error("the driver of an elastic member has failed", exc_info=error)
         self._end(1, f"the driver of process {tuple(self.me)} of an elastic job has failed: {error!r}")
 

@@ -38,6 +38,7 @@ from reigen.net.event_loop import EventLoop, Timer, wait_ready
 from reigen.net.fork_safety import close_in_children
 from reigen.net.listener import MAX_UNREAD_BYTES, SILENCE_ERRNOS, Listener, join_address
 from reigen.net.sockets import silent_seconds
+from reigen.resources.limits import explain_limit
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ _AGAIN_SECONDS, _SILENT_SECONDS = 0.02, 1.0
 _EXIT_SECONDS = 0.1
 #: Connections in a row that came to nothing: then a process cannot be reached.
 _MAX_FAILURES = 20
+#: Errors of a process that may open no more files, or of its host.
+LIMIT_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
 class LinkOwner(Protocol):
@@ -239,6 +242,8 @@ class MemberLinks:
         try:
             peer.connecting = self._options.start_connecting(peer.address)
         except OSError as error:
+            if error.errno in LIMIT_ERRNOS and peer.num_failures + 1 >= _MAX_FAILURES:  # it is not the other's fault
+                raise explain_limit(error) from None
             self._fail(peer, error)
             return
         deadline = time.monotonic() + self._node.peer_timeout_seconds
