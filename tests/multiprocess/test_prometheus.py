@@ -60,15 +60,17 @@ def prometheus(target: str, directory: Path) -> Iterator[str]:
     ]  # fmt: skip
     with log.open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=err)
+    addresses: set[str] = set()
     try:
 
         def is_ready() -> bool:
             text = log.read_text()
             assert process.poll() is None, text
-            return "Server is ready to receive web requests" in text
+            addresses.update(re.findall(r'"address":"(127\.0\.0\.1:[1-9]\d*)"', text))
+            return bool(addresses) and "Server is ready to receive web requests" in text  # in either order
 
         until(is_ready)
-        (address,) = set(re.findall(r'"address":"(127\.0\.0\.1:[1-9]\d*)"', log.read_text()))
+        (address,) = addresses
         yield f"http://{address}"
     finally:
         process.kill()
