@@ -548,7 +548,7 @@ class Context:
         """Leave the job. Outstanding operations fail here; ranks that wait for this one get PeerLostError."""
         try:
             if self.tuning is not None:
-                self.tuning.close()
+                self.tuning.close(is_view=self.view > 0)
             self.timeline.close()
         finally:
             self._engine.close()

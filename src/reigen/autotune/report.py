@@ -44,7 +44,7 @@ def format_outcome(outcome: TuningOutcome, fixed: Mapping[str, str]) -> str:
     if reason := fixed.get("ring"):
         lines.append(f"  the ring was left out: {reason}")
     if outcome.chosen != outcome.base:
-        lines.append(f"  to begin with these: {format_variables(outcome)}")
+        lines.append(f"  to begin with these: {format_variables(outcome.base, outcome.chosen)}")
     return "\n".join(lines)
 
 
@@ -56,10 +56,27 @@ def format_parameter(point: ParameterPoint, name: str) -> str:
     return f"{value / (1 << 20):g} MiB"
 
 
-def format_variables(outcome: TuningOutcome) -> str:
+def format_unfinished(base: ParameterPoint, best: ParameterPoint, num_steps: int) -> str:
+    """Return the report of a job that has ended before the search.
+
+    Args:
+        base: the parameters with which it began.
+        best: those that seemed best by then.
+        num_steps: of the job.
+    """
+    if not num_steps:
+        return (
+            "reigen autotune: nothing was tuned, for the job has marked no steps; reigen.report_progress(steps=1) "
+            "marks one"
+        )
+    seems = f"; these seemed best, unchecked: {format_variables(base, best)}" if best != base else ""
+    return f"reigen autotune: the job has ended before the search, after {num_steps} steps{seems}"
+
+
+def format_variables(base: ParameterPoint, chosen: ParameterPoint) -> str:
     """Return the environment variables that set the parameters that were changed."""
     return " ".join(
-        f"{variable}={getattr(outcome.chosen, name)}"
+        f"{variable}={getattr(chosen, name)}"
         for name, (_, variable) in _ROWS.items()
-        if getattr(outcome.chosen, name) != getattr(outcome.base, name)
+        if getattr(chosen, name) != getattr(base, name)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import weakref
@@ -10,11 +11,13 @@ from contextlib import suppress
 from typing import Protocol
 
 from reigen.autotune.log_file import TuningLog
-from reigen.autotune.report import format_outcome
+from reigen.autotune.report import format_outcome, format_unfinished
 from reigen.autotune.search_space import ParameterPoint
 from reigen.autotune.tuner import StepEnd, TunerDecision
 from reigen.engine.counters import DEVICE_WAY, NETWORK_WAY, EngineCounters
 from reigen.engine.messages import OperationKind, TunedParameters
+
+_log = logging.getLogger(__name__)
 
 _ALLREDUCE = OperationKind.ALLREDUCE
 
@@ -78,22 +81,26 @@ class TuningSession:
         self._agreements: weakref.WeakSet[object] = weakref.WeakSet()
         self._stale: weakref.WeakSet[object] = weakref.WeakSet()
         self._has_changed = False
-        self._best_seconds = 0.0
+        self._best_seconds, self._num_steps = 0.0, 0
 
     def step_ended(self) -> None:
         """Count a step; on the program's thread."""
+        self._num_steps += 1
         if self.is_final:
             return
         counters = self._engine.counters
-        decision = self._tuner.step_ended(
-            StepEnd(
-                time.monotonic(),
-                counters.blocked_seconds,
-                _reduced_bytes(counters),
-                self._is_applied(),
-                self._obstacle(counters),
-            )
+        step = StepEnd(
+            time.monotonic(),
+            counters.blocked_seconds,
+            _reduced_bytes(counters),
+            self._is_applied(),
+            self._obstacle(counters),
         )
+        try:
+            decision = self._tuner.step_ended(step)
+        except Exception as error:  # noqa: BLE001 - the program's step must not fail for it
+            self._give_up(error)
+            return
         if decision.block is not None and self._log is not None:
             self._log.add(decision.block)
         if decision.outcome is not None:
@@ -131,11 +138,23 @@ class TuningSession:
         if bucket_bytes == self.point.bucket_bytes:
             self._stale.discard(agreement)
 
-    def close(self) -> None:
-        """Write the log to its end: the job leaves."""
-        if self._log is not None and not self.is_final:
-            self._close_log(self._tuner.best_point())
+    def close(self, *, is_view: bool = False) -> None:
+        """Write the log to its end, and say so where the search has none: the job ends, or a view of it."""
+        if not self.is_final:
+            best = self.first
+            with suppress(Exception):  # a model of few points
+                best = self._tuner.best_point()
+            if not is_view:
+                self._show(format_unfinished(self.first, best, self._num_steps))
+            self._close_log(best)
         self.is_final = True
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on as the view began: the tuner is of no use."""
+        _log.warning("autotuning has failed, the job goes on as it began: %s: %s", type(error).__name__, error)
+        self.is_final = True
+        self.apply(self.first)
+        self._close_log(self.first)
 
     def _close_log(self, best: ParameterPoint) -> None:
         log, self._log = self._log, None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from reigen.autotune.log_file import TuningLog, read_best_point
-from reigen.autotune.report import format_outcome
+from reigen.autotune.report import format_outcome, format_variables
 from reigen.autotune.search_space import ParameterPoint
 from reigen.autotune.session import TuningSession
 from reigen.autotune.tuner import NO_DECISION, StepEnd, TunedBlock, TunerDecision, TuningOutcome
@@ -98,6 +101,39 @@ def test_the_end_is_told_to_all_and_shown_once() -> None:
     one.step_ended()
     one.close()
     assert len(tuner.steps) == len(reports) == 1
+
+
+def test_a_job_that_ends_before_the_search_says_so() -> None:
+    reports.clear()
+    for num_steps, is_view in ((0, False), (3, False), (3, True)):
+        one, *_ = session()
+        for _ in range(num_steps):
+            one.step_ended()
+        one.close(is_view=is_view)
+    nothing, unfinished = reports
+    assert nothing.startswith("reigen autotune: nothing was tuned, for the job has marked no steps; ")
+    assert unfinished == (
+        "reigen autotune: the job has ended before the search, after 3 steps; these seemed best, unchecked: "
+        f"{format_variables(BASE, OTHER)}"
+    )
+
+
+def test_a_tuner_that_fails_ends_tuning_and_not_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenTuner(ScriptedTuner):
+        def step_ended(self, step: StepEnd) -> TunerDecision:
+            if not self.decisions:
+                raise ValueError("array must not contain infs or NaNs")
+            return super().step_ended(step)
+
+    engine = FakeEngine()
+    one = TuningSession(engine, BrokenTuner([TunerDecision(OTHER)]), BASE)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            one.step_ended()
+    assert engine.asked[-1] == TunedParameters(2, 128 * MIB, 4 * MIB, "ordered", 1, True)
+    assert [record.message for record in caplog.records] == [
+        "autotuning has failed, the job goes on as it began: ValueError: array must not contain infs or NaNs"
+    ]
 
 
 def test_another_tuner_goes_on_where_one_has_ended() -> None:
