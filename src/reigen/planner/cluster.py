@@ -15,6 +15,7 @@ _HOST_KEYS = {"name", "count", "ranks", "servers", "processors", "bandwidth", "l
 _HOST_KEYS |= {"price_per_hour"}
 _KEYS = {"currency", "prices_of", "hosts", "network", "shared_processors", "stragglers", "failures"}
 _NETWORK_KEYS = {"oversubscription", "hosts_per_rack", "loss"}
+#: Ranks of a job, and hosts of an entry.
 _MAX_RANKS = 1 << 16
 
 
@@ -179,6 +180,8 @@ def _read_hosts(entry: Any, where: str) -> list[ClusterHost]:
     name, count = str(table.get("name", "")), parse_count(table.get("count", 1), f"{where}: count")
     if not name or not count:
         raise ArgumentError(f"{where}: a host needs a name, and 'count' must be at least 1")
+    if count > _MAX_RANKS:
+        raise ArgumentError(f"{where}: count {count}: there can be {_MAX_RANKS} hosts at most")
     price, device = table.get("price_per_hour"), table.get("device_bandwidth")
     if price is not None:
         price = parse_number(price, f"{where}: price_per_hour")

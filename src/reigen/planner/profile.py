@@ -13,6 +13,8 @@ from reigen.planner.units import parse_count, parse_number, parse_time
 from reigen.types import DTYPES
 
 _VERSION = 1
+#: Of one tensor: ten times as many as the largest models have in all.
+_MAX_ELEMENTS = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ def _read_tensors(entries: list[Any], backward_seconds: float, path: str) -> tup
         if dtype not in DTYPES:
             raise ArgumentError(f"{where}: there is no element type {dtype!r}; there are {', '.join(sorted(DTYPES))}")
         elements = parse_count(_get(entry, "elements", where), f"{where}: elements")
+        if elements > _MAX_ELEMENTS:
+            raise ArgumentError(f"{where}: {elements} elements are more than a tensor can have here ({_MAX_ELEMENTS})")
         when = None if ready is None else parse_time(ready, f"{where}: ready_seconds")
         if when is not None and when > backward_seconds * 1.001:
             raise ArgumentError(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reigen.compression import Codec, from_params
 from reigen.compression.base import Residual
-from reigen.kv.client.key_table import BatchBuilder, KeyState, RequestFactory
+from reigen.kv.client.key_table import MAX_BATCHED_KEY_BYTES, BatchBuilder, KeyState, RequestFactory
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KVOperation
 from reigen.kv.client.sharding import ShardPlacer
 from reigen.kv.client.worker import KVWorker
@@ -114,7 +114,14 @@ class _NotingWorker:
 
     def take(self, nbytes: int) -> tuple[NDArray[np.uint8], None]:
         """Return memory, which is never touched."""
-        return np.empty(nbytes, np.uint8), None
+        return _untouched(nbytes, np.dtype(np.uint8)), None
+
+
+def _untouched(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array for its size alone, which needs no memory where it is large."""
+    if count * dtype.itemsize <= MAX_BATCHED_KEY_BYTES:
+        return np.empty(count, dtype)
+    return np.broadcast_to(np.zeros(1, dtype), (count,))
 
 
 def make_requests(
@@ -141,7 +148,7 @@ def make_requests(
     for number, tensor in enumerate(profile.tensors):
         entry = KeyState(number, number, TensorSpec(DTYPES[tensor.dtype], (tensor.elements,), DENSE))
         entry.set_placement(placer.place(number, tensor.elements, tensor.itemsize))
-        elements = np.empty(tensor.elements, DTYPES[tensor.dtype].storage)
+        elements = _untouched(tensor.elements, DTYPES[tensor.dtype].storage)
         builder.add(entry, elements, elements)
     builder.end()
     return worker.requests

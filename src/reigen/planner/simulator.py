@@ -24,6 +24,8 @@ _STRAGGLER_SHARE, _COMMUNICATION_SHARE = 0.05, 0.1
 #: A resource that is used for less of the communication than this does not bound it: latency does.
 _BUSY_SHARE = 0.5
 _SECONDS_PER_HOUR = 3600.0
+#: No job has more servers.
+MAX_SERVERS = 1 << 14
 
 
 def simulate(profile: TrainingProfile, cluster: Cluster, strategy: Strategy, costs: Costs | None = None) -> Prediction:
@@ -43,6 +45,8 @@ def simulate(profile: TrainingProfile, cluster: Cluster, strategy: Strategy, cos
         raise ArgumentError(f"there is no algorithm {strategy.algorithm!r}; there are {', '.join(TCP_ALGORITHMS)}")
     if (strategy.kind == "servers") != (strategy.num_servers > 0):
         raise ArgumentError(f"strategy {strategy.kind} with {strategy.num_servers} servers: only 'servers' has some")
+    if strategy.num_servers > MAX_SERVERS:
+        raise ArgumentError(f"{strategy.num_servers} servers: there can be {MAX_SERVERS} at most")
     alive = cluster.without_failed()
     run = _run_servers if strategy.kind == "servers" else _run_allreduce
     job, layout, notes = run(profile, alive, strategy, costs)

@@ -94,6 +94,7 @@ def test_built_in_models(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ({"hosts": [{"name": "a"}], "stragglers": [{"rank": 0, "slowdown": 0.5}]}, "slowdown 0.5"),
         ({"hosts": [{"name": "a"}], "network": {"oversubscription": 0.5}}, "below 1"),
         ({"hosts": [{"name": "a", "count": 1.5}]}, "no whole number"),
+        ({"hosts": [{"name": "a", "count": 10**9}]}, "there can be 65536 hosts at most"),
         ({"hosts": [{"name": "a", "latency": "-1 ms"}]}, "is not seconds"),
     ],
 )
@@ -118,6 +119,7 @@ def test_a_wrong_cluster_is_refused(
         ({"tensors": [{"elements": 3, "dtype": "float8"}]}, "no element type 'float8'"),
         ({"tensors": [{"elements": 3, "ready_seconds": 1}]}, "is ready 1 s after backward began"),
         ({"tensors": [{"name": "w"}]}, "elements is missing"),
+        ({"tensors": [{"elements": 10**12}]}, "more than a tensor can have"),
     ],
 )
 def test_a_wrong_profile_is_refused(
@@ -137,6 +139,7 @@ def test_other_wrong_input(files: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--costs", str(files / "train.json")], "there is no table 'costs'"),
         (["--costs", str(files / "missing.json")], "No such file"),
         (["--ranks", "9"], "the cluster cannot hold a job of 9 ranks"),
+        (["--servers", "100000"], "there can be 16384 at most"),
         (["--compression", "3bit"], "unknown type of compression '3bit'"),
         (["--batch", "3"], "are for built-in models"),
         (["--picture", str(files / "no" / "where.svg")], "No such file"),
