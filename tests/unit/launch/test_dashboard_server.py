@@ -245,11 +245,12 @@ def test_connections_are_bounded_and_those_without_a_request_end(
     server: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(server_module, "IDLE_SECONDS", 1.5)
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 1000.0)
     with ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server)), 60)) for _ in range(4)]
         until(lambda: len(server._server.server_state.connections) == 4)
         assert raw(server, b"GET / HTTP/1.1\r\n") == b"", "one too many"
+        monkeypatch.setattr(server_module, "IDLE_SECONDS", 1.5)
         idle[0].sendall(b"GET / HTTP/1.1\r\nX: ")
         for client in idle:
             client.settimeout(60)
