@@ -194,6 +194,9 @@ def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: Fork
         said = "\n".join(newcomer.lines)
         assert "each time other ones have come to rank 2 on host" in said, said
         assert "Leave the host out, and check its memory and network" in said
+        assert sum("differs from what was sent" in line for line in newcomer.lines) == 2, (
+            "the others wait until it knows"
+        )
         assert not newcomer.says("STEP")
         wait_for_steps(members, 3)
         other = job.start_candidate(3)

@@ -33,7 +33,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -253,6 +253,8 @@ class BaseJob(ABC):
         self._has_renewed = True
         #: others wait for the end of the step that is completed, to get the state then
         self._is_awaited = False
+        #: this rank's state is not what was sent to it: it leaves
+        self._is_wrong = False
         #: changes because of members that were late, since the latest step
         self._num_late = 0
 
@@ -561,8 +563,10 @@ class BaseJob(ABC):
         """Return whether an error is a change of members; others leave."""
         if self._elastic is None or not isinstance(error, CollectiveError):
             return False
-        if isinstance(error, SharedMemoryError) and error.ranks:  # others have too little memory: they leave
-            return self.rank not in error.ranks
+        if self._is_wrong:
+            return False
+        if isinstance(error, SharedMemoryError):  # who has too little memory leaves, and has an error of its own
+            return bool(error.ranks)
         if isinstance(error, DeadlineError):
             self._num_late += 1
             if self._num_late > _MAX_LATE:
@@ -712,6 +716,9 @@ class BaseJob(ABC):
             if not wrong:
                 return
             _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
+        self._is_wrong = self.rank in wrong
+        with suppress(CollectiveError):
+            barrier()  # members that change before those ranks know of it would only be asked for the state again
         raise self._explain_wrong_state(wrong, source)
 
     def _explain_wrong_state(self, wrong: Sequence[int], source: int) -> CollectiveError:
