@@ -87,5 +87,5 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_left_out(server: ForkSer
         job.wait_for("STEP 3 ")
         victim = job.start_candidate(2, CGROUP=str(group.directory), TAKES_BYTES=str(400 * MIB))
         assert victim.wait() == -signal.SIGKILL
-        assert count_steps(victim) == 3
+        assert 1 <= count_steps(victim) <= 3  # one may have been undone
         check_others(members, victim)
