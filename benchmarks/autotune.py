@@ -36,7 +36,7 @@ _MIB = 1 << 20
 #: Of what a workload may take.
 _PATIENCE_SECONDS = 400.0
 _TUNING_SECONDS = 150.0
-_BLOCK_SECONDS, _LEAST_STEPS = 0.6, 4
+_BLOCK_SECONDS, _LEAST_STEPS = 1.0, 4
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ WORKLOADS = {
     "wide": Workload((1024,) * 6),
     "deep": Workload((160,) * 60),
     "tiny": Workload((16,), num_vectors=600),
-    "wide, 1 Gbit/s": Workload((1024,) * 3, rate_bits=1e9),
-    "deep, 200 Mbit/s, 5 ms": Workload((128,) * 40, rate_bits=2e8, delay_seconds=0.005),
+    "wide, 1 Gbit/s": Workload((1024,) * 6, rate_bits=1e9),
+    "deep, 200 Mbit/s, 5 ms": Workload((160,) * 60, rate_bits=2e8, delay_seconds=0.005),
 }
 
 
