@@ -1,23 +1,31 @@
 """Cost of the control plane with many ranks: what rank 0 does for each negotiation.
 
     python -m benchmarks.control_plane negotiate --ranks 8,128,1000,9900
+    python -m benchmarks.control_plane start --hosts 16 --ranks-per-host 8 --rounds 2
 
 ``negotiate``: rank 0 is real: its transport with a connection for each rank that talks to it, its coordinator, its
 messages. The other ranks are state machines of this process at the other ends of the connections. What counts is the
 processor time of rank 0 alone, from reading the first message to writing the last one: for tensors that are new, and
 for those that the response cache knows. The time that messages need on their way is in none of the figures.
+
+``start`` (needs root): jobs of `reigen run` on stand-in hosts (`benchmarks/programs/control_plane.py`), by turns with a
+tree and with a star: the time of a start by its phases, what passes rank 0 in a step, and how long it takes until all
+ranks know that one was killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import resource
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from reigen.engine.control_channel import ControlChannel
 from reigen.engine.control_tree import ControlTree
@@ -29,7 +37,9 @@ from reigen.engine.report_merger import ReportMerger
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
 from reigen.net.connection import Connection, StreamProtocol
 from reigen.net.tcp_star import TcpStarTransport
+from tests.lab import Hosts
 
+_ROOT = Path(__file__).resolve().parents[1]
 _SECRET = bytes(range(32))
 _MAX_PAYLOAD_BYTES = 1 << 20
 _DEADLINE_SECONDS = 600.0
@@ -240,6 +250,37 @@ def _operation(name: str) -> Operation:
     return Operation(OperationKind.ALLREDUCE, name, "float32", (1024,))
 
 
+def measure_start(num_hosts: int, ranks_per_host: int, tree: bool) -> dict[str, object]:
+    """Start a job, and return its figures.
+
+    Raises:
+        RuntimeError: it has failed in another way than that one rank dies.
+    """
+    size = num_hosts * ranks_per_host
+    with Hosts(num_hosts, ssh_port=22, same_uptime=True) as hosts:
+        names = ",".join(f"{host.name}:{ranks_per_host}" for host in hosts)
+        run = [sys.executable, "-m", "reigen", "run", "-np", str(size), "-H", names, "--bind", "none"]
+        env = {
+            "CONTROL_PLANE_BEGAN": str(time.monotonic()),
+            "PYTHONPATH": os.pathsep.join((str(_ROOT / "src"), str(_ROOT))),
+            "REIGEN_CONTROL_TREE_RANKS": "2" if tree else "0",
+            "REIGEN_START_TIMEOUT": "240",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        exports = [part for name in env if name != "PYTHONPATH" for part in ("-x", name)]
+        program = [sys.executable, str(_ROOT / "benchmarks" / "programs" / "control_plane.py")]
+        ended = hosts[0].run([*run, *exports, *program], env=env, timeout=400.0)
+    lines = [json.loads(found[0]) for line in ended.stdout.splitlines() if (found := re.search(r"{.*}", line))]
+    figures = next((line for line in lines if "ranks" in line and "told" not in line), None)
+    if figures is None:
+        raise RuntimeError(f"no figures: {ended.stdout[-2000:]} {ended.stderr[-3000:]}")
+    killed = next(line["killed"] for line in lines if "killed" in line)
+    told = [line["told"] - killed for line in lines if "told" in line]
+    last = round(max(told), 3) if len(told) == size - 1 else None
+    return {"layout": "tree" if tree else "star", **figures, "told": len(told), "last_told_seconds": last}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure; one JSON line for each figure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
@@ -250,7 +291,16 @@ def main(arguments: Sequence[str]) -> int:
     negotiate.add_argument("--layouts", default="star,tree")
     negotiate.add_argument("--tensors", type=int, default=64)
     negotiate.add_argument("--steps", type=int, default=5)
+    start = commands.add_parser("start")
+    start.add_argument("--hosts", type=int, default=16)
+    start.add_argument("--ranks-per-host", type=int, default=8)
+    start.add_argument("--rounds", type=int, default=1)
     chosen = parser.parse_args(arguments)
+    if chosen.command == "start":
+        for _ in range(chosen.rounds):
+            for tree in (True, False):
+                print(json.dumps(measure_start(chosen.hosts, chosen.ranks_per_host, tree)), flush=True)
+        return 0
     sizes = [int(size) for size in chosen.ranks.split(",")]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a connection
