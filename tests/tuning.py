@@ -1,4 +1,4 @@
-"""Schedules of parameters in place of a search, for tests of jobs that are tuned."""
+"""Schedules of parameters in place of a search, and an engine in place of a job's, for tests of tuning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from reigen import context
 from reigen.autotune.search_space import ParameterPoint
 from reigen.autotune.tuner import NO_DECISION, StepEnd, TunerDecision
+from reigen.engine.counters import EngineCounters
+from reigen.engine.messages import TunedParameters
 
 _MIB = 1 << 20
 #: Everything changes from each to the next.
@@ -17,6 +19,20 @@ POINTS = [
     ParameterPoint(1 << 16, 2 * _MIB, "direct", 3),
     ParameterPoint(8 * _MIB, 1 << 12, "ordered", 1),
 ]
+
+
+class FakeEngine:
+    """Engine that keeps what it is asked for, and takes it on when `apply` is called."""
+
+    def __init__(self) -> None:
+        self.counters = EngineCounters()
+        self.asked: list[TunedParameters] = []
+
+    def tune(self, parameters: TunedParameters) -> None:
+        self.asked.append(parameters)
+
+    def apply(self) -> None:
+        self.counters.tuned = self.asked[-1]
 
 
 class ScheduleTuner:

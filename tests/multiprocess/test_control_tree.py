@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -13,10 +12,9 @@ import pytest
 
 import reigen
 from reigen import context
-from reigen.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
+from reigen.errors import CollectiveError, MismatchError, PeerLostError
 from reigen.testing import RankError, RankPool, run_ranks
-from tests.multiprocess.launcher import until
-from tests.multiprocess.test_posing_hosts import join
+from tests.multiprocess.test_posing_hosts import join, wait_for_who_stops
 from tests.patience import patiently
 
 pytestmark = pytest.mark.slow  # many real processes
@@ -121,24 +119,6 @@ def reduce_forever() -> None:
 def test_a_relay_that_leaves_passes_on_that_it_does(rank_pool: Pools, leaver: int) -> None:
     found = rank_pool(len(HOSTS)).run(leave_early, HOSTS, leaver, env=TREE)
     assert found == ["left" if rank == leaver else "told" for rank in range(len(HOSTS))]
-
-
-def wait_for_who_stops(hosts: Sequence[int], victim: int, directory: Path) -> tuple[tuple[int, ...], str]:
-    """The victim ends once all others have seen that it stopped."""
-    join(hosts)
-    try:
-        pids = reigen.allgather(np.array([os.getpid()]), name="all are there")
-        if reigen.rank() == victim:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        with pytest.raises(DeadlineError) as caught:
-            reigen.allreduce(np.ones(3), name="one is not")
-        (directory / str(reigen.rank())).touch()
-        until(lambda: len(list(directory.iterdir())) == len(hosts) - 1)
-        with contextlib.suppress(ProcessLookupError):  # another rank was earlier
-            os.kill(int(pids[victim]), signal.SIGKILL)
-        return caught.value.ranks, str(caught.value)
-    finally:
-        reigen.shutdown()
 
 
 @pytest.mark.parametrize("victim", [1, 3])

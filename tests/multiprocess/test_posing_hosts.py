@@ -128,7 +128,7 @@ def test_a_killed_rank_is_named_on_all_others(spread: str, victim: int, num_elem
     assert {ranks for _, ranks in told.values()} == {(victim,)}, told
 
 
-def wait_for_who_stops(hosts: Sequence[int], victim: int, directory: Path) -> tuple[int, ...]:
+def wait_for_who_stops(hosts: Sequence[int], victim: int, directory: Path) -> tuple[tuple[int, ...], str]:
     """The victim ends once all others have seen that it stopped."""
     join(hosts)
     try:
@@ -141,7 +141,7 @@ def wait_for_who_stops(hosts: Sequence[int], victim: int, directory: Path) -> tu
         until(lambda: len(list(directory.iterdir())) == len(hosts) - 1)
         with contextlib.suppress(ProcessLookupError):  # another rank was earlier
             os.kill(int(pids[victim]), signal.SIGKILL)
-        return caught.value.ranks
+        return caught.value.ranks, str(caught.value)
     finally:
         reigen.shutdown()
 
@@ -156,7 +156,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(victim: int, tmp_path: Path) ->
         with pytest.raises(RankError) as caught:
             run_ranks(wait_for_who_stops, 3, hosts, victim, directory, env={"REIGEN_DEADLINE": f"{seconds:g}"})
         assert [(f.rank, f.kind) for f in caught.value.failures] == [(victim, "died")], str(caught.value)
-        assert {rank: ranks for rank, ranks in caught.value.results.items() if rank != victim} == {
+        assert {rank: ranks for rank, (ranks, _) in caught.value.results.items() if rank != victim} == {
             rank: (victim,) for rank in range(3) if rank != victim
         }
 

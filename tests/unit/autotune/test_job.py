@@ -11,9 +11,9 @@ import pytest
 from reigen.autotune.job import TunableJob, TuningStart, can_tune, make_space, start_tuning, warn_if_not_tuned
 from reigen.autotune.search_space import ParameterPoint
 from reigen.config import Config, load_config
-from reigen.engine.counters import EngineCounters
 from reigen.engine.messages import TunedParameters
 from reigen.errors import ConfigError
+from tests.tuning import FakeEngine
 
 MIB = 1 << 20
 HOSTS: Sequence[Sequence[int]] = ((0, 1), (2, 3), (4, 5))
@@ -24,17 +24,6 @@ LATEST = TunedParameters(9, 8 * MIB, MIB, "direct", 4, True)
 
 def config(**environ: str) -> Config:
     return load_config({"HOROVOD_AUTOTUNE": "1", **environ})
-
-
-class FakeEngine:
-    """Engine that keeps what it is asked for."""
-
-    def __init__(self) -> None:
-        self.counters = EngineCounters()
-        self.asked: list[TunedParameters] = []
-
-    def tune(self, parameters: TunedParameters) -> None:
-        self.asked.append(parameters)
 
 
 @pytest.mark.parametrize(

@@ -13,26 +13,13 @@ from reigen.autotune.report import format_outcome, format_variables
 from reigen.autotune.search_space import ParameterPoint
 from reigen.autotune.session import TuningSession
 from reigen.autotune.tuner import NO_DECISION, StepEnd, TunedBlock, TunerDecision, TuningOutcome
-from reigen.engine.counters import DEVICE_WAY, EngineCounters
+from reigen.engine.counters import DEVICE_WAY
 from reigen.engine.messages import OperationKind, TunedParameters
+from tests.tuning import FakeEngine
 
 MIB = 1 << 20
 BASE, OTHER = ParameterPoint(128 * MIB, 4 * MIB, "ordered", 1), ParameterPoint(8 * MIB, MIB, "ordered", 1)
 OUTCOME = TuningOutcome(BASE, OTHER, 1.25, 1.2, 1.31, 0.05, 13, 41.3, "the best point is 1.25 times as fast")
-
-
-class FakeEngine:
-    """Engine that keeps what it is asked for, and takes it on when `apply` is called."""
-
-    def __init__(self) -> None:
-        self.counters = EngineCounters()
-        self.asked: list[TunedParameters] = []
-
-    def tune(self, parameters: TunedParameters) -> None:
-        self.asked.append(parameters)
-
-    def apply(self) -> None:
-        self.counters.tuned = self.asked[-1]
 
 
 class ScriptedTuner:
