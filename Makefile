@@ -69,7 +69,7 @@ $(FRAMEWORKS_VENV)/.stamp: $(STAMP_PARTS)
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
-	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch_digits.py
+	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch/digits.py
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check src tests tools $(wildcard examples benchmarks)

@@ -175,7 +175,7 @@ def test_hosts_that_come_with_another_version_or_secret_disturb_nobody(tmp_path:
 
 def test_the_example_reaches_its_accuracy_though_a_process_dies(tmp_path: Path):
     output = tmp_path / "output"
-    example = Path(__file__).parents[2] / "examples" / "torch_elastic.py"
+    example = Path(__file__).parents[2] / "examples" / "torch" / "elastic.py"
     command = ["-np", "3", "--min-np", "2", sys.executable, str(example)]
     with (
         output.open("wb") as file,
@@ -192,7 +192,7 @@ def test_the_example_reaches_its_accuracy_though_a_process_dies(tmp_path: Path):
 def test_the_example_of_a_job_loses_no_step_though_rank_0_dies(tmp_path: Path):
     output = tmp_path / "output"
     checkpoint = tmp_path / "digits.pt"
-    example = Path(__file__).parents[2] / "examples" / "torch_elastic_job.py"
+    example = Path(__file__).parents[2] / "examples" / "torch" / "elastic_job.py"
     program = [sys.executable, str(example), "--epochs", "15", "--checkpoint", str(checkpoint), "--workers", "1"]
     with (
         output.open("wb") as file,

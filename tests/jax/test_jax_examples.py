@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "jax"
 
 
-@pytest.mark.parametrize("name", ["jax_digits.py", "jax_flax_digits.py"])
+@pytest.mark.parametrize("name", ["digits.py", "flax_digits.py"])
 def test_example(name: str) -> None:
     command = [sys.executable, "-m", "reigen", "run", "-np", "2", sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

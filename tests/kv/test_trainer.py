@@ -97,7 +97,7 @@ def test_a_worker_that_takes_a_lost_ones_place_goes_on_with_its_next_step(tmp_pa
 
 def test_the_example():
     command = [sys.executable, "-m", "reigen", "run", "-np", "2", "-s", "1", sys.executable]
-    example = [str(ROOT / "examples" / "torch_kvstore.py"), "--kvstore", "dist_sync"]
+    example = [str(ROOT / "examples" / "torch" / "kvstore.py"), "--kvstore", "dist_sync"]
     done = subprocess.run([*command, *example], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 worker(s)" in done.stdout

@@ -112,7 +112,7 @@ def test_two_networks_in_one_function(rank_pool):
 
 
 def test_the_example_runs():
-    example = Path(__file__).parents[2] / "examples" / "tensorflow_digits.py"
+    example = Path(__file__).parents[2] / "examples" / "tensorflow" / "digits.py"
     command = [sys.executable, "-m", "reigen", "run", "-np", "2", "--no-prefix", sys.executable, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

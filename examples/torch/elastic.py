@@ -1,6 +1,6 @@
 """Handwritten digits in an elastic job: kill a process while it trains, and the others go on.
 
-    reigen run -np 4 --min-np 2 python examples/torch_elastic.py
+    reigen run -np 4 --min-np 2 python examples/torch/elastic.py
     kill -9 PROCESS     # any of those that the script names; another one comes in its place
 
 Each image is used once an epoch, whoever dies: the sampler deals what is left of the epoch to those who are left.

@@ -1,4 +1,4 @@
-"""Handwritten digits with JAX on any number of processes: `reigen run -np 2 python examples/jax_digits.py`.
+"""Handwritten digits with JAX on any number of processes: `reigen run -np 2 python examples/jax/digits.py`.
 
 Each rank takes its share of every batch. Lines that make it distributed are marked with (*); without a launcher the
 same script trains alone.

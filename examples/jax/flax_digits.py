@@ -1,4 +1,4 @@
-"""Handwritten digits with Flax on any number of processes: `reigen run -np 2 python examples/jax_flax_digits.py`.
+"""Handwritten digits with Flax on any number of processes: `reigen run -np 2 python examples/jax/flax_digits.py`.
 
 A convolutional network, whose training is Flax's own: the optimizer of its TrainState is all that changes. Lines that
 make it distributed are marked with (*).

@@ -1,4 +1,4 @@
-"""Handwritten digits on any number of processes: `reigen run -np 2 python examples/tensorflow_digits.py`.
+"""Handwritten digits on any number of processes: `reigen run -np 2 python examples/tensorflow/digits.py`.
 
 A loop of one's own, with a gradient tape in a `tf.function`. Each rank takes its share of every batch. Lines that make
 it distributed are marked with (*); without a launcher the same script trains alone.

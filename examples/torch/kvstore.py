@@ -1,8 +1,8 @@
 """Handwritten digits through a key-value store: two workers, and two servers that hold the weights.
 
-    reigen run -np 2 -s 2 python examples/torch_kvstore.py --kvstore dist_sync
+    reigen run -np 2 -s 2 python examples/torch/kvstore.py --kvstore dist_sync
 
-Without servers: `reigen run -np 2 python examples/torch_kvstore.py --kvstore ring`; alone: `--kvstore local`.
+Without servers: `reigen run -np 2 python examples/torch/kvstore.py --kvstore ring`; alone: `--kvstore local`.
 """
 
 from __future__ import annotations

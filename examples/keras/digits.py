@@ -1,4 +1,4 @@
-"""Handwritten digits with Keras 3: `KERAS_BACKEND=jax reigen run -np 2 python examples/keras_digits.py`.
+"""Handwritten digits with Keras 3: `KERAS_BACKEND=jax reigen run -np 2 python examples/keras/digits.py`.
 
 Any backend will do: tensorflow, jax or torch. Each rank takes its share of the images. Lines that make it distributed
 are marked with (*); without a launcher the same script trains alone.

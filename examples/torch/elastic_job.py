@@ -1,6 +1,6 @@
 """Handwritten digits in an elastic job whose steps survive: kill a process, and no step and no image is lost.
 
-    reigen run -np 4 --min-np 2 python examples/torch_elastic_job.py
+    reigen run -np 4 --min-np 2 python examples/torch/elastic_job.py
     kill -9 PROCESS     # any of those that the script names; another one comes in its place
 
 The step in which a process dies is undone, its images are dealt to those who are left, and it is run again. The batch
