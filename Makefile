@@ -2,11 +2,12 @@
 #   make demo       train a small network on real images with two processes
 #   make test       lint, types, import contracts, size report, and tests of everything that are not marked slow
 #   make test T=tests/unit/engine   all tests of a directory, a file or (T="-k bfloat16 tests/unit") a name, slow or not
-#   make test-all   the rest: tests that are marked slow, and those of reigen.mxnet, .tensorflow, .keras, .jax, .ray, .spark and .dask
+#   make test-all   the rest: tests that are marked slow, those of reigen.mxnet, .tensorflow, .keras, .jax, .ray, .spark and .dask, and the next ones
 #   RETRY=1         with the targets above: up to three tests that fail are run once more, one at a time
 #   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
 #   make test-frameworks  the tests of reigen.tensorflow, reigen.keras and reigen.jax, with all of them in one environment
 #   make test-engines     the tests of reigen.ray, reigen.spark, reigen.dask and of YARN, in the same environment (Spark needs Java)
+#   make test-integrations  the tests with Lightning, Hugging Face's libraries, TensorBoard and notebooks, and of the examples that need more than torch
 #   make lint       everything that reads the code without running it
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
@@ -17,6 +18,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 MXNET_VENV := .venv-mxnet
 FRAMEWORKS_VENV := .venv-frameworks
+INTEGRATIONS_VENV := .venv-integrations
 BIN := $(VENV)/bin
 NP ?= 2
 # Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
@@ -32,7 +34,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-all test-engines test-frameworks test-mxnet lint nightly-elastic nightly-faults bench bench-network clean
+.PHONY: demo test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -68,6 +70,13 @@ $(FRAMEWORKS_VENV)/.stamp: $(STAMP_PARTS)
 	  -e '.[torch,keras,jax,ray,spark-estimators,dask,yarn]' 'ray[train]' tensorflow-cpu tf_keras flax optax scikit-learn hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
+# What people train with on top of PyTorch.
+$(INTEGRATIONS_VENV)/.stamp: $(STAMP_PARTS)
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
+	  -e '.[torch]' lightning transformers accelerate tensorboard torchvision nbclient ipykernel scikit-learn hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
 demo: $(VENV)/.stamp-demo
 	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch/digits.py
 
@@ -85,7 +94,7 @@ test: lint
 	$(call pytest,$(BIN)/python,-m "not slow")
 endif
 
-test-all: $(VENV)/.stamp-dev test-mxnet test-frameworks test-engines
+test-all: $(VENV)/.stamp-dev test-mxnet test-frameworks test-engines test-integrations
 	$(call pytest,$(BIN)/python,-m slow)
 
 test-mxnet: $(MXNET_VENV)/.stamp
@@ -96,6 +105,9 @@ test-frameworks: $(FRAMEWORKS_VENV)/.stamp
 
 test-engines: $(FRAMEWORKS_VENV)/.stamp
 	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/engines)
+
+test-integrations: $(INTEGRATIONS_VENV)/.stamp
+	$(call pytest,$(INTEGRATIONS_VENV)/bin/python,$(wildcard tests/examples) tests/integrations)
 
 SCHEDULES ?= 1000000
 nightly-elastic: $(VENV)/.stamp-dev

@@ -27,7 +27,7 @@ def pytest_configure() -> None:
 
 
 #: Tests whose rank processes need a framework, by the beginnings of their files' names.
-_SHARES_RANKS = ("tests/torch/", "tests/keras/", "tests/jax/", "tests/tensorflow/test_tf_")
+_SHARES_RANKS = ("tests/torch/", "tests/keras/", "tests/jax/", "tests/tensorflow/test_tf_", "tests/integrations/")
 
 
 class ByFile(LoadFileScheduling):
