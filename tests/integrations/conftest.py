@@ -1,4 +1,4 @@
-"""These tests need Lightning, transformers and others, which `make test-integrations` has in an environment of its own."""
+"""These tests need Lightning, transformers and others: `make test-integrations` has them in a separate environment."""
 
 from __future__ import annotations
 
