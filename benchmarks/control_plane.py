@@ -1,12 +1,17 @@
 """Cost of the control plane with many ranks: what rank 0 does for each negotiation.
 
     python -m benchmarks.control_plane negotiate --ranks 8,128,1000,9900
+    python -m benchmarks.control_plane membership --ranks 1000,4000,9900
     python -m benchmarks.control_plane start --hosts 16 --ranks-per-host 8 --rounds 2
 
 ``negotiate``: rank 0 is real: its transport with a connection for each rank that talks to it, its coordinator, its
 messages. The other ranks are state machines of this process at the other ends of the connections. What counts is the
 processor time of rank 0 alone, from reading the first message to writing the last one: for tensors that are new, and
 for those that the response cache knows. The time that messages need on their way is in none of the figures.
+
+``membership``: the table of the control service alone, in processor time for all ranks that register and leave, each
+in a turn of its own; and the service itself, to which all ranks connect over loopback, leave at once as fast as they
+can, and count what they are told of each other meanwhile.
 
 ``start`` (needs root): jobs of `reigen run` on stand-in hosts (`benchmarks/programs/control_plane.py`), by turns with a
 tree and with a star: the time of a start by its phases, what passes rank 0 in a step, and how long it takes until all
@@ -16,17 +21,22 @@ ranks know that one was killed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES, MEMBER_CODEC, LeaveJob, RegisterMember
+from reigen.cluster.membership.table import GroupTable
 from reigen.engine.control_channel import ControlChannel
 from reigen.engine.control_tree import ControlTree
 from reigen.engine.coordinator import Coordinator
@@ -34,8 +44,9 @@ from reigen.engine.messages import Announcement, Operation, OperationKind, Repor
 from reigen.engine.rank_controller import RankController
 from reigen.engine.relay_transport import RelayTransport
 from reigen.engine.report_merger import ReportMerger
+from reigen.errors import WireError
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
-from reigen.net.connection import Connection, StreamProtocol
+from reigen.net.connection import Connection, StreamProtocol, open_connection
 from reigen.net.tcp_star import TcpStarTransport
 from tests.lab import Hosts
 
@@ -246,6 +257,75 @@ def measure_negotiation(size: int, ranks_per_host: int, tensors: int, steps: int
         job.close()
 
 
+@dataclass(frozen=True)
+class MembershipCost:
+    """What the membership of a job costs.
+
+    Attributes:
+        ranks: of the job.
+        register_cpu_seconds: processor time of the table, until all have registered.
+        leave_cpu_seconds: and when they leave, one in each turn.
+        service_cpu_seconds: processor time of the service, from the first that leaves to the end of all connections.
+        messages: those in which ranks were told meanwhile that others had left.
+    """
+
+    ranks: int
+    register_cpu_seconds: float
+    leave_cpu_seconds: float
+    service_cpu_seconds: float
+    messages: int
+
+
+def measure_membership(size: int) -> MembershipCost:
+    """Let all ranks of a job register and leave."""
+    table, begin = GroupTable(), time.process_time()
+    for rank in range(size):
+        table.handle(rank, _registration(rank, size), 0.0)
+        table.tick(0.0)
+    registered = time.process_time()
+    for rank in range(size):
+        table.handle(rank, LeaveJob(), 1.0)
+        table.tick(1.0)
+        table.ended(rank, 1.0)
+    left = time.process_time()
+    return MembershipCost(size, registered - begin, left - registered, *_leave_service(size))
+
+
+def _registration(rank: int, size: int) -> RegisterMember:
+    return RegisterMember("rank", rank, f"h{rank // 8}", 1 + rank, {"rank": size}, group="g", host_id=f"m{rank // 8}")
+
+
+def _leave_service(size: int) -> tuple[float, int]:
+    """Return the processor time of a real service that all ranks leave, and how many messages they get."""
+    service = ControlService(_SECRET)
+    service.start()
+    thread = next(one for one in threading.enumerate() if one.name == "reigen-rendezvous")
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    try:
+        host, _, port = service.address.rpartition(":")
+        deadline, connections = time.monotonic() + _DEADLINE_SECONDS, list[Connection]()
+        for rank in range(size):
+            identity = Identity(ProcessRole.RANK, rank, "membership")
+            connections.append(open_connection((host, int(port)), _SECRET, identity, MAX_MESSAGE_BYTES, deadline))
+            connections[-1].send(MEMBER_CODEC.encode(_registration(rank, size)), deadline)
+            connections[-1].receive(deadline)
+        begin, num_messages = time.clock_gettime(clock), 0
+        for connection in connections:
+            connection.send(MEMBER_CODEC.encode(LeaveJob()), deadline)
+            num_messages += len(connection.read())
+            connection.socket.shutdown(socket.SHUT_WR)
+        for connection in connections:
+            with contextlib.suppress(OSError, WireError):
+                while True:
+                    connection.receive(deadline)
+                    num_messages += 1
+            connection.close()
+        return time.clock_gettime(clock) - begin, num_messages
+    finally:
+        service.close()
+
+
 def _operation(name: str) -> Operation:
     return Operation(OperationKind.ALLREDUCE, name, "float32", (1024,))
 
@@ -291,6 +371,8 @@ def main(arguments: Sequence[str]) -> int:
     negotiate.add_argument("--layouts", default="star,tree")
     negotiate.add_argument("--tensors", type=int, default=64)
     negotiate.add_argument("--steps", type=int, default=5)
+    membership = commands.add_parser("membership")
+    membership.add_argument("--ranks", default="1000,4000,9900")
     start = commands.add_parser("start")
     start.add_argument("--hosts", type=int, default=16)
     start.add_argument("--ranks-per-host", type=int, default=8)
@@ -304,6 +386,10 @@ def main(arguments: Sequence[str]) -> int:
     sizes = [int(size) for size in chosen.ranks.split(",")]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a connection
+    if chosen.command == "membership":
+        for size in sizes:
+            print(json.dumps(asdict(measure_membership(size))), flush=True)
+        return 0
     for size in sizes:
         for layout in chosen.layouts.split(","):
             ranks_per_host = chosen.ranks_per_host if layout == "tree" else 0

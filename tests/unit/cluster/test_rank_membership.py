@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 
 import pytest
 from msgspec import structs
@@ -151,18 +152,95 @@ def test_epochs_count_changes():
     for rank in range(4):
         (told,) = table.handle(rank, register(GROUP, rank, 4, f"h{rank}", f"m{rank}"), 0.0)
         heard.append(told)
-    heard += table.handle(3, LeaveJob(), 1.0)[-1:]
+    assert table.handle(3, LeaveJob(), 1.0) == []
+    heard += table.tick(1.0)[-1:]
     assert table.handle(0, ABORT, 1.0) == []
     heard += table.ended(1, 1.0)[-1:]  # a death and an abort are two changes
-    assert [(owner, answer.epoch) for owner, answer in heard] == [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (3, 7)]
+    assert [(owner, answer.epoch) for owner, answer in heard] == [(0, 1), (1, 2), (2, 3), (3, 4), (2, 5), (3, 7)]
 
 
-def test_a_rank_that_leaves_is_told_at_once_and_its_end_is_nothing_new():
+def test_a_rank_that_leaves_is_told_in_the_same_turn_and_its_end_is_nothing_new():
     table = entered("a", "a", "b")
-    assert table.handle(1, LeaveJob(), 1.0) == to([0, 1, 2], left(1, "host a"))
+    assert table.handle(1, LeaveJob(), 1.0) == []
+    assert table.due() == 1.0
+    assert table.tick(1.0) == to([0, 2], left(1, "host a"))
     assert table.handle(1, LeaveJob(), 1.0) == []
     assert table.ended(1, 1.0) == []
     assert (table.due(), table.tick(9.0)) == (None, [])
+
+
+def test_ranks_that_leave_in_one_turn_are_told_together_and_only_to_those_that_stay():
+    table = entered("a", "a", "b", "b", "c")
+    for rank in (3, 0, 1):
+        assert table.handle(rank, LeaveJob(), 1.0) == []
+    assert table.ended(3, 1.0) == []
+    assert table.tick(1.0) == to([2, 4], left(3, "host b"), left(0, "host a"), left(1, "host a"))
+    assert (table.due(), table.tick(1.0)) == (None, [])
+    assert [table.handle(rank, LeaveJob(), 2.0) for rank in (2, 4)] == [[], []]
+    assert table.tick(2.0) == [], "nobody is left that could wait for them"
+
+
+def test_a_departure_is_not_told_twice_to_a_rank_that_comes_in_the_same_turn():
+    table = Rooms()
+    for rank in range(2):
+        table.handle(rank, register(GROUP, rank, 3, "h", "m"), 0.0)
+    table.handle(0, LeaveJob(), 1.0)
+    assert table.handle(2, register(GROUP, 2, 3, "h", "m"), 1.0) == [(2, assigned(2))]
+    assert table.tick(1.0) == to([1, 2], left(0, "h"))
+
+
+def test_a_departure_comes_before_a_loss_that_is_held_and_the_end_of_the_service_tells_it():
+    table = entered("a", "b", "b", "c")
+    table.handle(3, LeaveJob(), 1.0)
+    assert table.ended(1, 1.0) == []
+    assert table.tick(1.0) == to([0, 2], left(3, "host c"))
+    assert table.tick(2.0) == to([0, 2, 3], died(1, host="host b"))
+    table.handle(0, LeaveJob(), 3.0)
+    assert table.flush() == to([0, 2, 3], left(0, "host a"))
+
+
+def count_instructions(table, size):
+    """Return how many instructions of Python it takes to register and to end the middle one of many ranks."""
+    counts, previous = [], sys.gettrace()
+
+    def trace(frame, event, _):
+        frame.f_trace_opcodes = True
+        counts.append(event == "opcode")
+        return trace
+
+    for rank in range(size):
+        message = register(GROUP, rank, size, f"h{rank // 8}", f"m{rank // 8}")
+        sys.settrace(trace if rank == size // 2 else previous)
+        try:
+            table.handle(rank, message, 0.0)
+            table.tick(0.0)
+        finally:
+            sys.settrace(previous)
+    table.handle(size // 2, LeaveJob(), 1.0)
+    table.tick(1.0)
+    sys.settrace(trace)
+    try:
+        table.ended(size // 2, 1.0)
+        table.tick(1.0)
+    finally:
+        sys.settrace(previous)
+    return sum(counts)
+
+
+def test_what_a_rank_costs_does_not_depend_on_how_many_there_are():
+    few, many = (count_instructions(GroupTable(), size) for size in (32, 512))
+    assert 0 < many < few + 100
+
+
+def test_messages_at_the_end_of_a_large_job_are_few():
+    size = 400
+    table = entered(*(f"m{rank // 8}" for rank in range(size)))
+    told = []
+    for first in range(0, size, 50):  # so many leave in each turn of the service's loop
+        for rank in range(first, first + 50):
+            told += table.handle(rank, LeaveJob(), 1.0)
+        told += table.tick(1.0)
+    assert len(told) == sum(range(0, size, 50))
 
 
 def test_an_abort_is_held_for_the_death_that_it_follows_from():
@@ -207,7 +285,8 @@ def test_some_ranks_of_a_host():
 
 def test_a_host_one_rank_of_which_had_left_is_not_said_to_be_lost():
     table = entered("a", "b", "b")
-    assert table.handle(1, LeaveJob(), 0.5) == to([0, 1, 2], left(1, "host b"))
+    table.handle(1, LeaveJob(), 0.5)
+    assert table.tick(0.5) == to([0, 2], left(1, "host b"))
     assert table.ended(2, 1.0) == to([0, 1], died(2, host="host b"))
 
 
@@ -334,6 +413,7 @@ def test_long_histories_travel_in_portions():
     for rank in range(size):
         table.handle(rank, register(GROUP, rank, size + 1, "h", "m"), 0.0)
         table.handle(rank, LeaveJob(), 0.0)
+    table.tick(0.0)
     answers = [answer for _, answer in table.handle("late", register(GROUP, size, size + 1, "h", "m"), 0.0)]
     assert answers[0] == assigned(size)
     assert [event.number for news in answers[1:] for event in news.events] == list(range(size))

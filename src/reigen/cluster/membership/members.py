@@ -47,6 +47,7 @@ class RolePolicy:
         reconnect_seconds: how long one may take to connect again; 0: the end of its connection is its own.
         heartbeat_timeout_seconds: how long it may say nothing; infinite if it sends no heartbeats.
         hold_seconds: how long a loss is held for others at the same time, so that they are told together.
+        leaves_together: departures are announced together, and not to members that have left themselves.
     """
 
     count: int
@@ -56,6 +57,7 @@ class RolePolicy:
     reconnect_seconds: float = 0.0
     heartbeat_timeout_seconds: float = NEVER
     hold_seconds: float = 0.0
+    leaves_together: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ RECONNECT_GRACE_SECONDS = 1.0
 
 def rank_job(size: int) -> JobSpec:
     """Specify a job of ranks: each has one connection, whose end is its own, and does not come back."""
-    return JobSpec(MappingProxyType({"rank": RolePolicy(size, hold_seconds=RANK_HOLD_SECONDS)}))
+    policy = RolePolicy(size, hold_seconds=RANK_HOLD_SECONDS, leaves_together=True)
+    return JobSpec(MappingProxyType({"rank": policy}))
 
 
 def parameter_server_job(

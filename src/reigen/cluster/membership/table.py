@@ -23,7 +23,8 @@ D. *Return.* A lost member that says something is there again, the same process;
    again, or not in time) it is refused. While the process that has the number is connected, and may be dead without
    any notice, another that comes for it waits for a sign of life, or the end, of the first.
 E. *Leaving.* A member that leaves is announced to all (`MemberLeft`). It is not waited for any more, nor does it come
-   back.
+   back. Ranks that leave are announced together, at the next `tick`, which is that of the same turn of the service's
+   loop, and only to those that have not left: at the end of a job all leave, and each would be told of each.
 F. *Barriers.* A barrier is done for the n-th time when every worker has entered it n times, but those that have left or
    are lost and not awaited. If one of them gives it up before, it is broken for that time, and all are told so that
    are there, or come to it later: no member passes a barrier at which another has failed. Entering again is answered
@@ -71,6 +72,7 @@ from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 from reigen.cluster.membership.abort_message import AbortMessage
 from reigen.cluster.membership.attribution import HeldEvents
 from reigen.cluster.membership.barriers import MAX_BARRIERS, BarrierTable
+from reigen.cluster.membership.deadlines import MemberDeadlines
 from reigen.cluster.membership.members import (
     NEVER,
     ConnectionId,
@@ -140,11 +142,20 @@ class MembershipTable:
             for role, policy in spec.roles.items()
             for number in range(policy.count)
         }
+        self._of_role: dict[MemberRole, list[Member]] = {
+            role: [member for member in self._members.values() if member.role == role]
+            for role in ("rank", "worker", "server")
+        }
+        self._deadlines = MemberDeadlines(self._members.values())
         self._member_of: dict[ConnectionId, Member] = {}
+        #: connections that have, or had, come for the place of a member (`Member.replacement`)
+        self._replacement_of: dict[ConnectionId, Member] = {}
         #: other connections of processes that have made several
         self._duplicate_connections: dict[ConnectionId, Member] = {}
         #: a member has been here (B); all servers have (B); some member had been told its number before (H)
         self.is_begun = self._is_open = self._is_restarted = False
+        #: a member has been lost, or has left
+        self._has_departed = False
         #: and all servers had come by then (I)
         self._goes_on = False
         self._barriers = BarrierTable()
@@ -182,9 +193,9 @@ class MembershipTable:
     def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
         """Handle the end of a connection; ``silent``: its host is not heard of any more."""
         self._advance(now)
-        for member in self._members.values():
-            if member.replacement is not None and member.replacement[0] == owner:
-                member.replacement = None
+        if self._is_replacement(owner):
+            self._replacement_of[owner].replacement = None
+        self._replacement_of.pop(owner, None)
         self._duplicate_connections.pop(owner, None)
         self._waiting.pop(owner, None)
         gone = self._member_of.pop(owner, None)
@@ -211,6 +222,11 @@ class MembershipTable:
     def tick(self, now: float) -> OutgoingReplies:
         """Handle the passing of time, behind all that has come meanwhile; returns replies."""
         self._advance(now)
+        if self._held.has_departures:  # step E
+            departures = self._held.take_departures()
+            self.epoch += len(departures)
+            staying = [owner for owner, one in self._member_of.items() if one.state is not MemberState.LEFT]
+            self._send_news(staying, departures)
         self._expire(now)
         return self._finish()
 
@@ -220,7 +236,7 @@ class MembershipTable:
 
     def flush(self) -> OutgoingReplies:
         """Return the events that are held: the service ends."""
-        self._announce(*self._held.release())
+        self._announce(*self._held.take_departures(), *self._held.release())
         return self._finish()
 
     @property
@@ -248,7 +264,7 @@ class MembershipTable:
             return len(self._waiting) + 1 < len(self._members)
         if message.number >= 0 or not self._is_restarted:
             return False
-        of_role = self._of_role(message.role)
+        of_role = self._of_role[message.role]
         num_absent = sum(member.state is MemberState.ABSENT for member in of_role)
         num_others = sum(one.role == message.role and one.number < 0 for one in self._waiting.values())
         return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in of_role)
@@ -315,7 +331,7 @@ class MembershipTable:
             owner in self._member_of
             or owner in self._duplicate_connections
             or owner in self._waiting
-            or any(member.replacement and member.replacement[0] == owner for member in self._members.values())
+            or self._is_replacement(owner)
         ):
             return "this connection has registered before"
         if message.counts != counts:
@@ -338,12 +354,16 @@ class MembershipTable:
         """Return the place that a process asks for, or gets; None: all are taken."""
         if message.number >= 0:
             return self._members[message.role, message.number]
-        of_role = self._of_role(message.role)
+        of_role = self._of_role[message.role]
         free = [member for member in of_role if member.state is MemberState.ABSENT]
         gone = {MemberState.LOST, MemberState.LEFT} if self.spec.has_places(message.role) else {MemberState.LOST}
         free += [member for member in of_role if member.state in gone]
         free += [member for member in of_role if member.state is MemberState.PRESENT and member.owner is None]
         return free[0] if free else None
+
+    def _is_replacement(self, owner: ConnectionId) -> bool:
+        member = self._replacement_of.get(owner)
+        return member is not None and member.replacement is not None and member.replacement[0] == owner
 
     def _take_history(self, left: tuple[int, ...], *, goes_on: bool) -> None:
         """Step H: a member knows of the time before this service, or its snapshots do."""
@@ -352,11 +372,12 @@ class MembershipTable:
             self._is_restarted = True
             for member in self._members.values():
                 if member.state is MemberState.ABSENT:
-                    member.until = self._now + self.spec.return_seconds
+                    self._deadlines.set(member, self._now + self.spec.return_seconds)
         for number in left:
             gone = self._members.get(("rank" if "rank" in self.spec.roles else "worker", number))
             if gone is not None and gone.state is MemberState.ABSENT:
-                gone.state, gone.until = MemberState.LEFT, NEVER
+                gone.state, self._has_departed = MemberState.LEFT, True
+                self._deadlines.set(gone, NEVER)
 
     def _replace(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
         """Handle another process that comes for a place that is, or was, taken."""
@@ -368,9 +389,9 @@ class MembershipTable:
             if member.replacement is not None or member.policy.heartbeat_timeout_seconds == NEVER:
                 self._refuse(owner, f"{member.name} is there already, on host {member.host}")
             else:
-                member.replacement = owner, message
+                member.replacement, self._replacement_of[owner] = (owner, message), member
         else:
-            member.replacement = owner, message
+            member.replacement, self._replacement_of[owner] = (owner, message), member
             self._lose(member, "its process ended")
 
     def _assign_place(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
@@ -429,15 +450,14 @@ class MembershipTable:
     ) -> None:
         member.owner, member.host, member.address = owner, message.host, message.address
         member.host_id, member.heard_at = message.host_id, self._now
-        member.until = (
-            NEVER if member.state is MemberState.LEFT else self._now + member.policy.heartbeat_timeout_seconds
-        )
+        until = NEVER if member.state is MemberState.LEFT else self._now + member.policy.heartbeat_timeout_seconds
+        self._deadlines.set(member, until)
         self._member_of[owner] = member
         if not self.is_begun:  # step B: the others have so much time
             self.is_begun = True
             for other in self._members.values():
                 if other.state is MemberState.ABSENT and not self._is_restarted:
-                    other.until = self._now + other.policy.start_seconds
+                    self._deadlines.set(other, self._now + other.policy.start_seconds)
         self._assign(owner, member, barriers)
 
     def _assign(self, owner: ConnectionId, member: Member, barriers: tuple[tuple[str, int], ...] = ()) -> None:
@@ -445,14 +465,14 @@ class MembershipTable:
 
     def _send_state(self, new_connection: ConnectionId) -> None:
         """Step B: send the list of servers to one member, or all; and past events to one."""
-        servers = self._of_role("server")
+        servers = self._of_role["server"]
         receivers = [new_connection] if self._is_open else []
         if not self._is_open and all(server.incarnation for server in servers):
             self._is_open, receivers = True, list(self._member_of)
         for owner in receivers if servers else ():
             self._reply(owner, ServerList(tuple(server.return_event.server for server in servers)))
         together: dict[MemberLost | None, list[Member]] = {}
-        for member in _lost_members(self._members):
+        for member in _lost_members(self._members) if self._has_departed else ():
             together.setdefault(member.loss, []).append(member)
         past: list[MembershipEvent | None] = []
         for loss, (first, *others) in together.items():  # but those that have returned
@@ -461,8 +481,9 @@ class MembershipTable:
             past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
         past.append(self._abort)
         if self.spec.is_elastic:
-            past.append(_make_roster(self._of_role("worker"), is_open=self._has_opened))
-        past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
+            past.append(_make_roster(self._of_role["worker"], is_open=self._has_opened))
+        if self._has_departed:
+            past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
         self._send_news([new_connection], [event for event in past if event is not None and event not in self._held])
 
     # -- signs of life, and their absence -----------------------------------------------------------------------------
@@ -474,14 +495,15 @@ class MembershipTable:
             return
         self._revive(member)
         if isinstance(message, LeaveJob) and member.state is MemberState.PRESENT:
-            member.state, member.until = MemberState.LEFT, NEVER
+            member.state, self._has_departed = MemberState.LEFT, True
+            self._deadlines.set(member, NEVER)
             self._has_left_last = member.role == "worker"
-            self._announce(*self._held.add(member.left_event))
+            self._announce(*self._held.add_departure(member))
         elif isinstance(message, AbortMessage) and member.role == "rank" and member.state is MemberState.PRESENT:
             member.state = MemberState.ABORTED
             if self._abort is None:
                 self._abort = MemberAborted(member.role, member.number, member.host, _truncate_abort(message))
-                self._announce(*self._held.add(self._abort, self._now + member.policy.hold_seconds))
+                self._announce(*self._held.add_abort(self._abort, self._now + member.policy.hold_seconds))
         elif isinstance(message, EnterBarrier) and member.role == "worker":
             self._enter_barrier(owner, message)
         elif isinstance(message, StatusQuery):
@@ -501,12 +523,12 @@ class MembershipTable:
             member.state, member.loss = MemberState.PRESENT, None
             self._announce(member.return_event)
         if member.state is MemberState.PRESENT:
-            member.until = self._now + member.policy.heartbeat_timeout_seconds
+            self._deadlines.set(member, self._now + member.policy.heartbeat_timeout_seconds)
 
     def _lose_connection(self, member: Member, *, silent: bool) -> None:
         """Steps C, K: the connection of a member has ended."""
         if member.policy.reconnect_seconds and member.replacement is None and not member.has_died:
-            member.until = self._now + member.policy.reconnect_seconds
+            self._deadlines.set(member, self._now + member.policy.reconnect_seconds)
             return
         is_host = silent and member.policy.hold_seconds > 0
         for each in list(self._held.of_host(member.host_id)) if is_host else [member]:
@@ -521,7 +543,7 @@ class MembershipTable:
         if member.state is MemberState.PRESENT and not (self._is_open or self._is_restarted or is_elastic):
             self._forget(member)
         elif member.state is not MemberState.LOST:
-            member.state, member.lost_at = MemberState.LOST, self._now
+            member.state, member.lost_at, self._has_departed = MemberState.LOST, self._now, True
             self._report_loss(member, reason, is_awaited=True, is_silent=is_silent)
         if replacement is not None and member.is_final:
             self._refuse(replacement[0], f"{member.loss}; this job does not go on without it")
@@ -533,7 +555,7 @@ class MembershipTable:
 
     def _report_loss(self, member: Member, reason: str, *, is_awaited: bool, is_silent: bool = False) -> None:
         policy, will_return = member.policy, is_awaited and member.policy.on_loss is LossPolicy.WAIT
-        member.until = self._now + policy.return_seconds if will_return else NEVER
+        self._deadlines.set(member, self._now + policy.return_seconds if will_return else NEVER)
         member.loss = MemberLost(
             member.role, member.number, member.host, reason, will_return, member.incarnation, is_silent=is_silent
         )
@@ -548,14 +570,14 @@ class MembershipTable:
             self._barriers.forget(member.number)
         _drop_connections(self._duplicate_connections, member)
         member.state, member.owner, member.incarnation = MemberState.ABSENT, None, 0
-        member.until = self._now + member.policy.start_seconds
+        self._deadlines.set(member, self._now + member.policy.start_seconds)
 
     def _expire(self, now: float) -> None:
         """Handle times that are over."""
         if self.stop is None and self._awaited_until <= now:
             reason = "all workers have left or are lost, and nobody came in their place"
             self._end(JobEnded(WORKERS_LOST_EXIT_CODE, reason))
-        for member in list(self._members.values()):
+        for member in self._deadlines.take_due(now):
             if self.stop is not None or member.until > now:
                 continue
             if member.state is MemberState.PRESENT and member.owner is None:
@@ -590,17 +612,14 @@ class MembershipTable:
                 owner, f"more than {MAX_BARRIERS} barriers, or a name of more than {MAX_BARRIER_NAME_BYTES} bytes"
             )
         else:
-            self._barriers.receive(number, message, _needed_numbers(self._of_role("worker")))
-
-    def _of_role(self, role: MemberRole) -> list[Member]:
-        return [member for member in self._members.values() if member.role == role]
+            self._barriers.receive(number, message, _needed_numbers(self._of_role["worker"]))
 
     def _complete(self) -> None:
         """Answer at barriers that are over now: all have come, or one has given up."""
         all_known = not self._is_restarted or all(
-            one.state is not MemberState.ABSENT for one in self._of_role("worker")
+            one.state is not MemberState.ABSENT for one in self._of_role["worker"]
         )
-        for number, outcome in self._barriers.complete(_needed_numbers(self._of_role("worker")), all_known=all_known):
+        for number, outcome in self._barriers.complete(_needed_numbers(self._of_role["worker"]), all_known=all_known):
             owner = self._members["worker", number].owner
             if owner is not None:
                 self._reply(owner, outcome)
@@ -637,11 +656,12 @@ class MembershipTable:
             self._awaited_until += lost_seconds
             self._known_first_until += lost_seconds
             for member in self._members.values():
-                member.until += lost_seconds
+                until = member.until + lost_seconds
                 if member.owner is not None:
                     member.heard_at = now
                     fresh = now + member.policy.heartbeat_timeout_seconds
-                    member.until = max(member.until, fresh) if member.state is MemberState.PRESENT else member.until
+                    until = max(until, fresh) if member.state is MemberState.PRESENT else until
+                self._deadlines.set(member, until)
         self._now = now
 
     def _finish(self) -> OutgoingReplies:
@@ -652,7 +672,9 @@ class MembershipTable:
         if self.stop is None and "worker" in self.spec.roles:
             self._complete()
             self._check_end()
-        times = [self._held.until, self._awaited_until, *(member.until for member in self._members.values())]
+        times = [self._held.until, self._awaited_until, self._deadlines.earliest()]
+        if self._held.has_departures:
+            times.append(self._now)
         if self._waiting and not self.is_begun:
             times.append(self._known_first_until)
         self._due = NEVER if self.stop is not None else min(times)
@@ -664,7 +686,7 @@ class MembershipTable:
         if self.spec.is_elastic:
             self._check_elastic_end()
             return
-        states = {member.state for member in self._of_role("worker")}
+        states = {member.state for member in self._of_role["worker"]}
         policy, lost = self.spec.roles["worker"].on_loss, _lost_members(self._members)
         final = any(member.is_final for member in lost)
         has_absent = self._is_restarted and any(member.state is MemberState.ABSENT for member in self._members.values())
@@ -682,12 +704,12 @@ class MembershipTable:
 
     def _check_elastic_end(self) -> None:
         """Step L."""
-        states = {member.state for member in self._of_role("worker")}
+        states = {member.state for member in self._of_role["worker"]}
         lost = [member for member in _lost_members(self._members) if member.is_final]
-        num_come = sum(one.state in {MemberState.PRESENT, MemberState.LEFT} for one in self._of_role("worker"))
+        num_come = sum(one.state in {MemberState.PRESENT, MemberState.LEFT} for one in self._of_role["worker"])
         if not self._has_opened and self._is_open and num_come >= self.spec.first_workers:
             self._has_opened = True
-            self._announce(_make_roster(self._of_role("worker"), is_open=self._has_opened))
+            self._announce(_make_roster(self._of_role["worker"], is_open=self._has_opened))
         if lost:
             self._end(JobEnded(1, "; ".join(str(member.loss) for member in lost)))
         elif MemberState.PRESENT in states or not self._has_opened:
@@ -718,6 +740,8 @@ class MembershipTable:
             assert member.replacement is None or (member.state is MemberState.PRESENT and member.owner is not None)
             assert member.state is not MemberState.ABSENT or member.owner is None
         assert not self._replies
+        if self.stop is None:
+            assert self._deadlines.earliest() == min(member.until for member in self._members.values())
         assert not self._duplicate_connections.keys() & self._member_of.keys()
 
 
