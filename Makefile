@@ -11,6 +11,7 @@
 #   make lint       everything that reads the code without running it
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
+#   make docs       the documentation site, in build/site: open build/site/index.html, or `python -m http.server -d build/site`
 #   make bench      Reigen and its peers, alternately, in one run
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
 
@@ -19,6 +20,7 @@ VENV := .venv
 MXNET_VENV := .venv-mxnet
 FRAMEWORKS_VENV := .venv-frameworks
 INTEGRATIONS_VENV := .venv-integrations
+DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 NP ?= 2
 # Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
@@ -34,7 +36,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-network clean
+.PHONY: demo docs test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -53,6 +55,12 @@ $(VENV)/.stamp-dev: $(STAMP_PARTS) | $(BIN)/python
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-dev
 	$(PIP_INSTALL) -e '.[torch,mpi,dev,bench]'
+	@touch $@
+
+# In an environment of its own: the generator must not choose versions for anything else.
+$(DOCS_VENV)/.stamp: $(STAMP_PARTS)
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # MXNet needs a NumPy that is older than everybody else's.
@@ -79,6 +87,10 @@ $(INTEGRATIONS_VENV)/.stamp: $(STAMP_PARTS)
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch/digits.py
+
+docs: $(DOCS_VENV)/.stamp
+	$(DOCS_VENV)/bin/python -m tools.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check src tests tools $(wildcard examples benchmarks)

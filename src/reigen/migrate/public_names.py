@@ -88,15 +88,20 @@ def star_names(module: str) -> frozenset[str]:
 
 def definition(module: str, name: str) -> ast.stmt | None:
     """Return the definition of a name of a module, wherever it stands; None: not found, or no function or class."""
+    place = place_of_definition(module, name)
+    node = _bindings(place[0])[place[1]].node if place is not None else None
+    return node if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+
+
+def place_of_definition(module: str, name: str) -> tuple[str, str] | None:
+    """Return the module of Reigen's that defines a name of a module, and the name there; None: there is none."""
     for _ in range(20):
         binding = _bindings(module).get(name) if find_module(module) else None
-        if binding is None:
+        if binding is None or (binding.module and binding.name is None):
             return None
         if not binding.module:
-            return binding.node if isinstance(binding.node, ast.FunctionDef | ast.ClassDef) else None
-        if binding.name is None:
-            return None
-        module, name = binding.module, binding.name
+            return module, name
+        module, name = binding.module, str(binding.name)
     return None
 
 

@@ -1,0 +1,311 @@
+"""The documentation: links lead somewhere, code blocks use what exists, the reference and the navigation are whole."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import posixpath
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import yaml
+
+from reigen.config import VARIABLES
+from reigen.migrate.public_names import attribute_names, call_parameters, definition, find_module
+from tools.docs import code_pages
+from tools.docs.__main__ import ROOT, read_pages
+from tools.docs.links import find_links, lead_to_source_pages, repository_path
+from tools.docs.parsers import command_parsers, option_names
+
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+_FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```\s*$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#{1,6} (.+?)(?: \{ ?#([\w.-]+) ?\})?$", re.MULTILINE)
+
+
+@cache
+def pages() -> dict[str, str]:
+    return read_pages()
+
+
+@cache
+def written_pages() -> dict[str, str]:
+    """The pages that are in the repository by their path there, those of its root, too."""
+    found = {f"docs/{path.relative_to(ROOT / 'docs')}": path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    return found | {name: (ROOT / name).read_text() for name in ROOT_PAGES}
+
+
+def anchors(markdown: str) -> set[str]:
+    """The anchors of a page's headings, as Python-Markdown makes them; GitHub's are the same for our headings."""
+    found: set[str] = set()
+    for text, given in _HEADING.findall(_FENCE.sub("", markdown)):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+        slug = re.sub(r"[\s-]+", "-", words.strip().lower())
+        found.add(given or slug)
+    return found | set(re.findall(r"(?:id|name)=\"([\w.-]+)\"", markdown))
+
+
+def broken_links(page: str, markdown: str, texts: dict[str, str]) -> Iterator[str]:
+    """Links of a page that lead to no file, or to no heading; paths are those of the repository."""
+    for target in find_links(markdown):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        where = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+        is_there = where in texts or (ROOT / where).exists()
+        if not is_there or (anchor and where in texts and anchor not in anchors(texts[where])):
+            yield target
+
+
+def test_broken_links_are_found() -> None:
+    texts = {"docs/a.md": "# A b\n\n## `C_d`: e\n", "docs/b.md": ""}
+    good = "[x](a.md)\n![x](a.md#a-b) [x](a.md#c_d-e) [x](../README.md) [x](https://x.y/z#q)\n\n```\n[x](no.md)\n```\n"
+    assert list(broken_links("docs/b.md", good, texts)) == []
+    assert list(broken_links("docs/b.md", "[x](c.md) [y](a.md#q) [z](#z)", texts)) == ["c.md", "a.md#q", "#z"]
+
+
+def test_links_and_anchors_lead_somewhere() -> None:
+    made = {f"docs/{name}": text for name, text in code_pages.make_pages().items()}
+    texts = written_pages() | made
+    assert {page: found for page, text in texts.items() if (found := list(broken_links(page, text, texts)))} == {}
+
+
+def test_links_out_of_the_docs_get_pages_that_show_the_files() -> None:
+    assert repository_path("a/b.md", "../../examples/x.py") == "examples/x.py"
+    assert repository_path("a.md", "b.md#c") is None
+    text = lead_to_source_pages(ROOT, "a/b.md", "[x](../../Makefile) [y](../../SECURITY.md#z) [z](c.md)")
+    assert text == "[x](../source/Makefile.md) [y](../project/security.md#z) [z](c.md)"
+    for page, text in pages().items():
+        for target in find_links(lead_to_source_pages(ROOT, page, text)):
+            if not re.match(r"[a-z]+:|#", target) and target.partition("#")[0].endswith(".md"):
+                where = posixpath.normpath(posixpath.join(posixpath.dirname(page), target.partition("#")[0]))
+                assert where in pages(), (page, target)
+
+
+def navigation(entries: object) -> Iterator[str]:
+    if isinstance(entries, str):
+        yield entries
+    elif isinstance(entries, list | dict):
+        for each in entries.values() if isinstance(entries, dict) else entries:
+            yield from navigation(each)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = list(navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(listed) == sorted(name for name in pages() if not name.startswith("source/"))
+
+
+def test_the_reference_has_every_knob_and_command() -> None:
+    knobs = pages()["reference/knobs.md"]
+    for names in VARIABLES.values():
+        assert all(f"`{name}`" in knobs for name in names)
+    assert set(code_pages.knob_descriptions()) >= set(VARIABLES)
+    for command, parser in command_parsers().items():
+        text = pages()[f"reference/commands/{command.split()[0]}.md"]
+        shown = [action for _, actions in code_pages.actions_of(parser) for action in actions]
+        assert all(f"`{option}`" in text for action in shown for option in action.option_strings), command
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """Of functions and classes the docstring is shown: there has to be one, or a comment, or a line of ours."""
+    for module in [*code_pages.MODULES, code_pages.COMMON]:
+        text = pages()[code_pages.module_page(module)]
+        assert code_pages.names_of(module), module
+        for name in code_pages.names_of(module):
+            is_described = name in code_pages.VALUES or f"{module}.{name}" in code_pages.VALUES
+            assert f"::: {module}.{name}\n" in text or is_described or find_module(f"{module}.{name}"), (module, name)
+
+
+# ---------------------------------------------------------------- code blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text[:60]!r}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    texts = {page: text for page, text in written_pages().items() if page != "CHANGELOG.md"}
+    return [
+        Block(page, language, re.sub(rf"(?m)^{indent}", "", text))
+        for page, markdown in texts.items()
+        for indent, language, text in _FENCE.findall(markdown)
+        if language in languages
+    ]
+
+
+def parse(block: Block) -> ast.Module:
+    """A block as a program; three dots stand for what is left out, also alone in place of arguments or in a session."""
+    text = block.text
+    if text.lstrip().startswith(">>>"):
+        lines = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... "))]
+        text = "\n".join(lines)
+    return ast.parse(text)
+
+
+def test_python_blocks_compile() -> None:
+    failed = {}
+    for block in blocks("python", "py"):
+        try:
+            parse(block)
+        except SyntaxError as error:
+            failed[str(block)] = str(error)
+    assert failed == {}
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """Names in a program that stand for modules of Reigen's."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.partition(".")[0] == "reigen":
+                    found[each.asname or "reigen"] = each.name if each.asname else "reigen"
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "reigen":
+            for each in node.names:
+                if find_module(f"{node.module}.{each.name}"):
+                    found[each.asname or each.name] = f"{node.module}.{each.name}"
+    return found
+
+
+def unknown_names(tree: ast.AST, known: dict[str, str]) -> Iterator[str]:
+    """What a program imports of Reigen, or uses as an attribute of its modules or in a call, and is not there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "reigen":
+            module = str(node.module)
+            missing = [each.name for each in node.names if each.name != "*" and not has_name(module, each.name)]
+            yield from (f"{module}.{name}" for name in missing)
+        elif isinstance(node, ast.Import):
+            named = [each.name for each in node.names if each.name.partition(".")[0] == "reigen"]
+            yield from (name for name in named if find_module(name) is None)
+        elif isinstance(node, ast.Attribute) and (module := module_of(node.value, known)) is not None:
+            if not has_name(module, node.attr):
+                yield f"{module}.{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            module = module_of(node.func.value, known)
+            parameters = call_parameters(source_of(module), node.func.attr) if module else None
+            if parameters is not None and not parameters.takes_any:
+                given = {each.arg for each in node.keywords if each.arg}
+                yield from (f"{module}.{node.func.attr}({name}=)" for name in given - parameters.names)
+
+
+def source_of(module: str) -> str:
+    return "reigen.numpy_ops" if module == "reigen" else module
+
+
+def has_name(module: str, name: str) -> bool:
+    names = attribute_names(source_of(module)) | (attribute_names("reigen") if module == "reigen" else frozenset())
+    return name in names or name.startswith("__") or bool(find_module(f"{module}.{name}"))
+
+
+def module_of(node: ast.AST, known: dict[str, str]) -> str | None:
+    """The module of Reigen's that an expression stands for."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute) and (outer := module_of(node.value, known)) is not None:
+        module = f"{outer}.{node.attr}"
+        return module if find_module(module) else None
+    return None
+
+
+def test_unknown_names_are_found() -> None:
+    text = (
+        "import reigen.torch as hvd\nfrom reigen.kv import create, make\nhvd.allreduce(t, nmae=1)\nhvd.elastic.no()\n"
+    )
+    tree = ast.parse(text)
+    found = sorted(unknown_names(tree, aliases(tree)))
+    assert found == ["reigen.kv.make", "reigen.torch.allreduce(nmae=)", "reigen.torch.elastic.no"]
+    assert definition("reigen.torch", "allreduce") is not None
+
+
+def test_python_blocks_use_names_that_exist() -> None:
+    failed = {}
+    known: dict[str, dict[str, str]] = {}
+    for block in blocks("python", "py"):
+        tree = parse(block)
+        known[block.page] = known.get(block.page, {}) | aliases(tree)  # what an earlier block of the page has imported
+        if found := sorted(unknown_names(tree, known[block.page])):
+            failed[str(block)] = found
+    assert failed == {}
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """The calls of `reigen` in a block of shell commands, in words."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    for line in text.splitlines():
+        found = re.search(r"(?:^|[\s&|;($]|-m )reigen ((?:[a-z]+ ?)+.*)$", line.removeprefix("$ "))
+        if found is None or line.lstrip().startswith("#"):
+            continue
+        lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|;&()<>")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        try:
+            for word in lexer:
+                if re.fullmatch(r"[|;&()<>]+", word):
+                    break
+                words.append(word)
+        except ValueError:
+            continue  # a line of output with an apostrophe
+        yield words
+
+
+def unknown_options(words: list[str]) -> Iterator[str]:
+    """Options of a command line that its parser does not know."""
+    parsers = command_parsers()
+    if not words or words[0] not in parsers:
+        return
+    command, rest = words[0], words[1:]
+    while rest and f"{command} {rest[0]}" in parsers:
+        command, rest = f"{command} {rest[0]}", rest[1:]
+    parser = parsers[command]
+    ends = any(action.nargs in {argparse.REMAINDER, argparse.PARSER} for action in parser._actions)
+    by_name = {name: action for action in parser._actions for name in action.option_strings}
+    position = 0
+    while position < len(rest):
+        word, position = rest[position], position + 1
+        if not word.startswith("-") or word == "--":
+            if ends:
+                return
+            continue
+        name = word.partition("=")[0]
+        if name not in option_names(parser):
+            if not any(name.startswith(short) and len(short) == 2 for short in by_name):  # -n2
+                yield f"{command} {name}"
+            continue
+        action = by_name[name]
+        takes = action.nargs != 0 and "=" not in word
+        if takes and action.nargs is None and position < len(rest):
+            position += 1
+        elif takes and action.nargs in {"?", "*", "+"}:
+            while position < len(rest) and not rest[position].startswith("-") and action.nargs != "?":
+                position += 1
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("reigen run -np 2 --bind cores python a.py --no-such", []),
+        ("X=1 reigen run -np 2 --bnd cores python a.py", ["run --bnd"]),
+        ("cd a && reigen launch -n 4 -s 2 --sync python a.py | tee -x", ["launch --sync"]),
+        ("reigen bench allreduce --np 2 --no-such-option", ["bench allreduce --no-such-option"]),
+    ],
+)
+def test_unknown_options_are_found(line: str, found: list[str]) -> None:
+    assert [option for words in command_lines(line) for option in unknown_options(words)] == found
+
+
+def test_commands_in_the_docs_have_options_that_exist() -> None:
+    failed = {}
+    for block in blocks("", "bash", "sh", "console", "text"):
+        found = [option for words in command_lines(block.text) for option in unknown_options(words)]
+        if found:
+            failed[str(block)] = found
+    assert failed == {}
