@@ -131,6 +131,7 @@ class Config:
         autotune_steps_per_sample: steps of a sample, at most.
         autotune_bayes_opt_max_samples: points that are tried, at most.
         autotune_gaussian_process_noise: noise of measurements, in units of their spread; None: as it is measured.
+        autotune_seconds: seconds that tuning takes, at most.
         autotune_allow_ring: sums may go around a ring, in another order: tuning may change results.
         check_replicas: compare the parameters of all ranks every so many steps; 0 for never.
         thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: any.
@@ -198,6 +199,7 @@ class Config:
     autotune_gaussian_process_noise: float | None = _knob(
         None, _FRACTION, "REIGEN_AUTOTUNE_GAUSSIAN_PROCESS_NOISE HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
     )
+    autotune_seconds: float = _knob(60.0, _SECONDS, "REIGEN_AUTOTUNE_SECONDS")
     autotune_allow_ring: bool = _knob(False, _SWITCH, "REIGEN_AUTOTUNE_ALLOW_RING")
     check_replicas: int = _knob(0, _COUNT, "REIGEN_CHECK_REPLICAS")
     thread_affinity: tuple[int, ...] = _knob((), _CPUS, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")

@@ -49,6 +49,7 @@ VARIABLES = {
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_bayes_opt_max_samples", "8", 8),
     "REIGEN_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("autotune_gaussian_process_noise", "0.5", 0.5),
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("autotune_gaussian_process_noise", "0.8", 0.8),
+    "REIGEN_AUTOTUNE_SECONDS": ("autotune_seconds", "120", 120.0),
     "REIGEN_AUTOTUNE_ALLOW_RING": ("autotune_allow_ring", "1", True),
     "REIGEN_CHECK_REPLICAS": ("check_replicas", "50", 50),
     "REIGEN_THREAD_AFFINITY": ("thread_affinity", "3", (3,)),

@@ -106,6 +106,7 @@ class TuningStart:
             config.autotune_warmup_samples,
             max(1, config.autotune_steps_per_sample),
             max_points if latest is None else max_points // 2,  # much is known from the view before
+            config.autotune_seconds,
         )
         warm_start = None if self._log is None or latest is not None else self._log.warm_start
         surrogate = GaussianSurrogate(config.autotune_gaussian_process_noise, loads_now=is_first_view)

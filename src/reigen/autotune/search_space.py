@@ -103,15 +103,17 @@ class SearchSpace:
             for name in ParameterPoint.__dataclass_fields__
         )
 
-    def limited(self, step_bytes: float) -> SearchSpace:
+    def limited(self, step_bytes: float, *, has_buckets: bool = True) -> SearchSpace:
         """Return the space without sizes that make no difference where a step reduces so many bytes.
 
-        Of sizes that hold all of a step the smallest is kept, and the base's.
+        Of sizes that hold all of a step the smallest is kept, and the base's. Without buckets their size is left out.
         """
         enough = {"fusion_threshold_bytes": step_bytes, "bucket_bytes": step_bytes * _FIRST_BUCKET_DIVISOR}
         dimensions = []
         for dimension in self.dimensions:
             values = dimension.values
+            if dimension.name == "bucket_bytes" and not has_buckets:
+                continue
             if dimension.name in enough and step_bytes > 0:
                 limit, base = enough[dimension.name], getattr(self.base, dimension.name)
                 large = [value for value in values if isinstance(value, int) and value > limit]

@@ -95,6 +95,7 @@ class TuningSession:
             _reduced_bytes(counters),
             self._is_applied(),
             self._obstacle(counters),
+            bool(self._agreements),
         )
         try:
             decision = self._tuner.step_ended(step)

@@ -48,8 +48,8 @@ class Surrogate(Protocol):
     ) -> tuple[int, float] | None:
         """Return the candidate with the greatest expected improvement of the value, and that; None: there is none."""
 
-    def best(self, observations: Sequence[PointObservation]) -> int:
-        """Return the observation whose point is best by the mean of the model."""
+    def means(self, observations: Sequence[PointObservation]) -> list[float]:
+        """Return the mean of the model at the points that were observed."""
 
 
 class GaussianSurrogate:
@@ -82,11 +82,11 @@ class GaussianSurrogate:
         place = int(improvements.argmax())
         return place, float(improvements[place])
 
-    def best(self, observations: Sequence[PointObservation]) -> int:
-        """Implement `Surrogate.best`."""
-        model, _ = self._fit(observations)
-        means = model.predict(np.array([one.coordinates for one in observations]))
-        return int(means.argmax())
+    def means(self, observations: Sequence[PointObservation]) -> list[float]:
+        """Implement `Surrogate.means`, but for a number that is added to all of them."""
+        model, spread = self._fit(observations)
+        means = model.predict(np.array([one.coordinates for one in observations])) * spread
+        return [float(mean) for mean in means]
 
     def _fit(self, observations: Sequence[PointObservation]) -> tuple[Any, float]:
         """Return the model of the values, less their mean and in units of their spread, and the spread."""

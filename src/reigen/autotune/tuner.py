@@ -9,12 +9,17 @@ b. *Drift.* A job does not always run equally fast: others use its hosts, clocks
    with which the job began) is measured anew after every `POINTS_PER_BASE` points, and a point counts by its time
    relative to the base's before and behind it: A-B-A.
 c. *Search.* After some points that lie far apart a model of all that was observed proposes the next one. The search
-   ends when it expects nothing from any, at the most points, or after the most seconds.
-d. *Check.* What seems best is measured alternately with the base, B-A-B-A, `NUM_PAIRS` times each. It stays if it was
-   faster, and if with 90 % confidence (bootstrap over pairs and samples) it is not slower by more than 2 %. Else the
-   base does: a job does not end slower than it began.
+   ends when it expects nothing from any, at the most points, or when the time that is left is needed for (d). A block
+   whose samples are all slower than the base's by `HOPELESS` ends before its time.
+d. *Check.* What seems best is measured alternately with the base, B-A, A-B, so that drift meets both alike, up to
+   `NUM_PAIRS` times each. It stays if it was faster, and if with 90 % confidence (bootstrap over pairs and samples) it
+   is not slower by more than 2 %. Else the base does: a job does not end slower than it began. The check ends as soon
+   as the answer is clear, and if that is no and there is time, the search goes on, with what the check has observed.
 e. *Warm start.* What another job has found is checked (d) first; if it stays there is no search.
 f. Where the ranks hardly wait for collectives, nothing is searched for: there is nothing to gain.
+g. *Time.* All this, from the first step on, takes at most `TunerOptions.seconds`. What a block takes is known from
+   those before it, so (c) begins none that would leave too little for (d). Long steps have blocks of fewer samples.
+   Should steps become longer in between, tuning ends before the step that would end too late, with what is known then.
 """
 
 from __future__ import annotations
@@ -22,20 +27,27 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from reigen.autotune.search_space import ParameterPoint, SearchSpace
 from reigen.autotune.surrogate import PointObservation, Surrogate
 
-#: Samples of a block; steps that are thrown away behind a change; the most steps to wait until all ranks have it.
-NUM_SAMPLES, SETTLE_STEPS, MAX_STEPS_TO_CHANGE = 5, 2, 60
-#: Points between two blocks of the base; pairs of the check.
-POINTS_PER_BASE, NUM_PAIRS = 3, 4
+#: Samples of a block, and the fewest, of long steps; steps that are thrown away behind a change; the most steps to wait
+#: until all ranks have it.
+NUM_SAMPLES, LEAST_SAMPLES, SETTLE_STEPS, MAX_STEPS_TO_CHANGE = 5, 3, 1, 60
+#: Points between two blocks of the base; pairs of the check, and the fewest.
+POINTS_PER_BASE, NUM_PAIRS, LEAST_PAIRS = 3, 4, 2
 #: A sample ends after so many seconds, however few steps that are.
 SAMPLE_SECONDS = 0.25
-#: The search ends after so many seconds, with at least so many points.
-SEARCH_SECONDS, LEAST_POINTS = 40.0, 4
+#: Tuning ends after so many seconds.
+TUNING_SECONDS = 60.0
+#: A block ends after two samples that are slower than the base by this factor.
+HOPELESS, _HOPELESS_SAMPLES = 1.25, 2
+#: Steps that a change takes, as long as none was seen; the latest blocks: the next ones
+#: take no longer than the longest of them.
+_STEPS_TO_CHANGE, _RECENT_BLOCKS = 4, 4
 #: Expected improvement of the logarithm of a step's time that is not worth a try, once so many points were tried: from
 #: fewer a model may be sure of what is wrong.
 LEAST_IMPROVEMENT, SURE_POINTS = 0.003, 12
@@ -43,6 +55,9 @@ LEAST_IMPROVEMENT, SURE_POINTS = 0.003, 12
 LEAST_WAIT = 0.05
 #: A point may be slower by this part, with 90 % confidence, and still be taken.
 _MAX_LOSS, _CONFIDENCE, _NUM_RESAMPLES = 0.02, 0.9, 1000
+#: Width of that interval in standard deviations; part of all seconds that the check may take if that is not to be less
+#: than `LEAST_PAIRS`; gain (logarithm) for which those are enough.
+_CONFIDENCE_WIDTH, _CHECK_SHARE, _CLEAR_GAIN = 3.29, 0.35, 0.06
 _NUM_STARTS = 4
 #: Parameters with so many values are tried with each.
 _FEW_VALUES = 4
@@ -56,13 +71,13 @@ class TunerOptions:
         warmup_samples: samples that are thrown away at the beginning.
         steps_per_sample: steps of a sample, at most.
         max_points: points that are tried, at most.
-        search_seconds: how long, at most, before the check.
+        seconds: that tuning takes, at most.
     """
 
     warmup_samples: int = 3
     steps_per_sample: int = 10
     max_points: int = 20
-    search_seconds: float = SEARCH_SECONDS
+    seconds: float = TUNING_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +90,7 @@ class StepEnd:
         reduced_bytes: bytes that were reduced, ever.
         is_applied: the parameters that were chosen last have been taken on by all ranks.
         obstacle: why nothing may be tuned in this job; empty: something may.
+        has_buckets: there are gradient buckets whose size can change.
     """
 
     now: float
@@ -82,6 +98,7 @@ class StepEnd:
     reduced_bytes: float = 0.0
     is_applied: bool = True
     obstacle: str = ""
+    has_buckets: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +181,24 @@ NO_DECISION = TunerDecision()
 
 @dataclass(frozen=True, slots=True)
 class _BlockRequest:
-    """Request of the search for a block."""
+    """Request of the search for a block; 0 samples: as many as steps of this length have."""
 
     point: ParameterPoint
     phase: str
-    num_samples: int = NUM_SAMPLES
+    num_samples: int = 0
+
+
+@dataclass
+class _Comparison:
+    """Check of a point: blocks of the base and of the point, in pairs."""
+
+    point: ParameterPoint
+    name: str
+    pairs: list[tuple[TunedBlock, TunedBlock]] = field(default_factory=list)
+
+    def speedup(self) -> tuple[float, float, float]:
+        """Return how many times faster the point is, and between which values that is with 90 % confidence."""
+        return bootstrap_speedup([(base.samples, tested.samples) for base, tested in self.pairs])
 
 
 _Search = Generator[_BlockRequest, TunedBlock, TuningOutcome]
@@ -179,6 +209,8 @@ class _OpenBlock:
     """Block that is being measured."""
 
     request: _BlockRequest
+    #: when it was asked for; None: at the first step
+    asked: float | None = None
     #: steps since the change was asked for, and since it was applied; None: it is not yet
     num_steps: int = 0
     num_settled: int | None = None
@@ -211,10 +243,19 @@ class Autotuner:
         self._surrogate, self._options = surrogate, options
         self._warm_start = warm_start
         self._point = space.base
+        self._tried = {space.base}
+        self._starts: Iterator[ParameterPoint] = iter([])
+        #: the check that is under way, and what those before it have observed of points that did not stay
+        self._comparison: _Comparison | None = None
+        self._rejected: dict[ParameterPoint, PointObservation] = {}
         self._search = self._run()
         self._open = _OpenBlock(next(self._search), num_settled=0)
         self._began: float | None = None
-        self._now = 0.0
+        self._now, self._step_seconds = 0.0, 0.0
+        self._has_buckets = True
+        #: seconds of changes, and of samples, in the latest blocks
+        self._change_seconds: deque[float] = deque(maxlen=_RECENT_BLOCKS)
+        self._sample_seconds: deque[float] = deque(maxlen=_RECENT_BLOCKS)
         #: blocks of base and points, in the order in which they were measured
         self.blocks: list[TunedBlock] = []
         self.outcome: TuningOutcome | None = None
@@ -228,30 +269,34 @@ class Autotuner:
         """Take in the end of a step; returns what follows."""
         if self.outcome is not None:
             return NO_DECISION
-        self._now = step.now
         if self._began is None:
-            self._began = step.now
+            self._began = self._open.asked = step.now
+        else:
+            self._step_seconds = step.now - self._now
+        self._now, self._has_buckets = step.now, step.has_buckets
         if step.obstacle:
             return self._finish(self._keep(step.obstacle))
-        block = self._measure(step)
-        if block is None:
-            return NO_DECISION
-        if block.phase != "warmup":
-            self.blocks.append(block)
-        try:
-            request = self._search.send(block)
-        except StopIteration as stop:
-            return self._finish(stop.value, block)
-        changes, self._point = request.point != self._point, request.point
-        self._open = _OpenBlock(request, num_settled=None if changes else SETTLE_STEPS)
-        return TunerDecision(request.point if changes else None, block)
+        block, point = self._measure(step), None
+        if block is not None:
+            self._take(block)
+            try:
+                request = self._search.send(block)
+            except StopIteration as stop:
+                return self._finish(stop.value, block)
+            changes, self._point = request.point != self._point, request.point
+            self._open = _OpenBlock(request, step.now, num_settled=None if changes else SETTLE_STEPS)
+            point = request.point if changes else None
+        if self._seconds_left() < self._step_seconds:
+            return self._finish(self._conclude(), block)
+        return TunerDecision(point, block) if block is not None else NO_DECISION
 
     def observations(self) -> list[PointObservation]:
         """Return the points that were tried, relative to the base before and behind them; the base among them."""
         base, coordinates = self.space.base, self.space.coordinates
         found = [PointObservation(base, coordinates(base), 0.0, 0.0)]
+        found += self._rejected.values()
         for place, block in enumerate(self.blocks):
-            if block.phase != "search":
+            if block.phase != "search" or block.point in self._rejected:
                 continue
             around = [
                 next((one for one in blocks if one.point == base), None)
@@ -264,9 +309,14 @@ class Autotuner:
         return found
 
     def best_point(self) -> ParameterPoint:
-        """Return what seems best by now."""
+        """Return the best point by now, without those that a check has refused."""
         found = self.observations()
-        return found[self._surrogate.best(found)].point if len(found) > 1 else self.space.base
+        if len(found) <= 1:
+            return self.space.base
+        means = self._surrogate.means(found)
+        places = [place for place, one in enumerate(found) if one.point not in self._rejected]
+        best = max(places, key=means.__getitem__)
+        return found[best].point if means[best] - means[0] >= LEAST_IMPROVEMENT else self.space.base
 
     # -- steps to blocks ----------------------------------------------------------------------------------------------
 
@@ -292,7 +342,7 @@ class Autotuner:
         block.samples.append(max(seconds, 1e-9) / block.sample_steps)
         block.total_steps += block.sample_steps
         block.sample_began, block.sample_steps = step.now, 0
-        if len(block.samples) < block.request.num_samples:
+        if len(block.samples) < (block.request.num_samples or self._num_samples()) and not self._is_hopeless(block):
             return None
         total = max(step.now - block.first.now, 1e-9)
         return TunedBlock(
@@ -305,6 +355,47 @@ class Autotuner:
             step.now,
         )
 
+    def _num_samples(self) -> int:
+        """Return the samples of a block of steps as long as the latest one."""
+        enough = NUM_SAMPLES * SAMPLE_SECONDS / max(self._step_seconds, 1e-9)
+        return max(LEAST_SAMPLES, min(NUM_SAMPLES, math.ceil(enough)))
+
+    def _is_hopeless(self, block: _OpenBlock) -> bool:
+        if block.request.phase != "search" or len(block.samples) < _HOPELESS_SAMPLES:
+            return False
+        base = next((one.seconds for one in reversed(self.blocks) if one.point == self.space.base), math.inf)
+        return min(block.samples) > HOPELESS * base
+
+    def _take(self, block: TunedBlock) -> None:
+        if block.phase != "warmup":
+            self.blocks.append(block)
+            self._sample_seconds.append(block.ended - block.began)
+        if self._open.num_steps and self._open.asked is not None:
+            self._change_seconds.append(block.began - self._open.asked)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _seconds_left(self) -> float:
+        began = self._now if self._began is None else self._began
+        return self._options.seconds - (self._now - began)
+
+    def _seconds_of(self, num_changes: int, num_blocks: int) -> float:
+        """Return the seconds that so many changes of parameters, and the samples of so many blocks, take."""
+        guess = (_STEPS_TO_CHANGE + SETTLE_STEPS) * self._step_seconds
+        change, samples = max(self._change_seconds, default=guess), max(self._sample_seconds, default=0.0)
+        return num_changes * change + num_blocks * samples
+
+    def _check_seconds(self, num_pairs: int) -> float:
+        """Return the seconds of a check: A-B, B-A, A-B, B-A has five changes."""
+        return self._seconds_of(num_pairs + 1, 2 * num_pairs)
+
+    def _has_time(self, num_points: int) -> bool:
+        """Return whether there is time to measure so many points, and for a check behind them."""
+        share = _CHECK_SHARE * self._options.seconds
+        is_clear = max(one.value for one in self.observations()) > _CLEAR_GAIN
+        num_pairs = LEAST_PAIRS if is_clear or self._check_seconds(NUM_PAIRS) > share else NUM_PAIRS
+        return self._seconds_left() >= self._seconds_of(num_points, num_points) + self._check_seconds(num_pairs)
+
     # -- blocks to decisions ------------------------------------------------------------------------------------------
 
     def _run(self) -> _Search:
@@ -316,69 +407,102 @@ class Autotuner:
             return self._keep(
                 f"rank 0 waits for collectives in {first.wait_share:.1%} of the time: there is nothing to gain"
             )
-        self.space = self.space.limited(first.step_bytes)
+        self.space = self.space.limited(first.step_bytes, has_buckets=self._has_buckets)
         if not self.space.dimensions:
             return self._keep("no parameter is left that could make a difference")
+        if not self._has_time(1):
+            return self._keep(
+                f"steps of {first.seconds:.1f} s are too long to try anything in {self._options.seconds:.0f} s "
+                "(--autotune-seconds allows more)"
+            )
         warm = self._warm_start
         if warm is not None and warm != self.space.base and self.space.contains(warm):
             outcome = yield from self._check(warm, "the log's best point")
             if outcome.chosen != self.space.base:
                 return outcome
-        yield from self._explore(first.ended)
-        best = self.best_point()
-        if best == self.space.base:
-            return self._keep("nothing that was tried seems faster")
-        return (yield from self._check(best, "the best point"))
+            self._tried.add(warm)
+        self._starts = iter(spread_points(self.space))
+        last: TuningOutcome | None = None
+        while True:
+            yield from self._explore()
+            best = self.best_point()
+            if best == self.space.base:
+                return last if last is not None else self._keep("nothing that was tried seems faster")
+            outcome = last = yield from self._check(best, "the best point")
+            if outcome.chosen != self.space.base or not self._has_time(0):
+                return outcome
 
-    def _explore(self, began: float) -> Generator[_BlockRequest, TunedBlock, None]:
-        """Measure points, and the base between them."""
-        starts: Iterator[ParameterPoint] = iter(spread_points(self.space))
-        tried, is_base = {self.space.base}, True
-        while len(tried) <= self._options.max_points:
-            seconds = self._now - began
-            if seconds > self._options.search_seconds and len(tried) > LEAST_POINTS:
-                break
-            point = next((one for one in starts if one not in tried), None) or self._propose(tried)
+    def _explore(self) -> Generator[_BlockRequest, TunedBlock, None]:
+        """Measure points, and the base between them, as long as there is time for a check as well."""
+        num_since = 0
+        while len(self._tried) <= self._options.max_points and self._has_time(2 if self.num_points else 1):
+            point = next((one for one in self._starts if one not in self._tried), None) or self._propose()
             if point is None:
                 break
-            tried.add(point)
+            self._tried.add(point)
             yield _BlockRequest(point, "search")
-            is_base = (len(tried) - 1) % POINTS_PER_BASE == 0
-            if is_base:
+            num_since += 1
+            if num_since == POINTS_PER_BASE:
                 yield _BlockRequest(self.space.base, "base")
-        if not is_base:
+                num_since = 0
+        if num_since and self._has_time(1):
             yield _BlockRequest(self.space.base, "base")
 
-    def _propose(self, tried: set[ParameterPoint]) -> ParameterPoint | None:
+    def _propose(self) -> ParameterPoint | None:
+        tried = self._tried
         candidates = [point for point in self.space.points() if point not in tried]
         proposed = self._surrogate.propose(self.observations(), [*map(self.space.coordinates, candidates)])
         if proposed is None or (proposed[1] < LEAST_IMPROVEMENT and len(tried) > SURE_POINTS):
-            return self._unseen(tried)
+            return self._unseen()
         return candidates[proposed[0]]
 
-    def _unseen(self, tried: set[ParameterPoint]) -> ParameterPoint | None:
+    def _unseen(self) -> ParameterPoint | None:
         """Return the best point with a value that none had yet, of a parameter that has few: no model knows it."""
         best = self.best_point()
         for dimension in self.space.dimensions:
-            seen = {getattr(point, dimension.name) for point in tried}
+            seen = {getattr(point, dimension.name) for point in self._tried}
             for value in dimension.values if len(dimension.values) <= _FEW_VALUES else ():
                 if value not in seen:
                     return replace(best, **{dimension.name: value})  # type: ignore[arg-type]
         return None
 
     def _check(self, point: ParameterPoint, name: str) -> _Search:
-        pairs = []
-        for _ in range(NUM_PAIRS):
+        """Compare a point with the base: A-B, B-A, and so on, so that what drifts meets both alike."""
+        comparison = self._comparison = _Comparison(point, name)
+        while True:
             tested = yield _BlockRequest(point, "check")
             base = yield _BlockRequest(self.space.base, "check")
-            pairs.append((base, tested))
-        speedup, low, high = bootstrap_speedup([(base.samples, tested.samples) for base, tested in pairs])
-        base_seconds = statistics.median(base.seconds for base, _ in pairs)
+            comparison.pairs.append((base, tested))
+            base = yield _BlockRequest(self.space.base, "check")
+            tested = yield _BlockRequest(point, "check")
+            comparison.pairs.append((base, tested))
+            speedup, low, high = comparison.speedup()
+            is_clear = low > 1.0 or high < 1.0
+            has_time = self._seconds_left() >= self._seconds_of(2, 4)
+            if is_clear or len(comparison.pairs) >= NUM_PAIRS or not has_time:
+                break
+        outcome = self._conclude()
+        if outcome.chosen != point:
+            noise = math.log(high / low) / _CONFIDENCE_WIDTH
+            self._rejected[point] = PointObservation(
+                point, self.space.coordinates(point), min(0.0, math.log(speedup)), noise
+            )
+        self._comparison = None
+        return outcome
+
+    def _conclude(self) -> TuningOutcome:
+        """Return the outcome by now: the point of the latest check stays if that says so."""
+        comparison = self._comparison
+        if comparison is None or len(comparison.pairs) < LEAST_PAIRS:
+            return self._keep(f"after {self._options.seconds:.0f} s nothing was found to be faster for sure")
+        speedup, low, high = comparison.speedup()
+        base_seconds = statistics.median(base.seconds for base, _ in comparison.pairs)
         is_kept = speedup > 1.0 and low > 1.0 - _MAX_LOSS
-        text = f"{name} is {speedup:.3f} times as fast as the base, {low:.3f} to {high:.3f} with 90 % confidence"
-        chosen = point if is_kept else self.space.base
-        reason = text if is_kept else f"{text}: the base stays"
-        return self._outcome(chosen, reason, base_seconds, (speedup, low, high) if is_kept else (1.0, 1.0, 1.0))
+        interval = f"{low:.3f} to {high:.3f} with 90 % confidence"
+        text = f"{comparison.name} is {speedup:.3f} times as fast as the base, {interval}"
+        if not is_kept:
+            return self._outcome(self.space.base, f"{text}: the base stays", base_seconds, (1.0, 1.0, 1.0))
+        return self._outcome(comparison.point, text, base_seconds, (speedup, low, high))
 
     def _keep(self, reason: str) -> TuningOutcome:
         bases = [block.seconds for block in self.blocks if block.point == self.space.base]

@@ -140,6 +140,7 @@ OPTION_HELP = {
         "autotune_steps_per_sample": "steps of a sample, at most (default: 10)",
         "autotune_bayes_opt_max_samples": "points that are tried, at most (default: 20)",
         "autotune_gaussian_process_noise": "noise of measurements, 0 to 1 of their spread (default: as measured)",
+        "autotune_seconds": "seconds that it takes, at most; long steps need more (default: 60)",
         "autotune_allow_ring": "try the ring among many hosts, which adds in another order: results may change",
     },
     "timeline": {
@@ -180,6 +181,7 @@ HOROVODRUN_OPTIONS = (
         "autotune.gaussian_process_noise",
         "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     ),
+    _Option("--autotune-seconds", _above_0, "", "AUTOTUNE_SECONDS"),
     _Option("--[no-]autotune-allow-ring", _switch, "", "AUTOTUNE_ALLOW_RING"),
     _Option("--timeline-filename", str, "timeline.filename", "TIMELINE"),
     _Option("--[no-]timeline-mark-cycles", _switch, "timeline.mark_cycles", "TIMELINE_MARK_CYCLES"),
