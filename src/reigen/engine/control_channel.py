@@ -105,7 +105,10 @@ class ControlChannel:
             self.send(messages[middle:])
 
     def empty(
-        self, failure: Callable[[], CollectiveError | None], until: float, *, announcements_only: bool = False
+        self,
+        failure: Callable[[], CollectiveError | None],
+        until: float,
+        backlog: Callable[[], int] | None = None,
     ) -> None:
         """Wait until all has left: a rank that has not heard of a collective cannot take part in it.
 
@@ -114,14 +117,14 @@ class ControlChannel:
         Args:
             failure: asked, now and then, why that may never be.
             until: on the clock of ``time.monotonic()``.
-            announcements_only: not for reports: who is to read those may wait for this rank in the same way.
+            backlog: of the messages to wait for, if not of all.
 
         Raises:
             DeadlineError: it has not left by then.
             CollectiveError: what ``failure`` gives.
         """
         look_next = 0.0
-        while self._transport.announcement_backlog if announcements_only else self._transport.backlog:
+        while self._transport.backlog if backlog is None else backlog():
             now = time.monotonic()
             if now >= look_next:
                 look_next = now + CHECK_SECONDS

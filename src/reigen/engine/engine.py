@@ -48,6 +48,7 @@ from reigen.engine.messages import (
 from reigen.engine.observer import EngineObserver
 from reigen.engine.process_set import BatchItem, ProcessSetGroup
 from reigen.engine.rank_controller import ExecuteBatch, RankController, abort_error
+from reigen.engine.relay_transport import RelayTransport
 from reigen.engine.shutdown import PeerExitGrace, clear_frames, interruption_error, wait_for_devices
 from reigen.engine.stall.monitor import MonitoredRank, StallMonitor
 from reigen.engine.tensor_queue import SHUTDOWN_MESSAGE, TensorQueue
@@ -93,9 +94,14 @@ class Engine:
         #: process sets by number; what they are is the same on all ranks whenever the same operation is carried out
         self._process_set_groups = {0: ProcessSetGroup(tuple(range(backend.size)), backend, device)}
         self._transport = transport
+        #: the same, where this rank is a relay: it passes on announcements, and merges reports
+        self._relay = transport if isinstance(transport, RelayTransport) else None
         self._channel = ControlChannel(transport, receives_reports=coordinator is not None)
         self._watch = watch
         self._coordinator = coordinator
+        #: when this rank has to do something for others: rank 0, which coordinates, or a relay
+        deadlines = self._relay.next_release if self._relay else None
+        self._next_deadline = deadlines if coordinator is None else coordinator.next_expiry
         self._controller = RankController(backend.rank)
         self._deadline_seconds = deadline_seconds
         self._spin = SpinLimit(looks)
@@ -322,15 +328,14 @@ class Engine:
 
     def _hand_over(self, handle: Handle) -> None:
         """Give up ``_driver`` after having driven for ``handle``; the engine's thread looks after the rest."""
-        coordinator, waits_for_others, will_look = self._coordinator, False, False
+        waits_for_others = will_look = False
         try:
             broken = self._outstanding.broken
             if broken is not None and not handle.done:  # an interrupt fell between its end and telling it
                 handle.complete(broken.of(handle.name))
-            if coordinator is not None or self._transport.relays:
+            if self._next_deadline is not None:
                 # The engine's thread sleeps for as long as it chose before: new deadlines are for it to look after.
-                source = self._transport.next_release if coordinator is None else coordinator.next_expiry
-                waits_for_others = source() is not None
+                waits_for_others = self._next_deadline() is not None
                 will_look = len(self._process_set_groups) == 1 and self._transport.release_to_engine(waits_for_others)
         finally:
             if not will_look:
@@ -459,9 +464,10 @@ class Engine:
                 announced += messages
         if self._transport.backlog:
             self._transport.flush()
-            if announced and self._transport.relays:
+            if announced and (relay := self._relay) is not None:
+                # not for reports: who is to read those may wait for this rank in the same way
                 until = time.monotonic() + self._deadline_seconds
-                self._channel.empty(self._failure, until, announcements_only=True)
+                self._channel.empty(self._failure, until, lambda: relay.announcement_backlog)
         return announced if received or announced or sends_notes else None
 
     def _take_submissions(self) -> None:
@@ -673,12 +679,10 @@ class Engine:
     def _sleep_until_event(self, longest: float) -> float:
         if self._outstanding.broken is not None or self._transport.backlog:
             return longest if self._outstanding.broken is not None else BACKLOG_RETRY_SECONDS
-        expiry = self._coordinator.next_expiry() if self._coordinator is not None else None
-        until = math.inf if expiry is None else expiry
+        deadline = None if self._next_deadline is None else self._next_deadline()
+        until = math.inf if deadline is None else deadline
         if self._stalls is not None:
             until = min(until, self._stalls.due())
-        if self._transport.relays and (release := self._transport.next_release()) is not None:
-            until = min(until, release)
         return max(0.0, min(longest, until - time.monotonic()))
 
     def _failure(self) -> CollectiveError | None:
@@ -728,7 +732,7 @@ class Engine:
             self._channel.send(self._coordinator.announce(time.monotonic()))
         with contextlib.suppress(CollectiveError):  # they are gone, or learn it from this rank's end
             until = time.monotonic() + _GRACE_SECONDS
-            if self._transport.relays:
+            if self._relay is not None:
                 self._relay_shutdown(until)
             self._channel.empty(self._failure, until)
         self._transport.wake_readers()

@@ -1,7 +1,9 @@
 """Transport of a relay: a rank in large jobs that stands between rank 0 and other ranks (`reigen.engine.control_tree`).
 
 For the engine of the relay it is a transport like any other: it sends reports, and receives announcements. In between,
-whenever it is used, it passes on announcements, and sends what the ranks below report along with the relay's own.
+whenever it is used, it passes on announcements, and sends what the ranks below report along with the relay's own. The
+engine only has to know when that is due (`next_release`), and to see that announcements leave before it carries them
+out (`announcement_backlog`), as others wait for them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ class RelayTransport(TcpStarTransport):
         tree: has them.
     """
 
-    relays = True
     #: hits of the relay's own need not be encoded, only to be decoded by the merger
     carries_integers = True
 
@@ -46,11 +47,11 @@ class RelayTransport(TcpStarTransport):
 
     @property
     def announcement_backlog(self) -> int:
-        """Announcements that could not leave yet."""
+        """Return how many messages of the `backlog` are announcements."""
         return sum(connection.num_posted for connection in self._children())
 
     def next_release(self) -> float | None:
-        """Return when reports that are kept leave at the latest; None: none are."""
+        """Return when reports that are kept leave at the latest (`receive` sends them); None: none are."""
         return self._merger.next_release()
 
     def send(self, message: bytes) -> None:

@@ -15,7 +15,7 @@ class ControlTransport(Protocol):
     Rank 0's `send` reaches every other rank, the others' reach rank 0; in order, never blocking.
 
     `reigen.net.shm_ring.ShmTransport` is one, for ranks that share memory, `reigen.net.tcp_star.TcpStarTransport` the
-    other.
+    other. `reigen.engine.relay_transport.RelayTransport`, which is one of the latter, does more.
     """
 
     #: readable when a message has come, or a caller was woken; -1: there is no such descriptor
@@ -23,21 +23,9 @@ class ControlTransport(Protocol):
     #: whether `send_integers` may be called
     carries_integers: bool
 
-    #: whether this rank is a relay: it passes on announcements, and merges reports (`reigen.engine.control_tree`)
-    relays: bool
-
     @property
     def backlog(self) -> int:
         """Messages that could not leave yet; `flush` tries again."""
-        ...
-
-    @property
-    def announcement_backlog(self) -> int:
-        """Those of them that are announcements."""
-        ...
-
-    def next_release(self) -> float | None:
-        """Return when reports that a relay keeps leave at the latest (`receive` sends them); None: it keeps none."""
         ...
 
     def send(self, message: bytes) -> None:
@@ -123,13 +111,9 @@ class PeerMonitor(Protocol):
 class SingleRankTransport:
     """Control transport and peer monitor of a job of one rank."""
 
-    backlog = announcement_backlog = 0
+    backlog = 0
     descriptor = -1
-    carries_integers = relays = False
-
-    def next_release(self) -> float | None:
-        """Return None: there are no reports of other ranks."""
-        return None
+    carries_integers = False
 
     def send(self, message: bytes) -> None:
         """Do nothing: no other rank listens."""

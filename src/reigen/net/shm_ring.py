@@ -111,18 +111,6 @@ class ShmTransport:
     #: integers lie in the ring as they are
     carries_integers = True
 
-    @property
-    def announcement_backlog(self) -> int:
-        """Return the backlog: on rank 0 these are announcements."""
-        return self.backlog
-
-    #: all ranks of a host report to rank 0 themselves
-    relays = False
-
-    def next_release(self) -> float | None:
-        """Return None: there are no reports of other ranks."""
-        return None
-
     def send(self, message: bytes) -> None:
         """Put a message into the outbox and ring its readers. Never blocks."""
         if len(message) > MAX_MESSAGE_BYTES:

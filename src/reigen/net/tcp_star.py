@@ -75,18 +75,6 @@ class TcpStarTransport:
             number += connection.num_posted
         return number
 
-    @property
-    def announcement_backlog(self) -> int:
-        """Those of them that are announcements: on rank 0 all."""
-        return self.backlog
-
-    #: a subclass is one: `reigen.engine.relay_transport`
-    relays = False
-
-    def next_release(self) -> float | None:
-        """Return None: there are no reports of other ranks."""
-        return None
-
     def send(self, message: bytes) -> None:
         """Send a message to every rank there is a connection to. Never blocks."""
         self._post(message, list(self._ranks))
