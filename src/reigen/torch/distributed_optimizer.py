@@ -19,7 +19,12 @@ from reigen.torch.optimizers.adasum_optimizer import AdasumOptimizer, DeltaReduc
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.arguments import choose_compression, choose_compressor, choose_groups, name_parameters
 from reigen.torch.optimizers.gradient_sync import GradientSynchronizer
-from reigen.torch.optimizers.optimizer_wrapper import check_not_wrapped, wrap_in_place, wrap_optimizer
+from reigen.torch.optimizers.optimizer_wrapper import (
+    check_not_wrapped,
+    unwrap_in_place,
+    wrap_in_place,
+    wrap_optimizer,
+)
 from reigen.torch.reducer.reducer import ReduceOptions
 from reigen.torch.shared_parameters.eligibility import choose_parameter_sharing
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
@@ -136,9 +141,13 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
 
 
 def distribute_in_place(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Compressor | Codec | Mapping[str, Any] = Compression.none,
+    *,
+    synchronize_in_backward: bool = False,
 ) -> None:
-    """Let an optimizer be what `DistributedOptimizer` makes of it with these names, under whatever name it is known.
+    """Let an optimizer be what `DistributedOptimizer` makes of it, under whatever name it is known.
 
     Raises:
         ArgumentError: the names do not cover the parameters, or are not unique.
@@ -146,6 +155,13 @@ def distribute_in_place(
     check_not_wrapped(optimizer)
     named = name_parameters(optimizer, named_parameters)
     reduction = choose_reduction(Average, 1.0)
-    choice = choose_compression(Compression.none, reduction.op)
+    choice = choose_compression(compression, reduction.op)
     options = ReduceOptions(reduction, choice, sparse_as_dense=False, groups=None, process_set=global_process_set)
-    wrap_in_place(optimizer, AllreduceOptimizer, GradientSynchronizer(named, options, 1))
+    reducer = GradientSynchronizer(named, options, 1, in_backward=synchronize_in_backward)
+    wrap_in_place(optimizer, AllreduceOptimizer, reducer)
+
+
+def restore_in_place(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `distribute_in_place`; an optimizer that is not wrapped is left alone."""
+    if isinstance(optimizer, AllreduceOptimizer):
+        unwrap_in_place(optimizer)

@@ -285,6 +285,18 @@ def wrap_in_place(optimizer: torch.optim.Optimizer, front: type[WrappedOptimizer
         optimizer.__dict__["step"] = _track_calls(optimizer)
 
 
+def unwrap_in_place(optimizer: WrappedOptimizer) -> None:
+    """Undo `wrap_in_place`: the class is the one that was wrapped, and nothing is hooked any more."""
+    optimizer._reducer.release()
+    tracked = optimizer.__dict__.pop("step", None)  # of a scheduler, around the front's
+    plain = type(optimizer).__bases__[1]
+    for name in ("_plain_names", "_reducer"):
+        optimizer.__dict__.pop(name, None)
+    optimizer.__class__ = plain
+    if tracked is not None:
+        optimizer.__dict__["step"] = _track_calls(optimizer)
+
+
 def _track_calls(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Return a ``step`` for schedulers that were made before: they look if it was called."""
     owner = weakref.ref(optimizer)
