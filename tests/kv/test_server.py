@@ -43,7 +43,7 @@ from reigen.kv.protocol import (
     pack_counts,
     unpack_counts,
 )
-from reigen.kv.server.flow_control import MIN_WINDOW_BYTES
+from reigen.kv.receive_window import MIN_WINDOW_BYTES
 from reigen.kv.server.server import KVServer
 from reigen.kv.server.snapshots import SnapshotDirectory, find_saved_jobs
 from reigen.net.auth import Identity, ProcessRole
@@ -104,7 +104,7 @@ def test_a_round_is_the_sum_of_all_workers(shares, length):
 def test_workers_that_share_the_wire_of_a_server_have_bounded_windows(monkeypatch, num_workers):
     bounds = {}
     monkeypatch.setattr(
-        "reigen.kv.server.server.limit_receive_window",
+        "reigen.kv.receive_window.limit_receive_window",
         lambda connection, nbytes: bounds.setdefault(connection, []).append(nbytes),
     )
     with job(num_workers) as (_, workers):

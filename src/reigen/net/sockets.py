@@ -25,10 +25,8 @@ _ENOUGH_PROBES = 15
 _ACK_FIELDS = struct.Struct("@24xI16xI4xII80xI")
 #: tcpi_state, and those in which something may still be sent (TCP_ESTABLISHED, TCP_CLOSE_WAIT).
 _STATE, _OPEN = struct.Struct("@B"), (1, 8)
-#: tcpi_bytes_received.
-_BYTES_RECEIVED = struct.Struct("@128xQ")
-#: tcpi_min_rtt in microseconds, and what that is before the first one was measured.
-_ROUND_TRIP = struct.Struct("@148xI")
+#: tcpi_bytes_received; tcpi_min_rtt in microseconds, and what that is before the first one was measured.
+_ARRIVALS = struct.Struct("@128xQ12xI")
 _UNKNOWN_ROUND_TRIP = (1 << 32) - 1
 _MOST_WINDOW_BYTES = 1 << 30
 
@@ -204,24 +202,17 @@ def silent_seconds(connection: socket.socket) -> float:
     return min(since_data, since_acknowledgement) / 1000
 
 
-def round_trip_seconds(connection: socket.socket) -> float:
-    """Return the shortest round trip to the peer's kernel; 0.0 if none was measured yet.
+def read_arrivals(connection: socket.socket) -> tuple[int, float]:
+    """Return how much of the peer's data this host's kernel has, read or not, since the beginning; and the round trip.
+
+    That is the shortest one to the peer's kernel in the last five minutes (net.ipv4.tcp_min_rtt_wlen), in seconds; 0.0
+    if none was measured yet.
 
     Raises:
         OSError: the connection is closed.
     """
-    (microseconds,) = _tcp_info(connection, _ROUND_TRIP)
-    return 0.0 if microseconds == _UNKNOWN_ROUND_TRIP else microseconds / 1e6
-
-
-def num_arrived_bytes(connection: socket.socket) -> int:
-    """Return how much of the peer's data this host's kernel has, read or not, since the beginning.
-
-    Raises:
-        OSError: the connection is closed.
-    """
-    (num_bytes,) = _tcp_info(connection, _BYTES_RECEIVED)
-    return num_bytes
+    num_bytes, microseconds = _tcp_info(connection, _ARRIVALS)
+    return num_bytes, 0.0 if microseconds == _UNKNOWN_ROUND_TRIP else microseconds / 1e6
 
 
 def _tcp_info(connection: socket.socket, fields: struct.Struct) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from reigen.kv.protocol import (
     ServerNotice,
     pack_counts,
 )
+from reigen.kv.receive_window import MIN_WINDOW_BYTES, WINDOW_STEP_BYTES, ReceiveRate
 from reigen.kv.shm_arena import ShmArena
 from reigen.net.auth import Identity, ProcessRole
 from tests.accepting import accept_connection
@@ -142,13 +143,15 @@ class Owner:
 class Bench:
     """A worker's end that is ready, and the server's."""
 
-    def __init__(self, *, resend_seconds: float | None = None, host_id: str = "") -> None:
+    def __init__(
+        self, *, resend_seconds: float | None = None, host_id: str = "", inflow: ReceiveRate | None = None
+    ) -> None:
         self.server, self.owner = Server(), Owner()
         hello = KVHello(1, 9, "w", host_id)
         member: Any = SimpleNamespace(number=1, secret=SECRET, tls=None, counters=StoreCounters())
         config = Config(kv_resend=resend_seconds is not None, kv_resend_timeout_ms=int(1000 * (resend_seconds or 1)))
         self.upstream = ServerConnection(
-            ServerInfo(3, self.server.address, 1, "h"), member, config, hello, 5, self.owner
+            ServerInfo(3, self.server.address, 1, "h"), member, config, hello, 5, self.owner, inflow
         )
 
     def begin(self, kind: MessageKind = MessageKind.PUSH, **facts: Any) -> ClientRequest:
@@ -212,6 +215,29 @@ def test_values_land_where_they_belong(bench: Make) -> None:
     asked = one.begin(MessageKind.GET_STATES)
     one.answer(asked, MessageKind.VALUE, b"states")
     assert asked.answer == b"states"
+
+
+@pytest.mark.parametrize("shares_a_wire", [False, True])
+def test_what_is_on_its_way_to_workers_that_share_a_servers_wire_is_bounded(
+    bench: Make, monkeypatch: pytest.MonkeyPatch, shares_a_wire: bool
+) -> None:
+    bounds: list[int] = []
+    monkeypatch.setattr("reigen.kv.receive_window.limit_receive_window", lambda _, nbytes: bounds.append(nbytes))
+    one = bench(inflow=ReceiveRate() if shares_a_wire else None)
+    into = np.zeros(WINDOW_STEP_BYTES, np.uint8)
+    for _ in range(2):
+        one.answer(one.begin(MessageKind.PULL, into=into), MessageKind.VALUE, bytes(range(256)) * (len(into) // 256))
+        assert one.server.hear(1)
+        deadline = time.monotonic() + SECONDS
+        while one.upstream.outstanding:
+            assert time.monotonic() < deadline
+            one.upstream.receive()
+    assert into.tolist() == list(range(256)) * (len(into) // 256)
+    assert len(bounds) == (2 if shares_a_wire else 0)
+    assert all(nbytes == MIN_WINDOW_BYTES for nbytes in bounds)
+    one.upstream.lose(ConnectionResetError("a test"))
+    one.server.meet(one.upstream)  # another connection is counted from its beginning
+    assert one.server.hear(1)
 
 
 def test_values_in_the_servers_memory_are_given_back_together(bench: Make) -> None:

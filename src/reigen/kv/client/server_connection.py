@@ -49,6 +49,7 @@ from reigen.kv.protocol import (
     ServerNotice,
     pack_counts,
 )
+from reigen.kv.receive_window import ReceiveRate, ReceiveWindow
 from reigen.kv.shm_arena import PeerShmArena, explain_mapping_failure
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import HANDSHAKE_ENDED_TEXT, Connection, ConnectionOptions
@@ -107,6 +108,7 @@ class ServerConnection:
         member, config, store: as of `reigen.kv.client.worker.KVWorker`.
         hello: the worker's first message.
         owner: gets what comes.
+        inflow: of this worker, from all servers; None: windows are the kernel's (`reigen.kv.receive_window`).
 
     Attributes:
         peer: the server, where it is now.
@@ -126,6 +128,7 @@ class ServerConnection:
         hello: KVHello,
         store: int,
         owner: ServerConnectionOwner,
+        inflow: ReceiveRate | None = None,
     ) -> None:
         self.peer = peer
         self.is_ready = False
@@ -137,6 +140,8 @@ class ServerConnection:
         #: after how long a request is sent again; None: never
         self._resend_seconds = config.kv_resend_timeout_ms / 1000 if config.kv_resend else None
         self._line: KVConnection | None = None
+        self._inflow = inflow
+        self._window: ReceiveWindow | None = None
         self._arena: PeerShmArena | None = None
         #: the server reads this process's arena
         self._is_read = False
@@ -215,6 +220,7 @@ class ServerConnection:
         try:
             if not attempt.advance():
                 return
+            tcp = attempt.socket
             connection, session = attempt.detach()
         except (OSError, AuthenticationError) as error:
             self._give_up(error)
@@ -222,6 +228,7 @@ class ServerConnection:
         self._attempt, self._accept_failed_auth_until = None, 0.0
         logs = self._config.kv_verbose >= 2
         self._line = KVConnection(connection, session, self, self.name, drops=self._drops, log_messages=logs)
+        self._window = None if self._inflow is None else ReceiveWindow(tcp, self.peer.number, self._inflow)
         self.lost_since, self._made_at, self._is_proven = None, time.monotonic(), False
         hello = HELLO_CODEC.encode(structs.replace(self._own_hello, resumes=bool(self.incarnation)))
         self._line.send(MessageHeader(int(MessageKind.HELLO), store=self._store, body_bytes=len(hello)), hello)
@@ -263,7 +270,7 @@ class ServerConnection:
         if self._line is not None:
             _log.log(logging.INFO, "the connection to %s has ended: %s", self.name, error)
             self._line.close()
-            self._line = None
+            self._line = self._window = None
             self._note_loss(time.monotonic())
         if self._arena is not None:
             self._arena.close()
@@ -327,6 +334,9 @@ class ServerConnection:
             self._shake_hands(self._attempt)
         while self._line is not None and self._guarded(self._line.receive):
             pass
+        if self._window is not None and self._line is not None:
+            window, num_bytes, now = self._window, self._line.num_received_bytes, time.monotonic()
+            self._guarded(lambda: window.bound(num_bytes, now))
 
     def resend(self, now: float) -> float | None:
         """Send again, or ask about, what nothing was heard of for too long; returns when to call this again."""

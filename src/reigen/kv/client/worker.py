@@ -42,6 +42,7 @@ from reigen.kv.protocol import (
     ServerNotice,
     StoreCommand,
 )
+from reigen.kv.receive_window import ReceiveRate
 from reigen.kv.shm_arena import ShmArena
 from reigen.net.fork_safety import close_in_children
 
@@ -445,8 +446,10 @@ class KVWorker:
         hello = KVHello(member.number, member.incarnation, host, staleness=staleness)
         if config.kv_shared_memory:
             hello = self.arena.announced(hello, host_id)
+        # servers bound what is on its way from workers then, and workers what is on its way from servers
+        inflow = ReceiveRate() if member.num_workers > member.num_servers else None
         for peer in member.servers(start_until):
-            self._servers.append(ServerConnection(peer, member, config, hello, store, self))
+            self._servers.append(ServerConnection(peer, member, config, hello, store, self, inflow))
         with self._driving:
             self._drive("connecting to servers", lambda: all(each.is_ready for each in self._servers), start_until)
         self.check()

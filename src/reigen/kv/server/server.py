@@ -44,8 +44,9 @@ from reigen.kv.protocol import (
     RemoteError,
     ServerNotice,
 )
+from reigen.kv.receive_window import ReceiveRate, ReceiveWindow
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
-from reigen.kv.server.flow_control import MAX_LEAD_BYTES, SILENT_SECONDS, WINDOW_STEP_BYTES, ReceiveRate, should_pause
+from reigen.kv.server.flow_control import MAX_LEAD_BYTES, SILENT_SECONDS, should_pause
 from reigen.kv.server.replicas import COPIES_PURPOSE, CopyHolder, ServerCopies, check_owner
 from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
@@ -58,7 +59,6 @@ from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, ConnectionOptions
 from reigen.net.event_loop import Callback, EventLoop
 from reigen.net.listener import Listener
-from reigen.net.sockets import limit_receive_window, num_arrived_bytes, round_trip_seconds
 
 #: How often to look who is late; and how late that may be without this process having stood still.
 _TICK_SECONDS, _MOST_LATE_SECONDS = 0.25, 0.5
@@ -72,17 +72,16 @@ class _ClientConnection:
     Attributes:
         accepted: as the listener knows it.
         connection: to a store, after HELLO.
+        window: of what is on its way from the worker.
     """
 
     def __init__(
         self, server: KVServer, accepted: Connection, drops: MessageDropper | None, log_messages: bool
     ) -> None:
-        self._server, self.accepted, self._socket = server, accepted, accepted.socket
+        self._server, self.accepted, tcp = server, accepted, accepted.socket
         connection, session = accepted.detach()
-        self._round_trip_seconds = round_trip_seconds(self._socket)
-        #: when so much has been read, `bound` does something; what had arrived when it did so last
-        self._next_bound, self._num_arrived_bytes = WINDOW_STEP_BYTES, 0
         self.worker = session.peer.rank
+        self.window = ReceiveWindow(tcp, self.worker, server.inflow)
         name = f"worker {self.worker}"
         self.line = KVConnection(connection, session, self, name, drops=drops, log_messages=log_messages)
         self.connection: WorkerConnection | None = None
@@ -94,15 +93,6 @@ class _ClientConnection:
         """Queue a NOTICE."""
         body = NOTICE_CODEC.encode(notice)
         self.line.send(MessageHeader(MessageKind.NOTICE, store=store, body_bytes=len(body)), body)
-
-    def bound(self, inflow: ReceiveRate) -> None:
-        """Limit the bytes on their way from the worker (`reigen.kv.server.flow_control`), when some have come."""
-        if self.line.num_received_bytes < self._next_bound:
-            return
-        self._next_bound = self.line.num_received_bytes + WINDOW_STEP_BYTES
-        num_before, self._num_arrived_bytes = self._num_arrived_bytes, num_arrived_bytes(self._socket)
-        inflow.count(self.worker, self._num_arrived_bytes - num_before, self.heard_at)
-        limit_receive_window(self._socket, inflow.window_bytes(self._round_trip_seconds))
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
         if self.handler is None:
@@ -181,7 +171,8 @@ class KVServer:
         self._connections: set[_ClientConnection] = set()
         #: the servers' wires are the narrowest; those that are ahead of others and are not read for the time being
         self._limits_senders = member.num_workers > member.num_servers
-        self._inflow = ReceiveRate()
+        #: from all workers
+        self.inflow = ReceiveRate()
         self._waiting: set[_ClientConnection] = set()
         #: why the memory of workers' processes, by number and incarnation, cannot be mapped here
         self._unread: dict[tuple[int, int], str] = {}
@@ -399,7 +390,7 @@ class KVServer:
             return
         client.heard_at = time.monotonic()
         if self._limits_senders and client.connection is not None:
-            client.bound(self._inflow)
+            client.window.bound(client.line.num_received_bytes, client.heard_at)
             if client.connection.num_held_bytes > MAX_LEAD_BYTES:
                 self._throttle(client)
 

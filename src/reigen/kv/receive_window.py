@@ -1,0 +1,88 @@
+"""Receive windows of connections between workers and servers, where many workers share a server's wire.
+
+Connections that share a wire do not share it fairly: TCP leaves one of them four fifths of it for seconds. Senders that
+always have as much on its way as their receiver allows have equal parts of a wire if they are allowed equal parts; and
+where that is little, no queue overflows, and TCP does not slow down at all. Left to itself the kernel allows more and
+more, up to the 32 MiB of net.ipv4.tcp_rmem. `ReceiveRate` measures at what rate bytes arrive over all connections
+together; each may have on its way its part of what comes in `IN_FLIGHT_SECONDS` and two round trips, at the best rate
+that there was. A wire needs one round trip, so windows grow with the rate until something else is the limit. They do
+not shrink with it: where others fill the wire's queue, answers take longer than this allows for, smaller windows would
+lower the rate, and the rate the windows.
+
+Both ends do that. What is acknowledged waits behind what its receiver sends, so what is on its way in one direction
+makes the round trip of the other one longer. Let both directions have as much on their way as comes in a time T at the
+wire's rate: then their queues and the round trip together take T, for pushes as for answers, and both wires are full.
+Without a bound for answers the round trip grows to what these fill, and pushes, which are bounded, get only a part of
+their wire.
+
+The round trip is the shortest that the kernel has seen in a while (net.ipv4.tcp_min_rtt_wlen, five minutes): the
+current one would grow with windows, and windows with it. It is read each time, so that a way that has become longer is
+noticed within that time.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from reigen.net.sockets import limit_receive_window, read_arrivals
+
+#: Much more than hosts of one network take to answer each other, less than its queues usually hold.
+IN_FLIGHT_SECONDS = 0.008
+#: That much is always allowed.
+MIN_WINDOW_BYTES = 1 << 17
+#: After so many bytes from a peer they are counted, and its window is set: small messages pay nothing for it.
+WINDOW_STEP_BYTES = 1 << 16
+#: A rate is measured over so long.
+SAMPLE_SECONDS = 0.05
+
+
+@dataclass
+class ReceiveRate:
+    """Rate at which bytes come to a process, at best, in bytes a second, and from how many peers of late."""
+
+    rate: float = 0.0
+    num_senders: int = 1
+    _num_bytes: int = 0
+    _senders: set[int] = field(default_factory=set)
+    _since: float = 0.0
+
+    def count(self, sender: int, num_bytes: int, now: float) -> None:
+        """Count bytes that have arrived from a peer."""
+        self._num_bytes += num_bytes
+        self._senders.add(sender)
+        if (elapsed := now - self._since) >= SAMPLE_SECONDS:
+            self.rate = max(self.rate, self._num_bytes / elapsed)
+            self.num_senders = len(self._senders)
+            self._num_bytes, self._since = 0, now
+            self._senders.clear()
+
+    def window_bytes(self, round_trip_seconds: float) -> int:
+        """Return how much of a peer may be on its way."""
+        share = self.rate / self.num_senders
+        return max(MIN_WINDOW_BYTES, int(share * (IN_FLIGHT_SECONDS + 2 * round_trip_seconds)))
+
+
+class ReceiveWindow:
+    """Window of one connection, which grows with the rate of all.
+
+    Args:
+        connection: of TCP, below TLS if there is any.
+        sender: number of the peer.
+        inflow: of this process, from all peers.
+    """
+
+    def __init__(self, connection: socket.socket, sender: int, inflow: ReceiveRate) -> None:
+        self._connection, self._sender, self._inflow = connection, sender, inflow
+        #: when so much has been read, `bound` does something; what had arrived when it did so last
+        self._next_bytes, self._num_arrived_bytes = WINDOW_STEP_BYTES, 0
+
+    def bound(self, num_read_bytes: int, now: float) -> None:
+        """Limit the bytes on their way, when some have come since the last time; raises OSError where it is closed."""
+        if num_read_bytes < self._next_bytes:
+            return
+        self._next_bytes = num_read_bytes + WINDOW_STEP_BYTES
+        num_before = self._num_arrived_bytes
+        self._num_arrived_bytes, round_trip_seconds = read_arrivals(self._connection)
+        self._inflow.count(self._sender, self._num_arrived_bytes - num_before, now)
+        limit_receive_window(self._connection, self._inflow.window_bytes(round_trip_seconds))
