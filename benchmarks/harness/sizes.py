@@ -6,14 +6,10 @@ from math import prod
 
 from benchmarks.harness.work import Case
 from reigen.errors import ConfigError
+from reigen.planner.models import MODELS
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _FLOAT32_BYTES = 4
-
-#: (blocks, channels inside a block) of ResNet-50's four stages; He et al., "Deep Residual Learning for Image
-#: Recognition" (2015), table 1.
-_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
-_EXPANSION = 4
 
 
 def parse_size(text: str) -> int:
@@ -54,16 +50,7 @@ def format_size(nbytes: int) -> str:
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
     """Shapes of the 161 parameters of ResNet-50 (25,557,032 elements), from the first layer to the last."""
-    shapes = _convolution(64, 3, 7)
-    inputs = 64
-    for blocks, width in _STAGES:
-        for block in range(blocks):
-            outputs = width * _EXPANSION
-            shapes += _convolution(width, inputs, 1) + _convolution(width, width, 3) + _convolution(outputs, width, 1)
-            if block == 0:
-                shapes += _convolution(outputs, inputs, 1)
-            inputs = outputs
-    return [*shapes, (1000, inputs), (1000,)]
+    return [shape for layer in MODELS["resnet50"].layers for _, shape in layer.shapes]
 
 
 def resnet50_counts() -> list[int]:
@@ -74,8 +61,3 @@ def resnet50_counts() -> list[int]:
 def element_counts(case: Case) -> list[int]:
     """Elements of each tensor of a case: so many of one size, or ResNet-50's gradients."""
     return [case.nbytes // _FLOAT32_BYTES] * case.count or resnet50_counts()
-
-
-def _convolution(outputs: int, inputs: int, kernel: int) -> list[tuple[int, ...]]:
-    """A convolution without bias, and the weight and bias of the batch normalization behind it."""
-    return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reigen.errors import ArgumentError
+from reigen.planner.json_files import JsonFormat
 from reigen.planner.units import parse_number
 
-_VERSION = 1
+_FORMAT = JsonFormat("calibration file", 1, "costs", dict, "`reigen bench costs --costs FILE` writes it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,7 @@ def read_costs(path: str | Path) -> Costs:
         ArgumentError: it is none, is of another version, or a name or value in it is wrong.
         OSError: it cannot be read.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ArgumentError(f"{path} is no calibration file: {error}; `reigen bench` writes them") from None
-    return make_costs(content, str(path))
+    return make_costs(_FORMAT.read(path), str(path))
 
 
 def make_costs(content: Any, path: str) -> Costs:
@@ -79,12 +75,7 @@ def make_costs(content: Any, path: str) -> Costs:
     Raises:
         ArgumentError: a name or a value is wrong.
     """
-    if not isinstance(content, dict) or not isinstance(content.get("costs"), dict):
-        raise ArgumentError(f"{path} is no calibration file: there is no table 'costs' in it")
-    if content.get("version") != _VERSION:
-        raise ArgumentError(
-            f"{path} is of version {content.get('version')!r}, this program reads version {_VERSION}: calibrate again"
-        )
+    content = _FORMAT.check(content, path)
     known = {each.name for each in dataclasses.fields(Costs)} - {"source"}
     unknown = sorted(set(content["costs"]) - known)
     if unknown:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reigen.errors import ArgumentError
+from reigen.planner.json_files import JsonFormat
 from reigen.planner.units import parse_count, parse_number, parse_time
 from reigen.types import DTYPES
 
-_VERSION = 1
+_FORMAT = JsonFormat("training profile", 1, "tensors", list, "`reigen trace FILE --profile` makes one")
 #: Of one tensor: ten times as many as the largest models have in all.
 _MAX_ELEMENTS = 1 << 36
 
@@ -76,7 +76,7 @@ class TrainingProfile:
             for t in self.tensors
         ]
         return {
-            "version": _VERSION,
+            "version": _FORMAT.version,
             **{name: getattr(self, name) for name in f"{names} processors steps".split()},
             "tensors": tensors,
         }
@@ -89,11 +89,7 @@ def read_profile(path: str | Path) -> TrainingProfile:
         ArgumentError: it is no profile, is of another version, or something in it is wrong.
         OSError: it cannot be read.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ArgumentError(f"{path} is no training profile: it is no JSON ({error})") from None
-    return make_profile(content, str(path))
+    return make_profile(_FORMAT.read(path), str(path))
 
 
 def make_profile(content: Any, path: str) -> TrainingProfile:
@@ -102,12 +98,7 @@ def make_profile(content: Any, path: str) -> TrainingProfile:
     Raises:
         ArgumentError: something in it is missing or wrong.
     """
-    if not isinstance(content, dict) or not isinstance(content.get("tensors"), list):
-        raise ArgumentError(f"{path} is no training profile: there is no list 'tensors' in it")
-    if content.get("version") != _VERSION:
-        raise ArgumentError(
-            f"{path} is of version {content.get('version')!r}, this program reads version {_VERSION}: make it again"
-        )
+    content = _FORMAT.check(content, path)
     if not content["tensors"]:
         raise ArgumentError(f"{path}: 'tensors' is empty: a job without gradients has nothing to reduce")
     steps = content.get("steps")
