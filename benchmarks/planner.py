@@ -52,6 +52,7 @@ from reigen.planner.profile import TrainingProfile, make_profile
 from reigen.planner.simulator import simulate
 from reigen.planner.trace_profile import profile_from_trace
 from tests.lab import Hosts, Unavailable
+from tests.lab.network import DelayingSwitch
 
 PROGRAM = "benchmarks.programs.paced_train"
 MODELS = ("deep", "classifier", "embedding")
@@ -68,9 +69,8 @@ _LEAST_LATENCY_SECONDS = 50e-6
 #: Processors of the machine that all stand-in hosts share.
 _SHARED_PROCESSORS = 2
 _WARMUP, _SETTLE = 3, 1
-#: Steps of each job before anything is measured, where there is a delay: TCP (bbr) and servers' windows learn the rate
-#: of connections over many round trips, in which they send.
-_LEARNING_STEPS, _LEARNING_MODEL = 20, "embedding"
+#: Where there is a delay: TCP and receive windows learn the rate of connections over many round trips with data.
+_WARMUP_WITH_DELAY = 10
 _PROFILE_SECONDS = 120.0
 _TURN_SECONDS, _MOST_STEPS, _FEWEST_STEPS = 3.0, 12, 4
 
@@ -209,12 +209,14 @@ def jobs(
 ) -> Iterator[tuple[Place, Mapping[str, Crew]]]:
     """Stand-in hosts in a network, and on them a job for each store; its rate may be changed then, its delay not.
 
-    Parameter servers measure round trips when workers connect.
+    Kernels forget the shortest round trip of a connection after minutes.
     """
     with tempfile.TemporaryDirectory(prefix="reigen-bench-") as name, ExitStack() as stack:
         directory = Path(name)
         kind: Literal["switch", "bridge"] = "switch" if network.delay_ms else "bridge"
         hosts = stack.enter_context(Hosts(num_hosts, network=kind, shared=[directory], same_uptime=True))
+        if isinstance(hosts.network, DelayingSwitch):
+            hosts.network.prioritize()
         place = Place(hosts, directory, stack)
         place.shape(1e6 * network.rate_mbits, 1e-3 * network.delay_ms)
         seats = [Seat(host.address, "eth0", host.entry(Path.cwd()), host.network) for host in hosts]
@@ -235,10 +237,10 @@ def jobs(
         yield place, came
 
 
-def measure_step(place: Place, crew: Crew, case: Case) -> tuple[float, float]:
-    """Median seconds of a step, of one turn; and segments of TCP that were sent again for one."""
+def measure_step(place: Place, crew: Crew, case: Case, warmup: int) -> tuple[float, float]:
+    """Median seconds of a step, of one turn after some to warm up; and segments of TCP that were sent again for one."""
     key = f"{case.name}.{case.count}"
-    warmed = step_durations(crew.open(key, case, _WARMUP))
+    warmed = step_durations(crew.open(key, case, warmup))
     num_steps = max(_FEWEST_STEPS, min(_MOST_STEPS, round(_TURN_SECONDS / min(warmed))))
     before = place.num_retransmissions
     seconds = statistics.median(step_durations(crew.turn(key, _SETTLE, num_steps + 1)))
@@ -264,9 +266,7 @@ def measure(wanted: Wanted, path: Path) -> None:
     for num_hosts, ranks_a_host in wanted.places:
         for networks in _by_delay(wanted.networks):
             with jobs(num_hosts, ranks_a_host, wanted.stores, networks[0]) as (place, came):
-                for crew in came.values() if networks[0].delay_ms else ():
-                    crew.open(_LEARNING_MODEL, Case(_LEARNING_MODEL, count=next(numbers)), _LEARNING_STEPS)
-                    crew.shut(_LEARNING_MODEL)
+                warmup = _WARMUP_WITH_DELAY if networks[0].delay_ms else _WARMUP
                 for network, model in itertools.product(networks, wanted.models):
                     place.shape(1e6 * network.rate_mbits, 1e-3 * network.delay_ms)
                     for store, crew in came.items():
@@ -275,7 +275,7 @@ def measure(wanted: Wanted, path: Path) -> None:
                         )
                         load = os.getloadavg()[0]
                         try:
-                            seconds, again = measure_step(place, crew, Case(model, count=next(numbers)))
+                            seconds, again = measure_step(place, crew, Case(model, count=next(numbers)), warmup)
                         except LaunchError as error:
                             to_stderr(f"{configuration}: {error}")
                             continue

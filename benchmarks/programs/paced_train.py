@@ -21,9 +21,13 @@ _STEPS_BY_HAND = 14
 
 
 class PacedTraining:
-    """A `Work` whose operation is a step."""
+    """A `Work` whose operation is a step.
 
-    def __init__(self, case: Case, rank: int, store: kv.KVStore | None) -> None:
+    On servers it has a store of its own: they place each key where least lies so far, and what another model has left
+    on some of them would send this one's keys to the others.
+    """
+
+    def __init__(self, case: Case, rank: int, *, has_servers: bool) -> None:
         torch.manual_seed(20)
         torch.set_num_threads(1)
         model = paced_model(case.name)
@@ -32,9 +36,10 @@ class PacedTraining:
         self._first = self._weights()
         self._trainer: hvd.Trainer | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        if store is not None:
-            named = {f"{case.name}.{case.count}.{name}": each for name, each in self._module.named_parameters()}
-            self._trainer = hvd.Trainer(named, "sgd", {"learning_rate": _LEARNING_RATE}, kvstore=store)
+        self._store = kv.create("dist_sync") if has_servers else None
+        if self._store is not None:
+            named = dict(self._module.named_parameters())
+            self._trainer = hvd.Trainer(named, "sgd", {"learning_rate": _LEARNING_RATE}, kvstore=self._store)
         else:
             hvd.broadcast_parameters(self._module.state_dict(), root_rank=0)
             self._optimizer = hvd.DistributedOptimizer(
@@ -68,8 +73,10 @@ class PacedTraining:
             raise WrongResultError("the weights are not finite, or have not changed")
 
     def close(self) -> None:
-        """Forget the model; what a store has of it stays there."""
+        """Forget the model, and close its store; the servers keep what it has there."""
         self._optimizer = self._trainer = None
+        if self._store is not None:
+            self._store.close()
 
     def _weights(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         with torch.no_grad():
@@ -85,13 +92,15 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.versions = {"reigen": __version__, "torch": str(torch.__version__)}
         self._rank = rank
-        self._store = kv.create("dist_sync") if "DMLC_PS_ROOT_URI" in os.environ else None
-        if self._store is None:
+        self._has_servers = "DMLC_PS_ROOT_URI" in os.environ
+        #: keeps this worker in the job while no model is open
+        self._store = kv.create("dist_sync") if self._has_servers else None
+        if not self._has_servers:
             hvd.init()
 
     def open(self, case: Case) -> PacedTraining:
         """The training of the model that the case names."""
-        return PacedTraining(case, self._rank, self._store)
+        return PacedTraining(case, self._rank, has_servers=self._has_servers)
 
     def close(self) -> None:
         """Leave the job."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -115,6 +117,14 @@ class DelayingSwitch:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+
+    def prioritize(self) -> None:
+        """Gives it a processor whenever it has something to do: packets of a real network wait for none.
+
+        For measurements. Does nothing where this process may not.
+        """
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(self._process.pid, os.SCHED_RR, os.sched_param(1))
 
     def attach(self, pid: int, addresses: tuple[str, str]) -> None:
         """See :meth:`Network.attach`."""
