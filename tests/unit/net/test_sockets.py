@@ -224,13 +224,16 @@ def test_no_more_than_the_window_is_under_way(bound):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1448)
         sender = socket.create_connection(listener.getsockname())
         receiver = listener.accept()[0]
+    most, until = 0, time.monotonic() + 60
     with sender, receiver:
-        for _ in range(20):
+        while not most or (bound is None and most <= 1 << 16 and time.monotonic() < until):  # kernels take their time
+            for _ in range(20):
+                fill(sender)
+                drain(receiver, lambda: bound is None or limit_receive_window(receiver, bound))
+            fall_silent(receiver)
             fill(sender)
-            drain(receiver, lambda: bound is None or limit_receive_window(receiver, bound))
-        fall_silent(receiver)
-        fill(sender)
-        most = num_under_way(sender)
+            most = num_under_way(sender)
+            drain(receiver, lambda: None)
     assert most <= bound if bound else most > 1 << 16
 
 
