@@ -6,7 +6,8 @@
 Each workload is one job of two ranks. It trains from defaults with autotuning until that has ended. Then, in the same
 job, the parameters it began with, those it has chosen and every point of the grid are taken on by turns, some steps
 each, in several rounds; a point counts by the median of its times relative to those of the beginning in the same
-round. So what else the machine does meets all points alike.
+round. So what else the machine does meets all points alike. The best of the grid is chosen by one half of the rounds
+and counts by the other half, both ways: the greatest of ten noisy numbers says little.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def train(workload: Workload, rounds: int) -> dict[str, Any] | None:
         if tuning is not None and turns is None and (tuning.is_final or time.monotonic() - began > _TUNING_SECONDS):
             base, chosen = tuning.first, tuning.point
             outcome = {"seconds": time.monotonic() - began, "base": asdict(base), "chosen": asdict(chosen)}
-            points = [base, chosen, *make_grid(base)]
+            points = [*dict.fromkeys([base, chosen, *make_grid(base)])]
             turns = TurnTuner(points, rounds)
             tuning.follow(turns, lambda text: None)
         elif tuning is not None and turns is not None and tuning.is_final:
@@ -221,13 +222,20 @@ def _run_on_hosts(workload: Workload, command: Sequence[str], directory: Path) -
 
 def summarize(found: dict[str, Any]) -> dict[str, Any]:
     """Return speeds relative to the beginning: of what was chosen, and of the best of the grid."""
-    base, *others = found["times"]
-    speeds = [statistics.median(b / o for b, o in zip(base, times, strict=True)) for times in others]
-    best = max(range(1, len(speeds)), key=speeds.__getitem__)
+    base = found["times"][0]
+    ratios = [[b / o for b, o in zip(base, times, strict=True)] for times in found["times"]]
+    points = found["points"]
+    grid = [place for place, point in enumerate(points) if place == 0 or point != found["chosen"]]
+    if found["chosen"] in [asdict(point) for point in make_grid(ParameterPoint(**points[0]))]:
+        grid = [*range(len(points))]
+    halves = [[statistics.median(one[half::2]) for one in ratios] for half in (0, 1)]
+    chosen = points.index(found["chosen"])
+    bests = [max(grid, key=half.__getitem__) for half in halves]
     return {
-        "chosen": speeds[0],
-        "grid": speeds[best],
-        "grid_point": found["points"][best + 1],
+        "chosen": statistics.median(ratios[chosen]),
+        "grid": statistics.fmean((halves[1][bests[0]], halves[0][bests[1]])),
+        "grid_point": points[bests[0]],
+        "other_grid_point": points[bests[1]],
         "base_seconds": statistics.median(base),
     }
 
@@ -267,7 +275,7 @@ def main(argv: Sequence[str]) -> int:
                 f"{summary['chosen'] / summary['grid']:.3f}",
                 f"{found['seconds']:.0f} s",
                 format_point(found["chosen"]),
-                format_point(summary["grid_point"]),
+                " / ".join(dict.fromkeys(format_point(summary[name]) for name in ("grid_point", "other_grid_point"))),
             ]
         )
         print(markdown(head, rows[-1:]), file=sys.stderr)

@@ -115,6 +115,30 @@ def test_deaths_at_each_point_leave_the_weights_of_a_run_with_these_members(serv
         assert repr(found) == repr(expected_state)
 
 
+def test_a_tuned_job_goes_on_when_a_rank_dies_during_the_search(server: ForkServer, tmp_path: Path):
+    """Its weights are those of a job that is not tuned, whose members die in the same steps."""
+    epochs, samples = 2, 571
+    deaths = {1: {"DIES_AT": "before:30"}, 0: {"DIES_AT": "after:60"}}  # 0: who has the search
+    log = tmp_path / "log.csv"
+    tuned = {"REIGEN_AUTOTUNE": "1", "REIGEN_AUTOTUNE_LOG": str(log), "REIGEN_AUTOTUNE_STEPS_PER_SAMPLE": "1"}
+    histories, digests = [], []
+    for variables in ({}, tuned | {"REIGEN_AUTOTUNE_WARMUP_SAMPLES": "0"}):
+        with ElasticProcesses(str(epochs), str(samples), "0", server=server, WIDTH="30000", **variables) as job:
+            members = job.start_first(4, deaths)
+            finish(job, members[2:])
+            ledger = Ledger()
+            ledger.read(members)
+        ledger.check(epochs, samples)
+        histories.append(segments(ledger))
+        digests.append([ledger.digests[number, max(ledger.views[number])] for number in sorted(ledger.views)])
+    assert [size for _, _, size in histories[0]] == [4, 3, 2]
+    assert histories[0] == histories[1]
+    assert digests[0] == digests[1]
+    phases = [line.split(",")[10:12] for line in log.read_text().splitlines()[1:]]
+    assert ["search", "4"] in phases, "the search had begun"
+    assert {"3", "2"} & {ranks for phase, ranks in phases if phase in {"base", "search"}}, "and went on"
+
+
 def test_a_program_that_catches_everything_goes_on(server: ForkServer):
     with ElasticProcesses("1", "203", "0", server=server, CATCHES="1") as job:
         deaths = {0: {"DIES_AT": "first:4"}, 1: {"DIES_AT": "last:8"}, 2: {"DIES_AT": "change:5"}}

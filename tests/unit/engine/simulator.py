@@ -3,7 +3,8 @@
 One seed is one schedule: how many ranks, what each submits in which order, how long every message takes, what goes
 wrong. What must come of it is known without asking the machines: in an epoch (what lies between two answers to JOIN),
 the k-th submission of a name on one rank belongs to the k-th on every other of its process set, and the ranks that have
-none have joined.
+none have joined. In half of the schedules rank 0 chooses other parameters now and then: all ranks take them
+on between the same two batches, and what is fused fits the threshold that counts there.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from reigen.engine.messages import (
     Response,
     ResponseList,
     SubmitRequest,
+    TunedParameters,
 )
 from reigen.engine.rank_controller import CachedResponse, ExecuteBatch, FailOperation, RankController
 from reigen.engine.rank_masks import from_bytes, to_ranks
@@ -86,6 +88,8 @@ class Rank:
     #: when each name was last submitted
     since: dict[str, float] = field(default_factory=dict)
     executed: list[Where] = field(default_factory=list)
+    #: announcements of parameters that it has taken on, and how many batches it had carried out by then
+    tuned: dict[int, int] = field(default_factory=dict)
     gone: str = ""
     #: how often it has submitted eagerly, and what it did last
     num_eager: int = 0
@@ -109,6 +113,8 @@ class Batch:
 
     set_ranks: tuple[int, ...]
     names: tuple[str, ...]
+    #: what may be fused
+    threshold_bytes: int = 0
     executed: dict[int, tuple[tuple[Operation, Response], ...]] = field(default_factory=dict)
     #: for each member, the ranks that had submitted it
     own: list[set[int]] = field(default_factory=list)
@@ -155,6 +161,13 @@ class Simulation:
         #: what each rank had put into its slot when rank 0 answered, by the number of the answer
         self.eager_answers: list[list[int]] = []
         self.num_announced = 0
+        #: parameters: when they are chosen, all that were, those that were announced by the number of the announcement,
+        #: and the threshold that counts now
+        self.tuning_rng = random.Random(f"tuning {seed}")
+        self.tuning_share = self.tuning_rng.choice((0.0, 0.0, 0.1, 0.5))
+        self.chosen: list[TunedParameters] = []
+        self.tuned: dict[int, TunedParameters] = {}
+        self.threshold_bytes = plan.threshold_bytes
         self.stopped = False
         #: how often nothing has happened, one after the other
         self.idle = 0
@@ -461,6 +474,8 @@ class Simulation:
         for instruction in instructions:
             if isinstance(instruction, ExecuteBatch):
                 self._execute(rank, concerning.popleft(), instruction)
+            elif isinstance(instruction, TunedParameters):
+                self._take_on(rank, number, instruction)
             else:
                 self._fail(rank, number, instruction)
         assert broken or not concerning, "a rank passes over what it should take part in"
@@ -481,6 +496,8 @@ class Simulation:
         if self.plan.stops is not None and self.num_announced >= self.plan.stops and not self.stopped:
             self.coordinator.stop(DeadlineError("stalled", ranks=(0,)))
             self.stopped = True
+        if self.tuning_rng.random() < self.tuning_share:
+            self._choose_parameters()
         said = self.coordinator.announce(self.now)
         if not said:
             return False
@@ -498,6 +515,9 @@ class Simulation:
                 self.ranks[rank].down.append((self.num_announced, announcement))
             if isinstance(announcement, ResponseList):
                 self._take_down(announcement)
+            elif isinstance(announcement, TunedParameters):
+                self.tuned[self.num_announced] = announcement
+                self.threshold_bytes = announcement.fusion_threshold_bytes
             elif isinstance(announcement, CacheEviction):
                 for slot in announcement.slots:
                     self.slots.pop(slot, None)
@@ -514,11 +534,11 @@ class Simulation:
             assert there in self.sets, "something is executed in a process set that is removed"
             where = self.num_announced, place
             wheres.append(where)
-            self.batches[where] = Batch(self.sets[there], tuple(name for name, _ in items))
+            self.batches[where] = Batch(self.sets[there], tuple(name for name, _ in items), self.threshold_bytes)
             for item in batch:
                 if isinstance(item, Response):
                     self._take_down_response(item)
-        if self.plan.threshold_bytes == 0:
+        if self.threshold_bytes == 0:
             assert all(len(batch) == 1 for batch in run.batches)
 
     def _take_down_response(self, response: Response) -> None:
@@ -543,6 +563,28 @@ class Simulation:
         else:
             del self.sets[operation.shape[0]]
             assert all(number in self.sets for _, number in self.slots.values()), "a removed set is still cached"
+
+    # -- parameters
+
+    def _choose_parameters(self) -> None:
+        """Rank 0 chooses other parameters."""
+        choose = self.tuning_rng.choice
+        threshold, algorithm = choose((0, 40, 1 << 20)), choose(("ordered", "direct", "latency"))
+        parameters = TunedParameters(
+            len(self.chosen) + 1, threshold, choose((1, 2, 4)) << 20, algorithm, choose((1, 4))
+        )
+        self.chosen.append(parameters)
+        self.coordinator.tune(parameters)
+        self._note("chosen are %s", parameters)
+
+    def _take_on(self, rank: int, number: int, parameters: TunedParameters) -> None:
+        """A rank takes on parameters: behind every batch that was announced before them, and before all others."""
+        state = self.ranks[rank]
+        assert self.tuned[number] == parameters
+        concerning = [where for where, batch in self.batches.items() if where[0] >= 0 and rank in batch.set_ranks]
+        before = [where for where in concerning if where[0] < number]
+        assert [where for where in state.executed if where[0] >= 0] == before, "taken on between other batches"
+        state.tuned[number] = len(before)
 
     # -- faults
 
@@ -688,6 +730,7 @@ class Simulation:
             concerning = [where for where, batch in self.batches.items() if rank in batch.set_ranks]
             assert state.executed == concerning[: len(state.executed)], "ranks executed in different orders"
         fault = any(state.gone for state in self.ranks) or self.stopped
+        self._check_parameters(fault)
         for state in self.ranks:
             if state.gone:
                 continue
@@ -701,6 +744,14 @@ class Simulation:
             assert self.coordinator.next_expiry() is None, "a pending entry was left"
             if self.plan.deadline_seconds >= FOREVER:
                 self._check_outcomes()
+
+    def _check_parameters(self, fault: bool) -> None:
+        """Every rank has taken on all that were announced, in order; those who met a fault, the first of them."""
+        assert [*self.tuned.values()] == self.chosen[: len(self.tuned)]
+        for state in self.ranks:
+            taken = [*state.tuned]
+            assert taken == [*self.tuned][: len(taken)]
+            assert fault or len(taken) == len(self.tuned), "a rank goes on with other parameters than the rest"
 
     def _check_batch(self, batch: Batch) -> None:
         members = batch.executed
@@ -723,7 +774,7 @@ class Simulation:
             for rank, operation in zip(ranks, operations, strict=True):
                 if rank in own:
                     self._check_parts(batch.set_ranks.index(rank), operation, responses[0], operations)
-        self._check_fused(members[ranks[0]])
+        self._check_fused(members[ranks[0]], batch.threshold_bytes)
 
     @staticmethod
     def _check_not_in_place(response: Response, template: Operation | None) -> None:
@@ -744,7 +795,7 @@ class Simulation:
             if told.in_place:
                 assert all(other.parts[place].offset == part.offset >= 0 for other in everybody)
 
-    def _check_fused(self, batch: Sequence[tuple[Operation, Response]]) -> None:
+    def _check_fused(self, batch: Sequence[tuple[Operation, Response]], threshold_bytes: int) -> None:
         if len(batch) == 1:
             return
         parts = [p for o, r in batch for p in zip(o.parts, r.parts, strict=True)]
@@ -755,7 +806,7 @@ class Simulation:
         assert len({told.in_place for _, told in parts}) == 1
         assert self.plan.fuse_groups or not any(o.members for o, _ in batch)
         sizes = [o.shape[0] * o.shape[1] * DTYPES[o.dtype].itemsize for o, _ in parts]
-        assert sum(sizes) <= self.plan.threshold_bytes
+        assert sum(sizes) <= threshold_bytes
 
     def _check_refused(self, refuse: ErrorResponse, heard: dict[int, tuple[Operation, CollectiveError]]) -> None:
         expected = {rank for rank in refuse.submitted if not self.ranks[rank].gone and self.ranks[rank].lost is None}

@@ -71,5 +71,8 @@ def test_the_schedules_reach_what_they_are_meant_to() -> None:
         seen["merged by a relay"] += s.num_merged > 0
         seen["passed on by a relay"] += s.num_forwarded > 0
         seen["said again in full"] += bool(re.search(r"instead_of=\d", log))
+        seen["tuned"] += bool(s.tuned)
+        seen["tuned between batches"] += any(0 < n < len(r.executed) for r in s.ranks for n in r.tuned.values())
+        seen["tuned on the way"] += len({tuple(r.tuned.values()) for r in s.ranks}) > 1
     assert min(seen.values()) >= 15, seen
-    assert len(seen) == 25
+    assert len(seen) == 28
