@@ -8,6 +8,9 @@ job, the parameters it began with, those it has chosen and every point of the gr
 each, in several rounds; a point counts by the median of its times relative to those of the beginning in the same
 round. So what else the machine does meets all points alike. The best of the grid is chosen by one half of the rounds
 and counts by the other half, both ways: the greatest of ten noisy numbers says little.
+
+The size of the parameter server's slices cannot change while a job runs. So `python -m benchmarks.autotune slices` runs
+a job for each size, by turns: two hosts with a worker and a server each.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ps_vs_ring
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import markdown
-from benchmarks.ps_vs_ring import ring_places
 from reigen import context
 from reigen.autotune.search_space import ParameterPoint
 from reigen.autotune.tuner import MAX_STEPS_TO_CHANGE, NO_DECISION, SETTLE_STEPS, StepEnd, TunerDecision, TuningOutcome
@@ -66,6 +69,10 @@ WORKLOADS = {
     "wide, 1 Gbit/s": Workload((1024,) * 6, rate_bits=1e9),
     "deep, 200 Mbit/s, 5 ms": Workload((160,) * 60, rate_bits=2e8, delay_seconds=0.005),
 }
+
+
+#: Sizes of slices; the first one is the default between hosts.
+SLICES = (1 << 20, 1 << 18, 1 << 22, 1 << 24)
 
 
 def make_grid(base: ParameterPoint) -> list[ParameterPoint]:
@@ -208,7 +215,7 @@ def _run_on_hosts(workload: Workload, command: Sequence[str], directory: Path) -
         variables = {"OMP_NUM_THREADS": "1", "REIGEN_AUTOTUNE": "1"}
         ranks = [
             host.start(command, env={**variables, **place}, cwd=Path.cwd())
-            for host, place in zip(hosts, ring_places(hosts), strict=True)
+            for host, place in zip(hosts, ps_vs_ring.ring_places(hosts), strict=True)
         ]
         try:
             for number, rank in enumerate(ranks):
@@ -218,6 +225,25 @@ def _run_on_hosts(workload: Workload, command: Sequence[str], directory: Path) -
         finally:
             for rank in ranks:
                 rank.close()
+
+
+def run_slices(rounds: int) -> str:
+    """Return a table of sizes of slices at 1 Gbit/s, and at 200 Mbit/s; the first one is the default between hosts."""
+    rows = []
+    for rate in (1e9, 2e8):
+        settings = ps_vs_ring.Settings(rate, compute_seconds=0.05, num_steps=30, rounds=rounds)
+        seconds: list[list[float]] = [[] for _ in SLICES]
+        with ps_vs_ring.machines(2, settings) as hosts:
+            for _ in range(rounds):
+                for size, times in zip(SLICES, seconds, strict=True):
+                    environ = {"REIGEN_KV_SLICE_BYTES": str(size)}
+                    times.append(ps_vs_ring.measure(hosts, ps_vs_ring.EQUAL, settings, environ)[0])
+        for size, times in zip(SLICES, seconds, strict=True):
+            ratios = [default / time for default, time in zip(seconds[0], times, strict=True)]
+            speeds = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            cells = f"{rate / 1e6:.0f} Mbit/s", f"{size >> 10} KiB", f"{1000 * statistics.median(times):.1f} ms"
+            rows.append([*cells, speeds])
+    return markdown(["network", "slice", "step", "relative to 1 MiB"], rows)
 
 
 def summarize(found: dict[str, Any]) -> dict[str, Any]:
@@ -253,6 +279,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each point (default: 5)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     chosen = parser.parse_args(argv)
+    if chosen.workloads == ["slices"]:
+        print(run_slices(chosen.rounds))
+        return 0
     unknown = set(chosen.workloads) - set(WORKLOADS)
     if unknown:
         parser.error(f"there is no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")

@@ -21,7 +21,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,9 @@ def num_servers(mode: str, num_hosts: int) -> int:
 
 
 @contextmanager
-def job(hosts: Hosts, mode: str, settings: Settings) -> Iterator[list[HostProcess]]:
+def job(
+    hosts: Hosts, mode: str, settings: Settings, environ: Mapping[str, str] | None = None
+) -> Iterator[list[HostProcess]]:
     """The workers of a job, one on each machine, by MXNet's variables, or torchrun's for the ring."""
     seats = [Seat(host.address, "eth0", host.entry(Path.cwd()), host.network) for host in hosts]
     servers = num_servers(mode, len(hosts))
@@ -87,7 +89,7 @@ def job(hosts: Hosts, mode: str, settings: Settings) -> Iterator[list[HostProces
         ]
         worker += [str(settings.compute_seconds), str(settings.num_steps)]
         workers = [
-            host.start(worker, env={"OMP_NUM_THREADS": "1", **variables}, cwd=Path.cwd())
+            host.start(worker, env={"OMP_NUM_THREADS": "1", **variables, **(environ or {})}, cwd=Path.cwd())
             for host, variables in zip(hosts, places, strict=True)
         ]
         for process in workers:
@@ -115,10 +117,12 @@ def result(workers: Sequence[HostProcess]) -> dict[str, Any]:
     return found
 
 
-def measure(hosts: Hosts, mode: str, settings: Settings) -> tuple[float, float]:
+def measure(
+    hosts: Hosts, mode: str, settings: Settings, environ: Mapping[str, str] | None = None
+) -> tuple[float, float]:
     """Median seconds of a step, and MiB that the busiest host sends in one."""
     before = [host.counters for host in hosts]
-    with job(hosts, mode, settings) as workers:
+    with job(hosts, mode, settings, environ) as workers:
         found = result(workers)
     sent = max((host.counters - earlier).sent_bytes for host, earlier in zip(hosts, before, strict=True))
     return statistics.median(found["seconds"]), sent / found["num_steps"] / 2**20
