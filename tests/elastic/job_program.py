@@ -25,7 +25,10 @@ import reigen.torch as hvd
 from reigen import context
 from reigen.backends.shm.region_cache import RegionCache
 from reigen.elastic import job as jobs
+from reigen.elastic.cursor import Part, SampleInterval
+from reigen.elastic.state_transfer import OverlappedTransfer
 from reigen.errors import SharedMemoryError
+from reigen.torch.elastic import training
 from reigen.torch.shared_parameters import update_chunks
 from tests.elastic.job_death import Death
 
@@ -82,6 +85,10 @@ def make_job(num_samples: int, *trained: object) -> hvd.elastic.Job:
     if num_parts := int(os.environ.get("PARTS", "0")):
         options |= {"deterministic": "parts", "num_parts": num_parts}
     job = hvd.elastic.Job(model, optimizer, scheduler, data=data, **options)
+    if os.environ.get("OVERLAP") == "1":
+        overlap_transfers()
+    if "DEALT" in os.environ:
+        deal_as_to_a_newcomer(job)
     if os.environ.get("CORRUPT") == "1":
         corrupt(job, model)
     if path := os.environ.get("PREPARES_UNTIL"):
@@ -118,15 +125,62 @@ def refuse_memory(_: RegionCache, num_bytes: int, what: str) -> None:
 
 def corrupt(job: hvd.elastic.Job, model: torch.nn.Module) -> None:
     """Have what comes from others be something else in this process's memory."""
-    transfer = job.training.transfer
+    transfer, read = job.training.transfer, OverlappedTransfer._read_all
 
-    def transfer_wrongly(source: int, receivers: frozenset[int]) -> None:
-        transfer(source, receivers)
-        if hvd.rank() in receivers:
-            with torch.no_grad():
-                next(model.parameters())[0, 0] += 1
+    def spoil() -> None:
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += 1
 
-    job.training.transfer = transfer_wrongly
+    def transfer_wrongly(source: int, receivers: frozenset[int], *, may_overlap: bool) -> OverlappedTransfer | None:
+        found = transfer(source, receivers, may_overlap=may_overlap)
+        if found is None and hvd.rank() in receivers:
+            spoil()
+        return found
+
+    def read_wrongly(overlapped: OverlappedTransfer) -> bool:
+        found = read(overlapped)
+        spoil()
+        return found
+
+    job.training.transfer, OverlappedTransfer._read_all = transfer_wrongly, read_wrongly
+
+
+def overlap_transfers() -> None:
+    """Have newcomers get the state while members go on, however small it is; as soon as the file is there.
+
+    With ``READS_WHEN``, when that file is there; then and now they say so.
+    """
+    training.LEAST_OVERLAPPED_BYTES = 0
+    read = OverlappedTransfer._read_all
+
+    def read_later(overlapped: OverlappedTransfer) -> bool:
+        print("READING", flush=True)
+        while (path := os.environ.get("READS_WHEN")) and not Path(path).exists():
+            time.sleep(0.01)
+        return read(overlapped)
+
+    OverlappedTransfer._read_all = read_later
+
+
+def change_weights(model: torch.nn.Module) -> None:
+    """Do in a step what only the optimizer is to do, if ``CHANGES_WEIGHTS`` says so."""
+    if os.environ.get("CHANGES_WEIGHTS") == "1":
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.999)
+
+
+def deal_as_to_a_newcomer(job: hvd.elastic.Job) -> None:
+    """Have only the first ranks take samples of the first step, as many as ``DEALT`` says."""
+    deal, dealt = job.deal, []
+
+    def deal_first(interval: SampleInterval) -> tuple[Part, ...]:
+        dealt.append(interval)
+        if len(dealt) > 1:
+            return deal(interval)
+        num_dealt = int(os.environ["DEALT"])
+        return job.data.deal(interval, hvd.rank(), num_dealt) if hvd.rank() < num_dealt else ()
+
+    job.deal = deal_first
 
 
 def main() -> None:
@@ -151,7 +205,7 @@ def main() -> None:
         for step in job.steps(num_epochs):
             elastic = context.elastic_job()
             place = f"{step.number} {elastic.epoch if elastic else 0} {hvd.rank()} {hvd.size()}"
-            if step.number == int(os.environ.get("UNTIL", "-1")):
+            if str(step.number) == os.environ.get("UNTIL") or str(step.size) == os.environ.get("UNTIL_SIZE"):
                 break
             with step:
                 if step.number == int(os.environ.get("FAIL_AT", "-1")):
@@ -163,6 +217,7 @@ def main() -> None:
                     batch = torch.from_numpy(part.indices)
                     scaler.scale(torch.nn.functional.mse_loss(model(inputs[batch]), targets[batch])).backward()
                 time.sleep(seconds / 2)
+                change_weights(model)
                 if os.environ.get("CATCHES") == "1":
                     try:
                         scaler.step(optimizer)

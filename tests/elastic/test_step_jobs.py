@@ -33,13 +33,14 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-@pytest.mark.parametrize("kind", ["norm dropout"])
-def test_deaths_at_random_moments_cost_no_sample(server: ForkServer, kind: str, tmp_path: Path):
+@pytest.mark.parametrize(("kind", "overlap"), [("norm dropout", "0"), ("norm dropout", "1")])
+def test_deaths_at_random_moments_cost_no_sample(server: ForkServer, kind: str, overlap: str, tmp_path: Path):
     """REIGEN_TEST_KILLS: how many die."""
     chances = random.Random(int(os.environ.get("REIGEN_TEST_SEED", "7")))
     num_kills = int(os.environ.get("REIGEN_TEST_KILLS", "3"))
     epochs, samples = 3, 75 + 96 * num_kills
-    with ElasticProcesses(str(epochs), str(samples), "0.01", max_size=4, server=server, KIND=kind) as job:
+    variables = {"KIND": kind, "OVERLAP": overlap}
+    with ElasticProcesses(str(epochs), str(samples), "0.01", max_size=4, server=server, **variables) as job:
         newcomers = [job.start_candidate(4 + n, WAITS_FOR=str(tmp_path / str(n))) for n in range(num_kills)]
         job.wait_for("IMPORTED")
         members = job.start_first(4)[num_kills:]
@@ -207,9 +208,10 @@ def test_members_do_not_wait_for_a_newcomer_that_makes_its_optimizer_and_job(
         assert {at: found for at, found in ledger.digests.items() if len(found) > 1} == {}
 
 
-def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: ForkServer):
-    """No step is lost or made again; a later newcomer is taken in."""
-    with ElasticProcesses("1000", "60", "0.01", max_size=3, server=server) as job:
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: ForkServer, overlap: str):
+    """No step is lost or applied twice; a later newcomer is taken in."""
+    with ElasticProcesses("1000", "60", "0.01", max_size=3, server=server, OVERLAP=overlap) as job:
         members = [*job.start_first(2)]
         job.wait_for("STEP 3 ")
         newcomer = job.start_candidate(2, CORRUPT="1")
@@ -232,6 +234,91 @@ def test_a_newcomer_whose_memory_is_corrupt_is_left_out_and_says_so(server: Fork
         for member in members:
             numbers = [int(line.split()[1]) for line in list(member.lines) if line.startswith("STEP ")]
             assert numbers == list(range(len(numbers)))
+
+
+def samples_of(member: Member, number: int) -> list[int]:
+    """Samples that a process has taken of a step, in its last attempt."""
+    lines = [line for line in list(member.lines) if line.startswith(f"TRY {number} ")]
+    return json.loads(lines[-1].split(maxsplit=6)[6])
+
+
+def first_step_of(member: Member) -> int:
+    return next(int(line.split()[1]) for line in list(member.lines) if line.startswith("STEP "))
+
+
+def test_members_go_on_while_a_newcomer_reads_the_state(server: ForkServer, tmp_path: Path):
+    """It takes no samples of its first step; weights are those of a run in which that is so, too."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    first.mkdir()
+    again.mkdir()
+    variables = {"EVERY": "1", "SCALER": "1"}
+    more = {"CHECKPOINTS": str(first), "OVERLAP": "1", "UNTIL": "40"}
+    with ElasticProcesses("9", "160", "0.01", max_size=3, server=server, **variables, **more) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ", members)
+        newcomer = job.start_candidate(2)
+        finish(job, [*members, newcomer])
+    begin = first_step_of(newcomer)
+    assert newcomer.says("READING")
+    assert samples_of(newcomer, begin) == []
+    assert len(samples_of(newcomer, begin + 1)) in {5, 6}
+    assert sum(len(samples_of(member, begin)) for member in members) == 16
+    assert max(int(line.split()[-1]) for member in members for line in member.lines if line.startswith("DONE")) == 0
+    ledger = Ledger()
+    ledger.read(job.members)
+    more = {"CHECKPOINTS": str(again), "RESUME": str(first / f"{begin}.pt"), "DEALT": "2", "UNTIL": str(begin + 4)}
+    with ElasticProcesses("9", "160", "0", server=server, **variables, **more) as job:
+        finish(job, job.start_first(3))
+        undisturbed = Ledger()
+        undisturbed.read(job.members)
+    for number in range(begin, begin + 4):
+        (expected,) = undisturbed.digests[number, 1]
+        assert ledger.digests[number, max(ledger.views[number])] == {expected}, number
+
+
+@pytest.mark.parametrize("dead", ["source", "newcomer"])
+def test_a_death_while_newcomers_read_the_state_costs_no_sample(server: ForkServer, tmp_path: Path, dead: str):
+    go = tmp_path / "go"
+    with ElasticProcesses("3", "400", "0.01", max_size=5, server=server, OVERLAP="1", KIND="norm") as job:
+        members = [*job.start_first(3)]
+        job.wait_for("STEP 3 ", members)
+        newcomers = [job.start_candidate(3 + number, READS_WHEN=str(go)) for number in range(2)]
+        until(lambda: any(newcomer.says("READING") for newcomer in newcomers))
+        reading = next(newcomer for newcomer in newcomers if newcomer.says("READING"))
+        victim = members[0] if dead == "source" else reading
+        victim.kill()
+        assert victim.wait() == -signal.SIGKILL
+        go.touch()
+        finish(job, [member for member in job.members if member is not victim])
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(3, 400)
+
+
+def test_a_program_that_changes_weights_in_a_step_has_newcomers_get_the_state_again(server: ForkServer):
+    variables = {"OVERLAP": "1", "CHANGES_WEIGHTS": "1", "UNTIL": "40"}
+    with ElasticProcesses("9", "160", "0.01", max_size=3, server=server, **variables) as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ", members)
+        newcomer = job.start_candidate(2)
+        finish(job, [*members, newcomer])
+        ledger = Ledger()
+        ledger.read(job.members)
+    assert newcomer.says("READING")
+    assert sum("differs from what was sent" in line for line in newcomer.lines) == 1
+    assert {at: found for at, found in ledger.digests.items() if len(found) > 1} == {}
+    numbers = [int(line.split()[1]) for line in members[0].lines if line.startswith("STEP ")]
+    assert numbers == list(range(40)), "nothing is run again"
+
+
+def test_a_job_that_ends_while_a_newcomer_reads_the_state_waits_for_it(server: ForkServer):
+    with ElasticProcesses("9", "160", "0.01", max_size=3, server=server, OVERLAP="1", UNTIL_SIZE="3") as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ", members)
+        newcomer = job.start_candidate(2)
+        finish(job, [*members, newcomer])
+    assert newcomer.says("READING")
+    assert not newcomer.says("STEP")
 
 
 def regions(member: Member) -> set[str]:

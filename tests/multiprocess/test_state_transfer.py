@@ -12,7 +12,7 @@ import pytest
 
 import reigen
 from reigen.elastic import state_transfer
-from reigen.elastic.state_transfer import read_from_source
+from reigen.elastic.state_transfer import begin_overlapped_transfer, read_from_source
 from reigen.errors import PeerLostError
 from reigen.testing import RankError, RankPool, run_ranks
 
@@ -72,6 +72,43 @@ def transfer_where_memory_may_not_be_read(who: int) -> bool:
 def test_all_know_if_one_may_not_read(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(3).run(transfer_where_memory_may_not_be_read, 1, init=True) == [False] * 3
     assert rank_pool(3).run(transfer_where_memory_may_not_be_read, 0, init=True) == [True] * 3
+
+
+def overlap(
+    receivers: frozenset[int], changes_at: str = "", layouts: dict[int, str] | None = None
+) -> tuple[bytes, str]:
+    """Digest that a rank tells, empty if nothing is begun, and what it has; the source changes it at some moment."""
+    arrays, version = make_arrays(receivers), [0]
+    layout = (layouts or {}).get(reigen.rank(), "alike")
+    overlapped = begin_overlapped_transfer(arrays, layout, 1, receivers, lambda: arrays, lambda: version[0])
+    if overlapped is None:
+        return b"", digest(arrays)
+    if reigen.rank() in receivers:
+        overlapped.read()
+    reigen.barrier()
+    if changes_at == "before" and reigen.rank() == 1:
+        arrays[0][:] += 1
+        version[0] += 1
+    return overlapped.digest(), digest(arrays)
+
+
+def test_receivers_read_while_others_go_on(rank_pool: Callable[[int], RankPool]) -> None:
+    found = rank_pool(4).run(overlap, frozenset({0, 3}), init=True)
+    told = [digest for digest, _ in found]
+    assert told[2] == b"", "it is neither source nor receiver"
+    assert told[0] == told[1] == told[3] != b""
+    assert len({digest for _, digest in found}) == 1
+
+
+def test_a_source_that_has_changed_says_so(rank_pool: Callable[[int], RankPool]) -> None:
+    found = rank_pool(3).run(overlap, frozenset({0}), "before", init=True)
+    assert found[1][0] not in (b"", found[0][0])
+
+
+@pytest.mark.parametrize("layouts", [{0: "other"}, {0: "", 1: "", 2: ""}])
+def test_nothing_is_begun_where_one_may_not_read(rank_pool: Callable[[int], RankPool], layouts: dict[int, str]) -> None:
+    found = rank_pool(3).run(overlap, frozenset({0, 2}), "", layouts, init=True)
+    assert [told for told, _ in found] == [b""] * 3
 
 
 def transfer_while_one_dies(dies: int) -> None:

@@ -31,10 +31,9 @@ from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.elastic.cursor import Cursor, Part
 from reigen.elastic.job import BaseJob
 from reigen.elastic.state import Departure
-from reigen.elastic.state_transfer import read_from_source
+from reigen.elastic.state_transfer import digest_of, read_from_source
 from reigen.elastic.training import (
     TrainingState,
-    digest_of,
     generator_states,
     reading_checkpoint,
     set_generator_states,
@@ -180,8 +179,9 @@ class ArrayTraining(TrainingState, ABC):
         """Implement `TrainingState.recover`."""
         self.write(backup)
 
-    def transfer(self, source: int, receivers: frozenset[int]) -> None:
-        """Implement `TrainingState.transfer`."""
+    def transfer(self, source: int, receivers: frozenset[int], *, may_overlap: bool = False) -> None:
+        """Implement `TrainingState.transfer`; receivers always have everything."""
+        del may_overlap
         receives = rank() in receivers
         arrays = [
             np.empty_like(array, order="C") if receives else np.asarray(array, order="C") for array in self.read()

@@ -131,6 +131,21 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     return CatchUpPlan(source, frozenset(receivers), frozenset(partial))
 
 
+def may_overlap_transfer(held: Sequence[HeldState], plan: CatchUpPlan) -> bool:
+    """Return whether receivers may get the state while the others are in the next step, of which they take no samples.
+
+    Receivers are newcomers, and no more than there are members, so that a step with a constant batch takes no longer
+    than two. Nor may a step be under way that is completed.
+
+    Args:
+        held: by all ranks of the view, in order.
+        plan: made of that.
+    """
+    are_new = all(not held[rank].is_member for rank in plan.receivers)
+    has_source = held[plan.source].is_member and not plan.completing and not plan.waiting
+    return has_source and are_new and 0 < 2 * len(plan.receivers) <= len(held)
+
+
 def find_outcome(held: Sequence[HeldState], plan: CatchUpPlan) -> tuple[StepOutcome, int]:
     """Return what becomes of the step that was under way in the view before, and its number.
 

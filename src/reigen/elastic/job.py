@@ -24,6 +24,13 @@ f. In the next view all say what they have (`SumsAtHand`), and decide alike. If 
 g. If a member dies in (f), or before all have applied the step, the next view begins with (f), too: who has all sums
    applies them by itself, if others have.
 h. A member that waits holds the gradients of this step until it is applied, then its optimizer begins anew in the view.
+
+Newcomers to a running job may get its state while the members are in the next step (`OverlappedTransfer`):
+
+i. They take no samples of that step (`BaseJob.deal`), and are no members, for views and plans, until they have the
+   state. Whoever dies meanwhile has the next view begin with (c), where they get it anew.
+j. Before the update all exchange digests. Where one is wrong everybody waits until the state has been sent again: the
+   weights are still those of the step before.
 """
 
 from __future__ import annotations
@@ -51,6 +58,7 @@ from reigen.elastic.catch_up import (
     SumsAtHand,
     UpdateAtHand,
     find_outcome,
+    may_overlap_transfer,
     plan_catch_up,
     plan_updates,
 )
@@ -71,6 +79,7 @@ from reigen.errors import (
 if TYPE_CHECKING:
     import os
 
+    from reigen.elastic.state_transfer import OverlappedTransfer
     from reigen.elastic_job import ElasticJob
 
 _log = logging.getLogger(__name__)
@@ -136,7 +145,7 @@ class ElasticStep(AbstractContextManager["ElasticStep"]):
     def __init__(self, job: BaseJob, number: int, interval: SampleInterval, num_epochs: int) -> None:
         self._job, self.number, self.interval, self.num_epochs = job, number, interval, num_epochs
         self.rank, self.size = job.rank, job.size
-        self.parts = StepParts(job, job.data.deal(interval, self.rank, self.size, job.num_parts))
+        self.parts = StepParts(job, job.deal(interval))
         self.is_last = job.data.is_last(interval, job.size)
         self.is_applied = self.has_ended = False
 
@@ -257,6 +266,8 @@ class BaseJob(ABC):
         self._is_wrong = False
         #: changes because of members that were late, since the latest step
         self._num_late = 0
+        #: see (i): the transfer, and its plan
+        self._arrival: tuple[OverlappedTransfer, CatchUpPlan] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -284,6 +295,7 @@ class BaseJob(ABC):
         """Collective: leave when all members have applied the last step. After an error, at once: the others go on."""
         try:
             if error is None:
+                self._complete_arrival()
                 self._settle()
             elif isinstance(error, JobLeft) and self._on_leave is not None:
                 self._step, self._is_stable = None, True  # all have stopped at one step, or this one is undone
@@ -318,7 +330,7 @@ class BaseJob(ABC):
         """
         if not self._is_open:
             raise StepOrderError("steps are run in the job's `with` block")
-        while (interval := self.data.next_interval(self.size)).epoch < epochs:
+        while (interval := self.data.next_interval(len(self._dealt_ranks()))).epoch < epochs:
             step = ElasticStep(self, self._mark.number, interval, epochs)
             yield step
             if not step.has_ended:
@@ -384,6 +396,18 @@ class BaseJob(ABC):
             sums.begin_step()
         for update in self._step_context.shared_updates:
             update.begin_step()
+
+    def deal(self, interval: SampleInterval) -> tuple[Part, ...]:
+        """Return this rank's parts of the next step, which takes these samples."""
+        ranks = self._dealt_ranks()
+        if self.rank not in ranks:
+            return ()
+        return self.data.deal(interval, ranks.index(self.rank), len(ranks), self.num_parts)
+
+    def _dealt_ranks(self) -> list[int]:
+        """Return the ranks that take samples of the next step, in order."""
+        newcomers = frozenset[int]() if self._arrival is None else self._arrival[1].receivers
+        return [rank for rank in range(self.size) if rank not in newcomers]
 
     def begin_part(self, part: Part) -> None:
         """Begin with a part: its gradients come next."""
@@ -498,6 +522,7 @@ class BaseJob(ABC):
             StepOrderError: the step has been applied, or there is none.
             PeerLostError: the view has ended.
         """
+        self._confirm_arrival()
         self._lock.acquire()
         while self._elastic is not None and self._mark.revoked >= self._elastic.epoch:
             self._lock.release()
@@ -602,11 +627,12 @@ class BaseJob(ABC):
         target = self._elastic.view.base.target
         with self._lock:
             self._mark.offset = self._base_number - max(target, 1)
-            self._mark.is_member = True
+            self._mark.is_member = self.rank in self._dealt_ranks()
         return target == 0 and self._elastic.step_applied()
 
     def _catch_up(self) -> None:
         """Collective: all members of a view come to hold the state of those who are furthest."""
+        self._arrival = None
         if self._elastic is not None:
             self._process_sets = follow_members(self._process_sets)
             if self.size > 1:
@@ -619,6 +645,7 @@ class BaseJob(ABC):
         own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update, is_in_step)
         held: list[HeldState] = allgather_object(own, "elastic.held")
         plan = plan_catch_up(held)
+        may_overlap = self._elastic is not None and may_overlap_transfer(held, plan)
         if plan.finishing and self._step_context is not None:
             for sums in self._step_context.step_sums:
                 sums.finish(plan.finishing)
@@ -633,10 +660,11 @@ class BaseJob(ABC):
         self._is_counted = is_completing and self._base_number > mark.number
         self._has_renewed = not is_completing
         if not is_completing:
-            self._resolve_step(is_redone=self.rank not in plan.receivers | plan.waiting)
+            is_undone = self._base_number == mark.number  # also by newcomers that did not have the state yet
+            self._resolve_step(is_redone=self.rank not in plan.receivers | plan.waiting or is_undone)
         self.training.enter_view(keeps_gradients=is_completing)
         if plan.receivers or plan.partial_receivers:
-            self._receive(plan)
+            self._receive(plan, may_overlap=may_overlap)
         self._is_whole = True  # or nobody has more
         self._is_stable = not plan.completing
         self._is_awaited = bool(plan.waiting)
@@ -678,7 +706,7 @@ class BaseJob(ABC):
             step.is_applied = True  # elsewhere
         self._is_whole = is_redone
 
-    def _receive(self, plan: CatchUpPlan) -> None:
+    def _receive(self, plan: CatchUpPlan, *, may_overlap: bool) -> None:
         """Collective: receivers get the state of the source; who was a member keeps its own if that fails.
 
         Partial receivers get what of the small state is the same on all members.
@@ -689,7 +717,7 @@ class BaseJob(ABC):
         backup = self.training.backup() if receives and self._mark.is_member else None
         try:
             if plan.receivers:
-                self._transfer(source, plan.receivers)
+                self._transfer(plan, may_overlap=may_overlap)
             own = (self._mark.number, self.data.state_dict(), self.training.small_state())
             state = broadcast_object(own if self.rank == source else None, source, "elastic.small_state")
         except BaseException:
@@ -705,21 +733,63 @@ class BaseJob(ABC):
                 self._is_whole = False
         if receives or self.rank in plan.partial_receivers:
             self.training.load_small_state(small)
+        if receives and self._arrival is not None:
+            self._arrival[0].read()
 
-    def _transfer(self, source: int, receivers: frozenset[int]) -> None:
-        """Collective: receivers get weights and optimizer state, which are compared with those of the source."""
+    def _transfer(self, plan: CatchUpPlan, *, may_overlap: bool = False, num_before: int = 0) -> None:
+        """Collective: receivers get weights and optimizer state, which are compared with those of the source.
+
+        Args:
+            plan: who gets them.
+            may_overlap: they may get them while the members are in the next step: then `_confirm_arrival` compares.
+            num_before: transfers that have failed.
+        """
+        source, receivers = plan.source, plan.receivers
         is_compared = self.rank == source or self.rank in receivers
-        for attempt in range(_MAX_TRANSFERS):
-            self.training.transfer(source, receivers)
-            digests = allgather_object(self.training.digest() if is_compared else b"", "elastic.digest")
-            wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
-            if not wrong:
+        for attempt in range(num_before, _MAX_TRANSFERS):
+            overlapped = self.training.transfer(source, receivers, may_overlap=may_overlap)
+            if overlapped is not None:
+                self._arrival = overlapped, plan
                 return
-            _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
+            if not (wrong := self._find_wrong(self.training.digest() if is_compared else b"", source, attempt)):
+                return
         self._is_wrong = self.rank in wrong
         with suppress(CollectiveError):
             barrier()  # members that change before those ranks know of it would only be asked for the state again
         raise self._explain_wrong_state(wrong, source)
+
+    @staticmethod
+    def _find_wrong(own: bytes, source: int, attempt: int) -> list[int]:
+        """Collective: return the ranks that have received another state than the source's, by their digests."""
+        digests = allgather_object(own, "elastic.digest")
+        wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
+        if wrong:
+            _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
+        return wrong
+
+    def _confirm_arrival(self) -> None:
+        """Collective: return when newcomers have the state of which the next step is, and are members."""
+        if self._arrival is None:
+            return
+        overlapped, plan = self._arrival
+        if self._find_wrong(overlapped.digest(), plan.source, 0):
+            gradients = self.training.gradients()
+            self._transfer(plan, num_before=1)
+            self.training.set_gradients(gradients)
+        with self._lock:
+            self._arrival, self._mark.is_member = None, True
+
+    def _complete_arrival(self) -> None:
+        """Collective: do what `_confirm_arrival` does at the end of the job, with the members that there are."""
+        while self._arrival is not None:
+            try:
+                self._confirm_arrival()
+            except CollectiveError as error:
+                if not self._is_change(error):
+                    raise
+                if self._elastic is not None and self._elastic.has_finished_members:  # they have seen all digests
+                    return
+                self._change(f"members change behind the last step: {error}")
 
     def _explain_wrong_state(self, wrong: Sequence[int], source: int) -> CollectiveError:
         """Return the error of a rank whose state is wrong, which leaves the job, or of the others, which go on."""

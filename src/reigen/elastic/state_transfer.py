@@ -7,6 +7,14 @@ b. Each receiver that may read the source's memory does so: one copy, straight t
 c. All ranks exchange who has read everything. Who has not (it is on another host, the kernel does not let it, the
    source has died) needs the state in another way.
 
+Where the source's state is not changed for a while, (b) need not be waited for (`OverlappedTransfer`):
+
+d. Instead of (c) all ranks exchange who may read. If all receivers may, the others go on with the next step, up to its
+   update. Receivers take no samples of it; when they have read everything, they add to its sums, of nothing. So nobody
+   has the sums, and updates the weights that are read, before that.
+e. Before the update all ranks exchange digests: the source computes its own meanwhile, and says so if the state was
+   changed since. Who does not have what the source had needs the state in another way, and everybody waits.
+
 There is one source, and not a part from each member: members may differ in what is not trained (statistics of
 BatchNorm), and the memory of a host is not faster for being of several processes. Whether what was read is what the
 source holds is for digests to say.
@@ -15,20 +23,25 @@ source holds is for digests to say.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reigen import context
 from reigen.api.functions import allgather_object
+from reigen.api.gradients.replica_check import fingerprint
 from reigen.backends.buffer_list import rank_slice
 from reigen.backends.shm.cross_memory import cut_ranges
 from reigen.net.process_memory import AddressRange, can_read_process_memory, read_process_memory
 
-_PROBE_BYTES = 16
+_PROBE_BYTES = _DIGEST_BYTES = 16
+#: Of no state; members that are neither source nor receiver have an empty digest.
+_CHANGED, _UNREAD = b"changed", b"unread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +81,144 @@ def read_from_source(
     Returns:
         All receivers have it. If not, nobody should rely on what is in their arrays.
     """
-    rank = context.current().rank
-    probe = np.frombuffer(os.urandom(_PROBE_BYTES), np.uint8)
-    ranges = tuple((array.ctypes.data, array.nbytes) for array in arrays)
-    address = _StateAddress(os.getpid(), probe.ctypes.data, probe.tobytes(), layout, ranges)
-    addresses: list[_StateAddress] = allgather_object(address, "elastic.addresses")
-    has_read = rank not in receivers
-    if not has_read and layout and addresses[source].layout == layout and _is_readable(addresses[source]):
-        has_read = _read(addresses[source], ranges)
+    rank, probe = context.current().rank, _make_probe()
+    address, may_read = _find_source(probe, arrays, layout, source, receivers)
+    has_read = rank not in receivers or (may_read and _read(address, _ranges_of(arrays), _num_processors()))
     if rank == source:
         during_read()
     return all(allgather_object(has_read, "elastic.has_read"))
+
+
+def digest_of(contents: Iterable[NDArray[np.uint8]], num_threads: int | None = None) -> bytes:
+    """Return the digest of arrays, given as bytes, by their fingerprints, which take less time than hashes.
+
+    Args:
+        contents: the arrays. There are not many at a time: those of a GPU's tensors are copies.
+        num_threads: that read them; None: as many as there are processors, where few others compute.
+    """
+    found, num_threads = blake2b(digest_size=_DIGEST_BYTES), num_threads or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads, "reigen-digest") as executor:
+        pending: deque[Future[int]] = deque()
+        for content in contents:
+            pending.append(executor.submit(fingerprint, content))
+            if len(pending) > num_threads:
+                found.update(pending.popleft().result().to_bytes(8, "little", signed=True))
+        for future in pending:
+            found.update(future.result().to_bytes(8, "little", signed=True))
+    return found.digest()
+
+
+class OverlappedTransfer:
+    """Transfer of a state whose receivers read it while the other members go on with a step, up to its update.
+
+    Args:
+        source: where it is read.
+        arrays: see `read_from_source`; of a receiver.
+        contents: returns what the digest is of, on source and receivers.
+        version: returns something else when the state has been changed.
+        sends, receives: this rank is the source; or a receiver.
+    """
+
+    def __init__(
+        self,
+        source: _StateAddress,
+        arrays: Sequence[NDArray[np.uint8]],
+        contents: Callable[[], Iterable[NDArray[np.uint8]]],
+        version: Callable[[], object],
+        *,
+        sends: bool,
+        receives: bool,
+    ) -> None:
+        self.receives = receives
+        self._source, self._arrays, self._contents, self._version = source, arrays, contents, version
+        self._begun_at: object = None
+        self._digest: Future[bytes] | None = None
+        if sends:
+            self._begun_at = version()
+            executor = ThreadPoolExecutor(1, "reigen-digest")
+            self._digest = executor.submit(digest_of, contents(), 1)  # the program's own threads need the processors
+            executor.shutdown(wait=False)
+
+    def read(self) -> None:
+        """Read everything, on a receiver, by half of the processors: the members compute."""
+        self._digest = Future()
+        self._digest.set_result(digest_of(self._contents()) if self._read_all() else _UNREAD)
+
+    def _read_all(self) -> bool:
+        return _read(self._source, _ranges_of(self._arrays), max(1, _num_processors() // 2))
+
+    def digest(self) -> bytes:
+        """Return the digest of the state that this rank has sent, if it has not changed since, or read."""
+        if self._digest is None:
+            return b""
+        digest = self._digest.result()
+        return digest if self.receives or self._version() == self._begun_at else _CHANGED
+
+
+def begin_overlapped_transfer(
+    arrays: Sequence[NDArray[np.uint8]],
+    layout: str,
+    source: int,
+    receivers: frozenset[int],
+    contents: Callable[[], Iterable[NDArray[np.uint8]]],
+    version: Callable[[], object],
+) -> OverlappedTransfer | None:
+    """Collective: begin a transfer as in (d); receivers call `OverlappedTransfer.read` next.
+
+    Args:
+        arrays: see `read_from_source`.
+        layout: see there.
+        source: see there.
+        receivers: see there.
+        contents: see `OverlappedTransfer`.
+        version: see there.
+
+    Returns:
+        None: some receiver cannot read.
+    """
+    rank, probe = context.current().rank, _make_probe()
+    address, may_read = _find_source(probe, arrays, layout, source, receivers)
+    if not all(allgather_object(may_read, "elastic.may_read")):
+        return None
+    return OverlappedTransfer(address, arrays, contents, version, sends=rank == source, receives=rank in receivers)
+
+
+def _make_probe() -> NDArray[np.uint8]:
+    """Return bytes that lie in this process alone; they are needed until all receivers have looked for them."""
+    return np.frombuffer(os.urandom(_PROBE_BYTES), np.uint8)
+
+
+def _find_source(
+    probe: NDArray[np.uint8],
+    arrays: Sequence[NDArray[np.uint8]],
+    layout: str,
+    source: int,
+    receivers: frozenset[int],
+) -> tuple[_StateAddress, bool]:
+    """Collective: return where the source's state lies, and whether this rank may read it, if it has to."""
+    own = _StateAddress(os.getpid(), probe.ctypes.data, probe.tobytes(), layout, _ranges_of(arrays))
+    addresses: list[_StateAddress] = allgather_object(own, "elastic.addresses")
+    found = addresses[source]
+    is_receiver = context.current().rank in receivers
+    may_read = not is_receiver or bool(layout and found.layout == layout and _is_readable(found))
+    return found, may_read
 
 
 def _is_readable(source: _StateAddress) -> bool:
     return can_read_process_memory(source.pid, source.probe_address, source.probe)
 
 
-def _read(source: _StateAddress, into: Sequence[AddressRange]) -> bool:
+def _ranges_of(arrays: Sequence[NDArray[np.uint8]]) -> tuple[AddressRange, ...]:
+    return tuple((array.ctypes.data, array.nbytes) for array in arrays)
+
+
+def _num_processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _read(source: _StateAddress, into: Sequence[AddressRange], num_threads: int) -> bool:
     """Read everything; return whether that was possible."""
-    num_bytes, num_threads = sum(nbytes for _, nbytes in into), len(os.sched_getaffinity(0))
+    num_bytes = sum(nbytes for _, nbytes in into)
 
     def read_slice(index: int) -> None:
         begin, end = rank_slice(num_bytes, index, num_threads, 1)

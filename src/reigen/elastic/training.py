@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from reigen.api.gradients.replica_check import fingerprint
 from reigen.elastic.cursor import Part
+from reigen.elastic.state_transfer import OverlappedTransfer
 from reigen.errors import ArgumentError, CollectiveError
-
-_DIGEST_BYTES = 16
 
 
 class TrainingState(Protocol):
@@ -99,8 +93,19 @@ class TrainingState(Protocol):
     def recover(self, backup: Any) -> None:
         """Undo an unfinished transfer."""
 
-    def transfer(self, source: int, receivers: frozenset[int]) -> None:
-        """Collective: weights and optimizer state of receivers become the source's; all others have them."""
+    def transfer(
+        self, source: int, receivers: frozenset[int], *, may_overlap: bool = False
+    ) -> OverlappedTransfer | None:
+        """Collective: weights and optimizer state of receivers become the source's; all others have them.
+
+        Args:
+            source: whose state it is.
+            receivers: who get it.
+            may_overlap: the members may go on before receivers have it, if that is worth it.
+
+        Returns:
+            What receivers still have to read; None: they have everything.
+        """
 
     def digest(self) -> bytes:
         """Return a hash of weights and optimizer state."""
@@ -116,24 +121,6 @@ class TrainingState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take everything from a checkpoint."""
-
-
-def digest_of(contents: Iterable[NDArray[np.uint8]]) -> bytes:
-    """Return the digest of arrays, given as bytes, by their fingerprints, which take less time than hashes.
-
-    All processors of this process read them: few others compute then. There are not many arrays at a time: those of a
-    GPU's tensors are copies.
-    """
-    found, num_threads = blake2b(digest_size=_DIGEST_BYTES), len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(num_threads, "reigen-digest") as executor:
-        pending: deque[Future[int]] = deque()
-        for content in contents:
-            pending.append(executor.submit(fingerprint, content))
-            if len(pending) > num_threads:
-                found.update(pending.popleft().result().to_bytes(8, "little", signed=True))
-        for future in pending:
-            found.update(future.result().to_bytes(8, "little", signed=True))
-    return found.digest()
 
 
 def generator_states() -> dict[str, Any]:

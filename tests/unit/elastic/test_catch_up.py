@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from reigen.cluster.membership.views.history import StepOutcome
-from reigen.elastic.catch_up import CatchUpPlan, HeldState, SumsAtHand, find_outcome, plan_catch_up
+from reigen.elastic.catch_up import (
+    CatchUpPlan,
+    HeldState,
+    SumsAtHand,
+    UpdateAtHand,
+    find_outcome,
+    may_overlap_transfer,
+    plan_catch_up,
+)
 
 
 def member(number: int, *, is_whole: bool = True) -> HeldState:
@@ -53,3 +61,27 @@ def test_outcome_for_the_step_that_was_under_way() -> None:
     assert outcome(*waiting) == (StepOutcome.COMPLETED, 5)
     assert outcome(member(5), member(5)) == (StepOutcome.NOTHING, 5), "behind the last step, or between two"
     assert outcome(member(5), HeldState(0, is_member=False, is_in_step=True)) == (StepOutcome.NOTHING, 5)
+
+
+def may_overlap(*held: HeldState) -> bool:
+    return may_overlap_transfer(held, plan_catch_up(held))
+
+
+def test_members_go_on_while_newcomers_get_the_state() -> None:
+    assert may_overlap(member(5), member(5), other())
+    assert may_overlap(member(5), other())
+
+
+def test_all_wait_where_more_get_the_state_than_have_it() -> None:
+    assert not may_overlap(member(5), other(), other())
+
+
+def test_all_wait_at_the_beginning_and_for_members() -> None:
+    assert not may_overlap(other(), other(), other(), other(80))
+    assert not may_overlap(member(5), member(5), member(5), member(4))
+    assert not may_overlap(member(5), member(5)), "for nobody"
+
+
+def test_all_wait_where_a_step_is_completed_first() -> None:
+    begun = HeldState(5, is_member=True, update=UpdateAtHand(1, 0, 0))
+    assert not may_overlap(begun, begun, other())

@@ -82,9 +82,10 @@ class _PartPlan(torch.utils.data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         step, cursor = self._first, copy.copy(self._job.data)
         assert step is not None
-        interval = step.interval
+        interval, parts = step.interval, tuple(step.parts[:])  # of its first step a newcomer takes none
         while interval.epoch < step.num_epochs:
-            for part in cursor.deal(interval, step.rank, step.size, self._job.num_parts):
+            for part in parts:
                 yield part.indices.tolist()
             cursor.move_behind(interval)
             interval = cursor.next_interval(step.size)
+            parts = cursor.deal(interval, step.rank, step.size, self._job.num_parts)

@@ -81,6 +81,9 @@ class PartwiseTraining(TorchTraining):
         """Implement `TrainingState.failed_update`."""
         return False
 
+    def _is_overlap_worth_it(self) -> bool:
+        return False  # every rank takes its parts
+
     def begin_part(self, part: Part, step: int, size: int) -> None:
         """Implement `TrainingState.begin_part`."""
         self._keep_part()

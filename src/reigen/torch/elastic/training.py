@@ -7,15 +7,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.hooks import RemovableHandle
 
 from reigen.api.job import rank
 from reigen.api.objects import dumps
 from reigen.backends.shm.reduction_journal import journal_bytes
 from reigen.elastic.cursor import Part
-from reigen.elastic.state_transfer import read_from_source
-from reigen.elastic.training import digest_of, generator_states, set_generator_states
+from reigen.elastic.state_transfer import (
+    OverlappedTransfer,
+    begin_overlapped_transfer,
+    digest_of,
+    read_from_source,
+)
+from reigen.elastic.training import generator_states, set_generator_states
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.distributed_optimizer import distribute_in_place
@@ -32,6 +39,8 @@ from reigen.torch.state import broadcast_parameters, broadcast_tensors, is_dense
 
 #: In a bucket, and between buckets, a gradient may have so many bytes in front of it.
 _MAX_GAP_BYTES = 128
+#: Newcomers get smaller weights at once: that is done sooner than a step without their help.
+LEAST_OVERLAPPED_BYTES = 8 << 20
 _is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -104,6 +113,9 @@ class TorchTraining:
     def begin_step(self) -> None:
         """Implement `TrainingState.begin_step`."""
         self._clear_gradients()
+        for each in self._objects.values():
+            if isinstance(each, torch.amp.GradScaler):  # it learns its device by a loss, and this rank may have none
+                each.scale(torch.zeros((), device=next(self._parameters()).device))
         self._generators = _generator_states()
         for name, buffer in self._model.named_buffers():
             self._buffers[name] = copy_state(buffer, self._buffers.get(name))
@@ -192,7 +204,9 @@ class TorchTraining:
         self._optimizer.state.update(states)
         _set_options(self._optimizer, options)
 
-    def transfer(self, source: int, receivers: frozenset[int]) -> None:
+    def transfer(
+        self, source: int, receivers: frozenset[int], *, may_overlap: bool = False
+    ) -> OverlappedTransfer | None:
         """Implement `TrainingState.transfer`."""
         receives, self._sent_digest = rank() in receivers, b""
         weights = dict(self._model.named_parameters())
@@ -205,16 +219,37 @@ class TorchTraining:
         is_readable = all(tensor.device.type == "cpu" and is_dense(tensor) for tensor in tensors)
         layout = [f"{each.dtype} {tuple(each.shape)} {each.stride()}" for each in tensors] if is_readable else []
         arrays = [tensor_bytes(tensor) for tensor in tensors] if is_readable else []
-        if not read_from_source(arrays, "\n".join(layout), source, receivers, self._note_digest):
+        where, overlapped, is_done = (arrays, "\n".join(layout), source, receivers), None, False
+        if may_overlap and self._is_overlap_worth_it():
+            overlapped = begin_overlapped_transfer(*where, self._contents, self._version)
+        else:
+            is_done = read_from_source(*where, self._note_digest)
+        if overlapped is None and not is_done:
             broadcast_tensors(tensors, source, "elastic.state")
         install()
         for parameter in self._parameters():
             parameter.grad = None
+        return overlapped
 
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""
         sent, self._sent_digest = self._sent_digest, b""
-        return sent or digest_of(map(tensor_bytes, self._tensors()))
+        return sent or digest_of(self._contents())
+
+    def _is_overlap_worth_it(self) -> bool:
+        """Return whether members may go on while newcomers read the state; the same on all ranks.
+
+        Weights that exist once a host move when a step begins.
+        """
+        num_bytes = sum(each.numel() * each.element_size() for each in self._parameters())
+        return num_bytes >= LEAST_OVERLAPPED_BYTES and not isinstance(self._optimizer, SharedParametersOptimizer)
+
+    def _contents(self) -> Iterator[NDArray[np.uint8]]:
+        return map(tensor_bytes, self._tensors())
+
+    def _version(self) -> list[tuple[int, int]]:
+        """Return versions of weights and optimizer state, and where they lie: others after each change."""
+        return [(each.data_ptr(), each._version) for each in self._tensors()]
 
     def _note_digest(self) -> None:
         """Compute the digest while others read the state, so that they need not wait for it."""
