@@ -30,7 +30,8 @@ def write_pages(directory: Path) -> None:
     shutil.copytree(DOCS, directory, ignore=shutil.ignore_patterns("*.md"))
     for name, text in read_pages().items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(links.lead_to_source_pages(ROOT, name, text), encoding="utf-8")
+        shown = links.inline_drawings(ROOT, name, links.lead_to_source_pages(ROOT, name, text))
+        (directory / name).write_text(shown, encoding="utf-8")
 
 
 if __name__ == "__main__":

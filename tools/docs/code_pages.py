@@ -18,6 +18,7 @@ from tools.docs.parsers import actions_of, command_parsers
 MODULES = {
     "reigen": "reigen: NumPy arrays",
     "reigen.torch": "reigen.torch",
+    "reigen.lightning": "reigen.lightning",
     "reigen.tensorflow": "reigen.tensorflow",
     "reigen.tensorflow.keras": "reigen.tensorflow.keras",
     "reigen.keras": "reigen.keras",
@@ -54,7 +55,8 @@ VALUES = {
     "reigen.mxnet.broadcast_object": "An object of one rank, pickled on its way, on all ranks.",
     "global_process_set": "The process set of all ranks.",
     "HorovodInternalError": "The name by which scripts for Horovod catch [`CollectiveError`](reigen.errors.md).",
-    "ReigenConfig": "Backend for Ray Train: `TorchTrainer(..., torch_config=ReigenConfig())`; see [Ray](../ray.md).",
+    "ReigenStrategy": 'A strategy for `Trainer(strategy="reigen")`; see [PyTorch Lightning](../lightning.md).',
+    "ReigenConfig": "Backend for Ray Train: `backend_config=ReigenConfig()`; see [Ray](../ray.md).",
 }
 _ALSO = (
     "It also has the names of [every framework's package](common.md): `init`, `rank`, `size`, the operators, "
