@@ -6,7 +6,9 @@ import gc
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import mxnet as mx
 import numpy as np
@@ -16,6 +18,7 @@ from mxnet.base import MXNetError
 
 import reigen.mxnet as hvd
 from reigen.errors import ArgumentError, MismatchError, ReplicaError, UnsupportedTypeError
+from tests.tuning import POINTS, follow_schedule
 
 pytestmark = pytest.mark.slow  # several processes
 
@@ -329,6 +332,48 @@ def diverge() -> None:
         _steps(net, trainer, 1)
     assert isinstance(caught.value, ReplicaError)
     assert caught.value.ranks == (1,)
+
+
+def train_tuned(is_tuned: bool) -> tuple[list[np.ndarray], list[int]]:
+    """Weights after some steps of layers of several sizes, and how many buckets there were in them."""
+    if is_tuned:  # with a schedule in place of the search, which needs scikit-learn
+        sys.modules["sklearn"], sys.modules["sklearn.gaussian_process"] = sklearn = [ModuleType("sklearn")] * 2
+        sklearn[0].gaussian_process = sklearn[0]  # type: ignore[attr-defined]
+    hvd.init()
+    if is_tuned:
+        follow_schedule([replace(point, tcp_algorithm="", tcp_sockets=0) for point in POINTS])
+    net = gluon.nn.HybridSequential()
+    for width in (400, 300, 7):
+        net.add(gluon.nn.Dense(width, in_units={400: 200, 300: 400, 7: 300}[width]))
+    mx.random.seed(1)
+    net.initialize(mx.init.Uniform(0.05))
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9})
+    random, num_buckets = np.random.default_rng(hvd.rank()), []
+    for _ in range(24):
+        inputs = mx.nd.array(random.random((BATCH, 200), np.float32))
+        with autograd.record():
+            loss = ((net(inputs) - 1) ** 2).mean()
+        loss.backward()
+        trainer.step(BATCH)
+        num_buckets.append(len(trainer._buckets._plan.buckets))
+    weights = [parameter.data().asnumpy() for parameter in net.collect_params().values()]
+    hvd.shutdown()
+    return weights, num_buckets
+
+
+def test_weights_of_a_job_that_is_tuned_are_the_same_bit_for_bit(rank_pool):
+    plain, tuned = (
+        rank_pool(2).run(train_tuned, is_tuned, env={"REIGEN_AUTOTUNE": "1"} if is_tuned else {})
+        for is_tuned in (False, True)
+    )
+    assert len(set(plain[0][1])) == 1
+    assert len(set(tuned[0][1])) > 1, "buckets were laid out anew"
+    for weights, num_buckets in tuned:
+        assert num_buckets == tuned[0][1], "in the same steps on all ranks"
+        for one, other in zip(weights, plain[0][0], strict=True):
+            assert np.isfinite(one).all()
+            assert one.std() > 0
+            np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def test_replicas_can_be_compared(rank_pool):

@@ -103,10 +103,11 @@ class SearchSpace:
             for name in ParameterPoint.__dataclass_fields__
         )
 
-    def limited(self, step_bytes: float, *, has_buckets: bool = True) -> SearchSpace:
+    def limited(self, step_bytes: float, *, has_buckets: bool = True, is_fused: bool = True) -> SearchSpace:
         """Return the space without sizes that make no difference where a step reduces so many bytes.
 
-        Of sizes that hold all of a step the smallest is kept, and the base's. Without buckets their size is left out.
+        Of sizes that hold all of a step the smallest is kept, and the base's. Without buckets their size is left out,
+        and so are thresholds below one by which nothing was fused.
         """
         enough = {"fusion_threshold_bytes": step_bytes, "bucket_bytes": step_bytes * _FIRST_BUCKET_DIVISOR}
         dimensions = []
@@ -114,6 +115,9 @@ class SearchSpace:
             values = dimension.values
             if dimension.name == "bucket_bytes" and not has_buckets:
                 continue
+            if dimension.name == "fusion_threshold_bytes" and not is_fused:
+                base_bytes = self.base.fusion_threshold_bytes
+                values = tuple(value for value in values if isinstance(value, int) and value >= base_bytes)
             if dimension.name in enough and step_bytes > 0:
                 limit, base = enough[dimension.name], getattr(self.base, dimension.name)
                 large = [value for value in values if isinstance(value, int) and value > limit]

@@ -82,6 +82,7 @@ class TuningSession:
         self._stale: weakref.WeakSet[object] = weakref.WeakSet()
         self._has_changed = False
         self._best_seconds, self._num_steps = 0.0, 0
+        self._first_fused = engine.counters.fused
 
     def step_ended(self) -> None:
         """Count a step; on the program's thread."""
@@ -96,6 +97,7 @@ class TuningSession:
             self._is_applied(),
             self._obstacle(counters),
             bool(self._agreements),
+            counters.fused - self._first_fused,
         )
         try:
             decision = self._tuner.step_ended(step)

@@ -91,6 +91,7 @@ class StepEnd:
         is_applied: the parameters that were chosen last have been taken on by all ranks.
         obstacle: why nothing may be tuned in this job; empty: something may.
         has_buckets: there are gradient buckets whose size can change.
+        num_fused: operations that have travelled with others, ever.
     """
 
     now: float
@@ -99,6 +100,7 @@ class StepEnd:
     is_applied: bool = True
     obstacle: str = ""
     has_buckets: bool = True
+    num_fused: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ class Autotuner:
         self._open = _OpenBlock(next(self._search), num_settled=0)
         self._began: float | None = None
         self._now, self._step_seconds = 0.0, 0.0
-        self._has_buckets = True
+        self._has_buckets, self._is_fused = True, True
         #: seconds of changes, and of samples, in the latest blocks
         self._change_seconds: deque[float] = deque(maxlen=_RECENT_BLOCKS)
         self._sample_seconds: deque[float] = deque(maxlen=_RECENT_BLOCKS)
@@ -273,7 +275,7 @@ class Autotuner:
             self._began = self._open.asked = step.now
         else:
             self._step_seconds = step.now - self._now
-        self._now, self._has_buckets = step.now, step.has_buckets
+        self._now, self._has_buckets, self._is_fused = step.now, step.has_buckets, step.num_fused > 0
         if step.obstacle:
             return self._finish(self._keep(step.obstacle))
         block, point = self._measure(step), None
@@ -407,7 +409,9 @@ class Autotuner:
             return self._keep(
                 f"rank 0 waits for collectives in {first.wait_share:.1%} of the time: there is nothing to gain"
             )
-        self.space = self.space.limited(first.step_bytes, has_buckets=self._has_buckets)
+        self.space = self.space.limited(
+            first.step_bytes, has_buckets=self._has_buckets, is_fused=self._is_fused or self._has_buckets
+        )
         if not self.space.dimensions:
             return self._keep("no parameter is left that could make a difference")
         if not self._has_time(1):

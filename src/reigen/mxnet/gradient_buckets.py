@@ -5,6 +5,8 @@ MXNet's backward pass writes there. Gradients on another device, or that travel 
 and out by MXNet's engine. A bucket is one operation of that engine, with its gradients as the arrays that it writes: it
 begins when they have been computed.
 
+In a job that is tuned, ranks lay their buckets out anew, between two steps, when they have agreed on another size.
+
 The memory is given back with its last array.
 """
 
@@ -26,6 +28,7 @@ from reigen.api.gradients.bucket_plan import (
     plan_buckets,
     split_evenly,
 )
+from reigen.api.gradients.bucket_size import BucketSizeAgreement
 from reigen.api.gradients.compressed_buckets import CompressedBuckets
 from reigen.api.gradients.plan_agreement import PlanProposal, agree_on_plan
 from reigen.api.gradients.reduce_group import ReduceGroup
@@ -61,6 +64,11 @@ class GradientBuckets:
     def __init__(self, group: ReduceGroup, num_groups: int, compression: CastCompression | CodecCompression) -> None:
         self._group, self._num_groups, self._compression = group, num_groups, compression
         self._coded: CompressedBuckets | None = None
+        #: agreement on the size of buckets, in a job that is tuned; where another size changes no sum
+        self._bucket_size: BucketSizeAgreement | None = None
+        is_coded = isinstance(compression, CodecCompression)
+        if group.context.autotunes and not (num_groups or group.number or is_coded):
+            self._bucket_size = BucketSizeAgreement(group)
         #: signatures that the plan was made for; none at first
         self._trained: tuple[_ParameterSignature, ...] = ()
         self._plan = BucketPlan((), 0, (), {})
@@ -73,7 +81,8 @@ class GradientBuckets:
     def reduce(self, parameters: Sequence[tuple[int, Parameter]]) -> None:
         """Put the reduction of the parameters' first gradients into MXNet's engine.
 
-        It does not wait, but where they are others than last time: then it is collective.
+        It does not wait, but where they are others than last time: then it is collective. In a job that is tuned it is
+        that, too, where buckets of another size are laid out, and waits for the step before now and then.
 
         Args:
             parameters: with their numbers, in ascending order; the same on every rank.
@@ -84,7 +93,11 @@ class GradientBuckets:
             UnsupportedTypeError: an element type that cannot be communicated.
         """
         trained = tuple(self._described(index, parameter) for index, parameter in parameters)
-        if trained != self._trained:
+        is_resized = self._bucket_size is not None and self._bucket_size.pass_ended()
+        if is_resized:
+            for place in self._places:  # operations of the step before look for gradients where they lie now
+                place.wait_to_read()
+        if trained != self._trained or is_resized:
             self._lay_out(trained, [parameter.list_grad()[0] for _, parameter in parameters])
         staged = []
         for position, (_, parameter) in enumerate(parameters):
@@ -101,6 +114,8 @@ class GradientBuckets:
         for unit in self._plan.units:
             for bucket in unit:
                 self._submit(bucket)
+        if self._bucket_size is not None:
+            self._bucket_size.pass_starts()
         for place, gradient in staged:
             place.copyto(gradient)
 
@@ -116,7 +131,8 @@ class GradientBuckets:
         specs = [ParameterSpec(int(np.prod(each.shape)), each.wire.itemsize, each.wire.name) for each in trained]
         order = arrival_order((), len(specs))
         groups = split_evenly(order, self._num_groups) if self._num_groups else ()
-        plan = plan_buckets(specs, order, choose_bucket_bytes(group.context), groups)
+        bucket_bytes = 0 if self._bucket_size is None else self._bucket_size.settle()
+        plan = plan_buckets(specs, order, bucket_bytes or choose_bucket_bytes(group.context), groups)
         memory = self._allocate(plan.nbytes)
         memory[:] = 0  # also brings the pages in
         self._trained, self._plan = trained, plan

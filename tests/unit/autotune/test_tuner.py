@@ -354,6 +354,18 @@ def test_a_point_without_hope_costs_few_samples() -> None:
     assert num_samples["direct"] < num_samples.get("ordered", NUM_SAMPLES) == NUM_SAMPLES
 
 
+def test_where_nothing_was_fused_and_there_are_no_buckets_nothing_is_searched_for_on_one_host() -> None:
+    base = replace(BASE, tcp_algorithm="", tcp_sockets=0)
+    tuner = Autotuner(make_search_space(base, {}), GaussianSurrogate(), TunerOptions())
+    for step in range(1, 100):
+        end = StepEnd(step / 10, step / 20, step * 1e8, has_buckets=False, num_fused=0)
+        if tuner.step_ended(end).outcome is not None:
+            break
+    assert tuner.outcome is not None
+    assert tuner.outcome.num_points == 0
+    assert "no parameter is left" in tuner.outcome.reason
+
+
 def test_without_buckets_their_size_is_not_searched_for() -> None:
     job = FakeJob(smooth, has_buckets=False)
     tuner = Autotuner(SPACE, GaussianSurrogate(), TunerOptions(1, 10, max_points=4))
