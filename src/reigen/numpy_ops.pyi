@@ -10,6 +10,7 @@ from reigen.api.collectives import synchronize as synchronize
 from reigen.api.common_names import Adasum as Adasum
 from reigen.api.common_names import Average as Average
 from reigen.api.common_names import Max as Max
+from reigen.api.common_names import MetricsLogger as MetricsLogger
 from reigen.api.common_names import Min as Min
 from reigen.api.common_names import ProcessSet as ProcessSet
 from reigen.api.common_names import Product as Product

@@ -25,7 +25,7 @@ from reigen.api.job import (
     start_timeline,
     stop_timeline,
 )
-from reigen.api.metrics import metrics, report_progress
+from reigen.api.metrics import MetricsLogger, metrics, report_progress
 from reigen.api.operations import Adasum, Average, Max, Min, Product, Sum
 from reigen.api.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
@@ -33,6 +33,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Max",
+    "MetricsLogger",
     "Min",
     "ProcessSet",
     "Product",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 from reigen import context
-from reigen.cluster.metrics import format_sample
+from reigen.cluster.metrics import MetricSample, format_sample
 from reigen.errors import ArgumentError
 from reigen.observe.metrics import collect_samples
 
@@ -63,3 +64,53 @@ def report_progress(*, samples: int = 0, steps: int = 0, goal_steps: int | None 
         context.mark("STEP")
     if goal_steps is not None:
         counters.goal_steps = goal_steps
+
+
+class MetricsLogger:
+    """Hand the metrics of rank 0 to any logger, every so many steps; call it once a step, on all ranks or on rank 0.
+
+    Names are paths, which TensorBoard, W&B and MLflow all take: ``reigen/bytes_total/allreduce/shared_memory``.
+
+    Args:
+        log: called with the metrics, a dict of floats by name, and the step's number.
+        every: steps from one call of ``log`` to the next.
+
+    Raises:
+        ArgumentError: ``every`` is not a positive whole number.
+
+    Example:
+        >>> import reigen
+        >>> reigen.init()
+        >>> written = []
+        >>> logger = MetricsLogger(lambda values, step: written.append((step, values["reigen/ranks"])), every=2)
+        >>> for _ in range(4):
+        ...     logger()
+        >>> written
+        [(2, 1.0), (4, 1.0)]
+        >>> reigen.shutdown()
+    """
+
+    def __init__(self, log: Callable[[dict[str, float], int], object], every: int = 100) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ArgumentError(f"every must be a positive whole number, got {every!r}")
+        self._log, self._every = log, every
+        self._step = 0
+
+    def __call__(self, step: int | None = None) -> None:
+        """Count a step, and log if it is one of those to be logged.
+
+        Args:
+            step: its number; without, the calls are counted from 1.
+
+        Raises:
+            NotInitializedError: ``init()`` has not been called.
+        """
+        self._step = self._step + 1 if step is None else step
+        current = context.current()
+        if current.rank == 0 and self._step % self._every == 0:
+            self._log({_path(sample): float(sample[2]) for sample in collect_samples(current)}, self._step)
+
+
+def _path(sample: MetricSample) -> str:
+    name, labels, _ = sample
+    return "/".join(["reigen", name.removeprefix("reigen_"), *labels])

@@ -1,0 +1,54 @@
+"""MetricsLogger: which steps it logs, on which rank, and under which names."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import reigen
+from reigen.errors import ArgumentError, NotInitializedError
+
+
+def logged(steps: list[int | None]) -> list[int]:
+    """The steps that a rank has logged."""
+    seen: list[int] = []
+    logger = reigen.MetricsLogger(lambda values, step: seen.append(step), every=3)
+    for step in steps:
+        logger(step)
+    return seen
+
+
+def test_every_third_step_is_logged_whether_counted_or_named() -> None:
+    reigen.init()
+    try:
+        assert logged([None] * 7) == [3, 6]
+        assert logged([10, 11, 12, 15, 16]) == [12, 15]
+        assert logged([4, None, None]) == [6]
+    finally:
+        reigen.shutdown()
+
+
+def test_names_are_paths_that_mlflow_takes_and_values_are_those_of_metrics() -> None:
+    reigen.init()
+    try:
+        reigen.allreduce(np.ones(3, np.float32))
+        written: list[dict[str, float]] = []
+        reigen.MetricsLogger(lambda values, step: written.append(values), every=1)()
+        [values] = written
+        own = reigen.metrics()
+        assert len(values) == len(own)
+        assert values["reigen/ranks"] == own["reigen_ranks"] == 1
+        assert all(re.fullmatch(r"[\w./ :-]+", name) for name in values)  # what mlflow.log_metrics allows
+        assert all(type(value) is float for value in values.values())
+    finally:
+        reigen.shutdown()
+
+
+def test_mistakes() -> None:
+    for every in (0, -1, 2.5, True):
+        with pytest.raises(ArgumentError, match="every must be a positive whole number"):
+            reigen.MetricsLogger(print, every=every)  # type: ignore[arg-type]
+    with pytest.raises(NotInitializedError):
+        reigen.MetricsLogger(print)()
