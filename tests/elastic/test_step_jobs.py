@@ -118,13 +118,13 @@ def test_deaths_at_each_point_leave_the_weights_of_a_run_with_these_members(serv
 
 def test_a_tuned_job_goes_on_when_a_rank_dies_during_the_search(server: ForkServer, tmp_path: Path):
     """Its weights are those of a job that is not tuned, whose members die in the same steps."""
-    epochs, samples = 2, 571
-    deaths = {1: {"DIES_AT": "before:30"}, 0: {"DIES_AT": "after:60"}}  # 0: who has the search
+    epochs, samples = 2, 443
+    deaths = {1: {"DIES_AT": "before:26"}, 0: {"DIES_AT": "after:46"}}  # 0: who has the search
     log = tmp_path / "log.csv"
     tuned = {"REIGEN_AUTOTUNE": "1", "REIGEN_AUTOTUNE_LOG": str(log), "REIGEN_AUTOTUNE_STEPS_PER_SAMPLE": "1"}
     histories, digests = [], []
     for variables in ({}, tuned | {"REIGEN_AUTOTUNE_WARMUP_SAMPLES": "0"}):
-        with ElasticProcesses(str(epochs), str(samples), "0", server=server, WIDTH="30000", **variables) as job:
+        with ElasticProcesses(str(epochs), str(samples), "0", server=server, WIDTH="27000", **variables) as job:
             members = job.start_first(4, deaths)
             finish(job, members[2:])
             ledger = Ledger()
