@@ -13,7 +13,9 @@ Both ends do that. What is acknowledged waits behind what its receiver sends, so
 makes the round trip of the other one longer. Let both directions have as much on their way as comes in a time T at the
 wire's rate: then their queues and the round trip together take T, for pushes as for answers, and both wires are full.
 Without a bound for answers the round trip grows to what these fill, and pushes, which are bounded, get only a part of
-their wire.
+their wire. That is so on short ways. On a long one pushes are allowed a queue of a round trip, which is enough, and
+bounds of many workers' answers, which never are quite equal, cost more than they give: workers bound answers up to a
+round trip of `MAX_ANSWER_ROUND_TRIP_SECONDS`.
 
 The round trip is the shortest that the kernel has seen in a while (net.ipv4.tcp_min_rtt_wlen, five minutes): the
 current one would grow with windows, and windows with it. It is read each time, so that a way that has become longer is
@@ -22,6 +24,7 @@ noticed within that time.
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import dataclass, field
 
@@ -29,6 +32,8 @@ from reigen.net.sockets import limit_receive_window, read_arrivals
 
 #: Much more than hosts of one network take to answer each other, less than its queues usually hold.
 IN_FLIGHT_SECONDS = 0.008
+#: Workers do not bound what comes from servers that are farther away.
+MAX_ANSWER_ROUND_TRIP_SECONDS = 2 * IN_FLIGHT_SECONDS
 #: That much is always allowed.
 MIN_WINDOW_BYTES = 1 << 17
 #: After so many bytes from a peer they are counted, and its window is set: small messages pay nothing for it.
@@ -70,10 +75,14 @@ class ReceiveWindow:
         connection: of TCP, below TLS if there is any.
         sender: number of the peer.
         inflow: of this process, from all peers.
+        max_round_trip_seconds: the window stays the kernel's on longer ways.
     """
 
-    def __init__(self, connection: socket.socket, sender: int, inflow: ReceiveRate) -> None:
+    def __init__(
+        self, connection: socket.socket, sender: int, inflow: ReceiveRate, max_round_trip_seconds: float = math.inf
+    ) -> None:
         self._connection, self._sender, self._inflow = connection, sender, inflow
+        self._max_round_trip_seconds = max_round_trip_seconds
         #: when so much has been read, `bound` does something; what had arrived when it did so last
         self._next_bytes, self._num_arrived_bytes = WINDOW_STEP_BYTES, 0
 
@@ -85,4 +94,5 @@ class ReceiveWindow:
         num_before = self._num_arrived_bytes
         self._num_arrived_bytes, round_trip_seconds = read_arrivals(self._connection)
         self._inflow.count(self._sender, self._num_arrived_bytes - num_before, now)
-        limit_receive_window(self._connection, self._inflow.window_bytes(round_trip_seconds))
+        if round_trip_seconds <= self._max_round_trip_seconds:
+            limit_receive_window(self._connection, self._inflow.window_bytes(round_trip_seconds))

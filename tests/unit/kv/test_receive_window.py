@@ -9,6 +9,7 @@ import pytest
 
 from reigen.kv.receive_window import (
     IN_FLIGHT_SECONDS,
+    MAX_ANSWER_ROUND_TRIP_SECONDS,
     MIN_WINDOW_BYTES,
     SAMPLE_SECONDS,
     WINDOW_STEP_BYTES,
@@ -115,6 +116,17 @@ def test_a_round_trip_that_has_grown_makes_a_window_larger(ends, bounds, monkeyp
     for number in (1, 2, 3):
         window.bound(number * WINDOW_STEP_BYTES, NOW)
     assert bounds == [int(rate * (IN_FLIGHT_SECONDS + 2 * seconds)) for seconds in (0.0, 0.001, 0.02)]
+
+
+def test_on_a_long_way_what_comes_from_servers_has_no_bound(ends, bounds, monkeypatch):
+    inflow = ReceiveRate(rate=100e6)
+    limit = MAX_ANSWER_ROUND_TRIP_SECONDS
+    arrived = iter([(1000, limit), (2000, 1.01 * limit), (3000, limit / 2)])
+    monkeypatch.setattr("reigen.kv.receive_window.read_arrivals", lambda _: next(arrived))
+    window = ReceiveWindow(ends[1], 0, inflow, limit)
+    for number in (1, 2, 3):
+        window.bound(number * WINDOW_STEP_BYTES, NOW)
+    assert bounds == [inflow.window_bytes(limit), inflow.window_bytes(limit / 2)]
 
 
 def test_windows_that_both_ends_bound_alike_fill_both_directions():

@@ -49,7 +49,7 @@ from reigen.kv.protocol import (
     ServerNotice,
     pack_counts,
 )
-from reigen.kv.receive_window import ReceiveRate, ReceiveWindow
+from reigen.kv.receive_window import MAX_ANSWER_ROUND_TRIP_SECONDS, ReceiveRate, ReceiveWindow
 from reigen.kv.shm_arena import PeerShmArena, explain_mapping_failure
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import HANDSHAKE_ENDED_TEXT, Connection, ConnectionOptions
@@ -228,7 +228,8 @@ class ServerConnection:
         self._attempt, self._accept_failed_auth_until = None, 0.0
         logs = self._config.kv_verbose >= 2
         self._line = KVConnection(connection, session, self, self.name, drops=self._drops, log_messages=logs)
-        self._window = None if self._inflow is None else ReceiveWindow(tcp, self.peer.number, self._inflow)
+        if self._inflow is not None:
+            self._window = ReceiveWindow(tcp, self.peer.number, self._inflow, MAX_ANSWER_ROUND_TRIP_SECONDS)
         self.lost_since, self._made_at, self._is_proven = None, time.monotonic(), False
         hello = HELLO_CODEC.encode(structs.replace(self._own_hello, resumes=bool(self.incarnation)))
         self._line.send(MessageHeader(int(MessageKind.HELLO), store=self._store, body_bytes=len(hello)), hello)
