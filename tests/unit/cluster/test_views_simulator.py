@@ -48,8 +48,8 @@ _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
 EVENTS = {
     *("cut", "one way", "host", "kill", "stop", "pause", "tear", "forget", "link", "join", "leave", "request"),
-    *("all leave", "slow build"),
-    *("step", "view", "completed", "shot", "fresh segments", "joined", "gone", "fenced", "stopped", "goes on", "ends"),
+    *("all leave", "slow build", "step", "view", "completed", "shot", "fresh segments", "joined", "read"),
+    *("gone", "fenced", "stopped", "goes on", "ends"),
 }
 
 
@@ -440,6 +440,10 @@ def test_a_candidate_is_ready_only_with_the_digest_of_the_members(monkeypatch: p
 
     monkeypatch.setattr(ElasticCandidate, "handle", trust)
     hunt(("3:", "4:"), hosts=(1, 1), faults="join join")
+
+
+def test_who_reads_the_state_while_a_step_is_made_contributes_behind_that() -> None:
+    hunt("9:", Rules(reads_before_it_contributes=False), hosts=(1, 1), faults="join join")
 
 
 def test_members_do_not_stop_because_a_candidate_dies(monkeypatch: pytest.MonkeyPatch) -> None:

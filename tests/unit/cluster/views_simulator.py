@@ -96,6 +96,8 @@ class Rules:
     epoch_in_frames: bool = True
     copies_are_stable: bool = True
     checkpoints_are_stable: bool = True
+    #: who reads the state while a step is made contributes to the step when it has all of it
+    reads_before_it_contributes: bool = True
     #: who might write to memory in use is looked at, and not only what comes of it
     memory_is_checked: bool = True
 
@@ -181,6 +183,8 @@ class Process:
     mapped: dict[MemberId, int] = field(default_factory=dict)
     exit: EndProcess | None = None
     wants_to_leave: bool = False
+    #: it has no state yet, and gets it while the others make the first step of the view
+    is_reading: bool = False
 
     @property
     def applied(self) -> int:
@@ -229,6 +233,8 @@ class Simulator:
         #: when the last build will be over
         self.built_at = 0.0
         self._fault_at = 0.0
+        #: of newcomers that read the state late, so that schedules without them stay as they are
+        self._readers = random.Random(seed)
         self.transitions: set[tuple[str, str]] = set()
         #: by epoch, after how many steps its members stopped
         self.stops: dict[int, set[int]] = {}
@@ -416,7 +422,8 @@ class Simulator:
         process.plane = None
         held = HeldSums(process.held_epoch, tuple(sorted(process.held)), NUM_BUCKETS)
         step = process.applied
-        self.stops.setdefault(epoch, set()).add(step)
+        if not process.is_reading:
+            self.stops.setdefault(epoch, set()).add(step)
         self.do(
             process, PlaneRevoked(epoch, StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), held))
         )
@@ -460,6 +467,11 @@ class Simulator:
         if process.waiting is not None:
             process.waiting.append(lambda: self._roll(process, view, begun))
             return
+        process.is_reading = self._may_read_later(process, view)
+        if process.is_reading:
+            process.history, process.stable = (), 0
+            self.do(process, Rolled(view.epoch))
+            return
         missing = self._take_state(process, view)
         if missing:
             self.at(0.1, lambda: self._roll(process, view, begun))
@@ -475,6 +487,37 @@ class Simulator:
             raise Violation(f"3: {process.id} begins view {view.epoch} with {process.history}, others otherwise")
         self._check_stable(process)
         self.do(process, Rolled(view.epoch))
+
+    def _may_read_later(self, process: Process, view: View) -> bool:
+        """Whether a newcomer gets the state in the first step of its view; half of them do."""
+        joined = {each.id: each.joined for host in view.hosts for each in host.members}
+        is_new = joined[process.id] == view.epoch and process.applied <= view.base.step
+        if not is_new or not view.base.target or view.base.completes or view.ranks[process.id] == 0:
+            return False
+        return self._readers.random() < 0.5
+
+    def _read_state(self, process: Process, view: View) -> None:
+        """A newcomer reads the state from a member that makes a step, and has not applied it."""
+        if not process.is_alive or process.plane is not view or not process.is_reading:
+            return
+        if process.waiting is not None:
+            process.waiting.append(lambda: self._read_state(process, view))
+            return
+        members = [self.processes[member] for rank, member in enumerate(view.members) if rank not in view.base.behind]
+        holders = [each for each in members if each.plane is view and not each.is_reading]
+        ready = [each for each in holders if self._can_fetch(process, each)]
+        if not ready:
+            self.at(0.1, lambda: self._read_state(process, view))
+            return
+        if any(each.applied != view.base.target for each in ready):
+            raise Violation(f"9: {process.id} reads a state that is changed")
+        process.history, process.stable, process.is_reading = ready[0].history, view.base.stable_step, False
+        self._check_stable(process)
+        self.seen["read"] += 1
+        self._begin_step(process, view)
+        for bucket in range(NUM_BUCKETS):
+            if (process.applied + 1, bucket) in process.inbox:
+                self._complete(process, process.applied + 1, bucket)
 
     def _take_state(self, process: Process, view: View) -> list[MemberId]:
         """Apply what a member lacks; returns from whom it cannot be had now."""
@@ -517,9 +560,14 @@ class Simulator:
             self._take_frame(process, *frame)
 
     def _begin_step(self, process: Process, view: View) -> None:
-        step = process.applied + 1
+        step = (view.base.target if process.is_reading else process.applied) + 1
         process.held.clear()
         process.held_epoch = view.epoch
+        if process.is_reading:
+            seconds = 3 * self.plan.step_seconds * self._readers.random()
+            self.at(seconds, lambda: self._read_state(process, view))
+            if self.rules.reads_before_it_contributes:
+                return
         for bucket in range(NUM_BUCKETS):
             seconds = self.plan.step_seconds * (self.rng.random() + 0.5 * bucket)
             self.at(seconds, lambda bucket=bucket: self._contribute(process, view, step, bucket))
@@ -578,7 +626,7 @@ class Simulator:
         self._make_stable(process)
         process.held.add(bucket)
         if len(process.held) == NUM_BUCKETS:
-            self.at(self.rng.random() * 0.01, lambda: self._apply(process, view, step))
+            self.at(self.rng.random() * self.plan.step_seconds / 2, lambda: self._apply(process, view, step))
 
     def _apply(self, process: Process, view: View, step: int) -> None:
         if not process.is_alive or process.plane is not view or process.applied != step - 1:
@@ -587,6 +635,7 @@ class Simulator:
             process.waiting.appendleft(lambda: self._apply(process, view, step))
             return
         process.history += (view.epoch,)
+        process.held.clear()  # of the next step it has nothing, also if it stops here
         for bucket in range(NUM_BUCKETS):
             process.inbox.pop((step, bucket), None)
         if view.epoch == max(self.views):  # who was stopped may apply what it had: it is in no later view
@@ -603,7 +652,7 @@ class Simulator:
                     self._complete(process, step + 1, bucket)
 
     def _look_for_stuck(self, process: Process, view: View, step: int) -> None:
-        if process.plane is not view or process.applied >= step or process.waiting is not None:
+        if process.plane is not view or process.applied >= step or process.waiting is not None or process.is_reading:
             return
         for rank, member in enumerate(view.members):
             if any(rank not in process.inbox.get((step, bucket), {}) for bucket in range(NUM_BUCKETS)):
