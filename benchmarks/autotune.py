@@ -231,7 +231,7 @@ def run_slices(rounds: int) -> str:
     """Return a table of sizes of slices at 1 Gbit/s, and at 200 Mbit/s; the first one is the default between hosts."""
     rows = []
     for rate in (1e9, 2e8):
-        settings = ps_vs_ring.Settings(rate, compute_seconds=0.05, num_steps=30, rounds=rounds)
+        settings = ps_vs_ring.Settings(rate, compute_seconds=0.05, num_steps=20, rounds=rounds)
         seconds: list[list[float]] = [[] for _ in SLICES]
         with ps_vs_ring.machines(2, settings) as hosts:
             for _ in range(rounds):
@@ -243,6 +243,7 @@ def run_slices(rounds: int) -> str:
             speeds = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
             cells = f"{rate / 1e6:.0f} Mbit/s", f"{size >> 10} KiB", f"{1000 * statistics.median(times):.1f} ms"
             rows.append([*cells, speeds])
+            print(*rows[-1], sep=", ", file=sys.stderr)
     return markdown(["network", "slice", "step", "relative to 1 MiB"], rows)
 
 
