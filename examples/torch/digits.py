@@ -6,6 +6,7 @@ same script trains alone.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import sys
@@ -75,6 +76,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     hvd.init()  # (*)
     images, labels, test_images, test_labels = load()
     torch.manual_seed(hvd.rank())  # dropout differs between the ranks ...

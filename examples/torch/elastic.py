@@ -8,6 +8,7 @@ Each image is used once an epoch, whoever dies: the sampler deals what is left o
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import reigen.torch as hvd
 
-EPOCHS = int(os.environ.get("EPOCHS", "20"))
 BATCH = 16  # images per step and rank
 GOAL = 0.95  # of the test images
 
@@ -40,6 +40,9 @@ def say(text: str) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the images (default: %(default)s)")
+    epochs = parser.parse_args().epochs
     hvd.init()
     print(f"process {os.getpid()} is rank {hvd.rank()} of {hvd.size()}", flush=True)
     dataset, test_images, test_labels = load()
@@ -52,7 +55,7 @@ def main() -> int:
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
-        while state.epoch < EPOCHS:
+        while state.epoch < epochs:
             for number, (images, labels) in enumerate(DataLoader(dataset, BATCH, sampler=sampler)):
                 optimizer.zero_grad()
                 cross_entropy(model(images), labels).backward()
@@ -64,7 +67,7 @@ def main() -> int:
             mine = slice(hvd.rank(), None, hvd.size())
             correct = (model(test_images[mine]).argmax(1) == test_labels[mine]).sum()
             state.accuracy = hvd.allreduce(correct, op=hvd.Sum).item() / len(test_labels)
-            say(f"epoch {state.epoch + 1:3}/{EPOCHS}  {hvd.size()} ranks  accuracy {state.accuracy:.4f}")
+            say(f"epoch {state.epoch + 1:3}/{epochs}  {hvd.size()} ranks  accuracy {state.accuracy:.4f}")
             state.epoch += 1
             sampler.set_epoch(state.epoch)
             state.commit()

@@ -176,10 +176,10 @@ def test_hosts_that_come_with_another_version_or_secret_disturb_nobody(tmp_path:
 def test_the_example_reaches_its_accuracy_though_a_process_dies(tmp_path: Path):
     output = tmp_path / "output"
     example = Path(__file__).parents[2] / "examples" / "torch" / "elastic.py"
-    command = ["-np", "3", "--min-np", "2", sys.executable, str(example)]
+    command = ["-np", "3", "--min-np", "2", sys.executable, str(example), "--epochs", "20"]
     with (
         output.open("wb") as file,
-        launched(*command, stdout=file, stderr=subprocess.STDOUT, env={"EPOCHS": "20"}) as launcher,
+        launched(*command, stdout=file, stderr=subprocess.STDOUT) as launcher,
     ):
         until(lambda: "epoch   2/" in output.read_text())
         found = [line.split() for line in output.read_text().splitlines() if " is rank 0 of 3" in line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,39 @@ def test_join() -> None:
     printed = run("join.py", np=2)
     assert "steps of each rank: [180, 360]" in printed
     assert "bit-identical on all ranks: yes" in printed
+
+
+def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """A small one, in float32: bfloat16 has three digits."""
+    options = ["--model", "resnet18", "--dtype", "float32", "--num-images", 64, "--drop-epochs", 1, "--goal", 0]
+    checkpoint = ["--checkpoint", tmp_path / "resnet.pt"]
+    run("imagenet_resnet50.py", *options, "--epochs", 1, *checkpoint, torchvision=True)
+    assert_same(
+        "last epoch's loss",
+        1e-3,
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, torchvision=True),
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=2, torchvision=True),
+    )
+
+
+def test_resnet50_in_mixed_precision_with_synthetic_images() -> None:
+    options = ["--synthetic", "--num-images", 32, "--epochs", 1]
+    assert "resnet50, bfloat16" in run("imagenet_resnet50.py", *options, torchvision=True)
+
+
+def test_faster_rcnn() -> None:
+    options = ["--num-images", 8, "--epochs", 1, "--goal", 4]  # 2.1, after one step
+    assert_same(
+        "test loss",
+        1e-3,
+        lambda: run("coco_detection.py", *options, torchvision=True),
+        lambda: run("coco_detection.py", *options, np=2, torchvision=True),
+    )
+
+
+def test_mask_rcnn() -> None:
+    options = ["--model", "mask", "--num-images", 8, "--epochs", 1, "--goal", 20]
+    assert "mask R-CNN" in run("coco_detection.py", *options, torchvision=True)
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples" / "torch").glob("*.py")))

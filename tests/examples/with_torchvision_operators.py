@@ -7,6 +7,7 @@ its own replacement. Where the operators can be loaded, the script runs with the
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import runpy
@@ -55,6 +56,9 @@ def main() -> None:
         import torchvision
 
         torchvision.ops.boxes._assert_has_ops = lambda: None
+        # The replacement of roi_align is slow and large where it has to find out how many points a cell needs.
+        roi_heads = torchvision.models.detection.roi_heads
+        roi_heads.roi_align = functools.partial(torchvision.ops.roi_align, sampling_ratio=2)
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
