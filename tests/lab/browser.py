@@ -100,8 +100,8 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
     def press(self, key: str) -> None:
-        code = {"Tab": 9, "Enter": 13}[key]
-        text = {"text": "\r"} if key == "Enter" else {}
+        code = {"Tab": 9, "Enter": 13, "/": 191}[key]
+        text = {"text": {"Enter": "\r"}.get(key, key)} if key in {"Enter", "/"} else {}
         for kind in ("keyDown", "keyUp"):
             more = text if kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
