@@ -127,7 +127,7 @@ class StepState(Protocol):
     def progress(self, epoch: int) -> StepProgress:
         """Return how far this process is; from now on no step of this view is applied here.
 
-        Called by the driver's thread when the view's collectives have been made to fail. An update that has begun is
+        Called by a thread of its own when the view's collectives have been made to fail. An update that has begun is
         waited for: it communicates nothing, or fails. What is said here has to be true of the next view, too, until
         the program has entered it.
         """
@@ -517,8 +517,8 @@ class ElasticJob(Generic[_Context]):
 
     # -- the driver's thread; see `ViewPlane` --------------------------------------------------------------------------
 
-    def revoke(self, epoch: int) -> StepProgress:
-        """Stop the collectives of a view."""
+    def revoke(self, epoch: int, done: Callable[[StepProgress], None]) -> None:
+        """Stop the collectives of a view; then tell how far the program is."""
         if self._is_missed(epoch):
             self.end(1, _ABSENT_TEXT.format(epoch, self._deadline_seconds))
         self._revoked_at = self._revoked_at or time.monotonic()
@@ -533,10 +533,21 @@ class ElasticJob(Generic[_Context]):
                 context.give_up(PeerLostError(self._driver.reason))
         if context is not None and not is_programs:
             context.close()
-        if self.step_state is not None:
-            return self.step_state.progress(epoch)
+        if (state := self.step_state) is not None:
+            work = partial(self._tell_progress, state, epoch, done)
+            threading.Thread(target=work, name=f"reigen-progress-{epoch}", daemon=True).start()
+            return
         step = self._step if self._has_state else 0
-        return StepProgress(step, SamplePosition(0, step), SamplePosition(0, step), HeldSums(epoch))
+        done(StepProgress(step, SamplePosition(0, step), SamplePosition(0, step), HeldSums(epoch)))
+
+    def _tell_progress(self, state: StepState, epoch: int, done: Callable[[StepProgress], None]) -> None:
+        """Wait for an update that has begun: meanwhile the driver says that this process lives."""
+        try:
+            progress = state.progress(epoch)
+        except Exception as error:  # noqa: BLE001  a thread's last word
+            self.end(1, f"it is not known how far its program is: {error!r}")
+        else:
+            done(progress)
 
     def _is_missed(self, epoch: int) -> bool:
         """Return whether this process's program has not come to a view until the others gave up waiting for it."""

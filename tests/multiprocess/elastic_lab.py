@@ -76,13 +76,13 @@ class LabPlane:
         self.applied = 0
         self.has_state = not options.get("candidate")
 
-    def revoke(self, epoch: int) -> StepProgress:
+    def revoke(self, epoch: int, done: Callable[[StepProgress], None]) -> None:
         with self.changed:
             self.view = None
             step = self.applied if self.has_state else 0
         self.log("revoke", epoch, step)
-        time.sleep(self.revoke_seconds)  # an update has begun
-        return StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), HeldSums(epoch))
+        progress = StepProgress(step, SamplePosition(0, step), SamplePosition(0, step + 1), HeldSums(epoch))
+        threading.Timer(self.revoke_seconds, done, (progress,)).start()  # an update has begun
 
     def _begin(self, what: str, view: View, done: Callable[[], None]) -> None:
         def work() -> None:
@@ -90,7 +90,7 @@ class LabPlane:
             if what == "build" and view.epoch > 1:
                 time.sleep(self.build_seconds)
             if what == "build" and view.epoch == self.stops_in:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
             if what == "build" and self.failing_builds:
                 self.failing_builds -= 1
                 assert self.driver is not None

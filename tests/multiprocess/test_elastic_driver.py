@@ -291,6 +291,19 @@ def test_who_stops_its_plane_slowly_has_told_the_others_and_is_no_suspect(slow: 
         assert [len(each.runs()) for each in members] == [2, 2, 2], lab.story()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 2])
+def test_an_update_that_takes_longer_than_silence_may_last_costs_nobody_its_place(slow: int) -> None:
+    times = {"stuck": 3.0, "install": 60.0}
+    with elastic_lab(["a"] * 3, revoke_seconds={str(slow): 7.0}, timeouts=times) as lab:
+        members = lab.alive()
+        lab.run_view(members)
+        members[1].order("change", "a change that has another reason")
+        lab.run_view(members, 1)
+        lab.make_steps(members)
+        assert [len(each.runs()) for each in members] == [2, 2, 2], lab.story()
+
+
 def test_stopped_for_a_moment() -> None:
     """Nothing happens to a process of which nobody says that it is stuck."""
     with elastic_lab(["a"] * 3) as lab:

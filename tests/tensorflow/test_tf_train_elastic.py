@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import reigen.tensorflow as hvd
 from reigen import context
+from reigen.api import job
 from reigen.elastic import membership
 from tests.tensorflow.tf_training import LR, Net, alone, assert_close, batches, loss_of, mine
 from tests.torch.elastic_membership import WrittenViews
@@ -133,3 +134,29 @@ def legacy() -> int:
 
 def test_the_legacy_keras(legacy_pool):
     assert legacy_pool.run(legacy) == [6, 6]
+
+
+def candidate_traces() -> None:
+    """A candidate that traces its training step, as many do before they train, does not become a member by it."""
+    hvd.init()
+    joined: list[None] = []
+    weights = tf.Variable([1.0, 2.0])
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights * weights)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [weights])[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "is_candidate", lambda: True)
+        patch.setattr(context, "elastic_job", object)
+        patch.setattr(job, "change_view", lambda: joined.append(None))
+        assert step().numpy().tolist() == [2.0, 4.0]
+        graph = tf.function(step).get_concrete_function().graph
+    assert joined == []
+    assert any("size" in node.name.lower() or "reigen" in node.name.lower() for node in graph.get_operations())
+    hvd.shutdown()
+
+
+def test_a_candidate_that_traces_its_step_stays_one(rank_pool):
+    rank_pool(1).run(candidate_traces)

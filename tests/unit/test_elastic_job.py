@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from reigen import elastic_job
 from reigen.cluster.membership.stragglers import StepTime
-from reigen.elastic_job import RefusedCalls, StepClock
+from reigen.cluster.membership.views.messages import HeldSums, StepProgress
+from reigen.cluster.membership.views.record import SamplePosition
+from reigen.elastic_job import ElasticJob, RefusedCalls, StepClock
 from reigen.engine.counters import EngineCounters
 
 
@@ -92,3 +99,44 @@ def test_calls_whose_errors_the_program_need_not_have_seen_count_at_the_deadline
     program = RefusedProgram(monkeypatch)
     assert not any(program.call(1000, 0.5, is_caught=False))
     assert program.call(100, 0.5, is_caught=False).index(True) == 80, "0.9 of 600 s behind the first one"
+
+
+PROGRESS = StepProgress(3, SamplePosition(0, 3), SamplePosition(0, 4), HeldSums(1))
+
+
+class UpdatingProgram:
+    """A program in an update of its weights, which ends when a test says so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.may_end, self._error = threading.Event(), error
+
+    def progress(self, _: int) -> StepProgress:
+        assert self.may_end.wait(60.0)
+        if self._error is not None:
+            raise self._error
+        return PROGRESS
+
+
+def make_job(program: UpdatingProgram) -> ElasticJob[Any]:
+    job: ElasticJob[Any] = ElasticJob(cast("Any", None), cast("Any", None), cast("Any", None), EngineCounters())
+    job._driver = cast("Any", SimpleNamespace(reason="", lost={}))
+    job.step_state = program
+    return job
+
+
+def test_the_driver_does_not_wait_for_an_update_that_has_begun() -> None:
+    program, told = UpdatingProgram(), queue.Queue[StepProgress]()
+    make_job(program).revoke(1, told.put)
+    assert told.empty()
+    program.may_end.set()
+    assert told.get(timeout=60.0) == PROGRESS
+
+
+def test_a_program_that_cannot_say_how_far_it_is_ends() -> None:
+    program, told, ends = UpdatingProgram(ValueError("a bug")), queue.Queue[StepProgress](), queue.Queue[Any]()
+    job = make_job(program)
+    job.end = lambda *end: ends.put(end)  # type: ignore[method-assign]
+    job.revoke(1, told.put)
+    program.may_end.set()
+    code, reason = ends.get(timeout=60.0)
+    assert (code, "a bug" in reason, told.empty()) == (1, True, True)

@@ -170,12 +170,12 @@ class GradientReducer:
 
     def _is_alone(self) -> bool:
         """Return whether there is nothing to reduce with; a graph of an elastic job may run with others later."""
-        outlives = membership.is_elastic() and not tf.executing_eagerly()
+        outlives = membership.may_change() and not tf.executing_eagerly()
         return self.num_ranks == 1 and not (outlives and self.process_set.included())
 
     def _divide(self, gradient: Any, size: int) -> Any:
         """Divide by the number of ranks; in a graph of an elastic job, by that at the time when it runs."""
-        if not membership.is_elastic() or tf.executing_eagerly():
+        if not membership.may_change() or tf.executing_eagerly():
             return _scale(gradient, 1 / size)
         dtype = (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient).dtype
         return _scale(gradient, 1 / tf.cast(ask("size", process_set_number(self.process_set)), dtype))

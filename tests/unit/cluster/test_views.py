@@ -446,7 +446,7 @@ def test_evidence_stops_the_plane_and_tells_all() -> None:
     assert RevokePlane(1) in actions
     assert messages(actions, RevokeView) == [member(0), member(2), member(3)]
     assert messages(actions, PrepareView) == [], "rank 0 leads"
-    assert [type(action) for action in actions] == [SendTo] * 3 + [RevokePlane] + [StartTimer] * 3
+    assert [type(action) for action in actions] == [SendTo] * 3 + [RevokePlane] + [StartTimer] * 4
     assert each.handle(Evidence(member(3), Verdict.DEAD)) == []
 
 
@@ -520,7 +520,7 @@ def test_rank_0_leaves_out_who_builds_and_is_silent_and_waits_for_who_is_slow() 
     assert each.state is ElasticState.INSTALLING
     assert RevokePlane(1) in each.handle(TimerFired(ViewTimer.PROGRESS))
     assert each.lost == {member(2): Evidence(member(2), Verdict.STUCK, "silent while a view is built")}
-    assert each.handle(TimerFired(ViewTimer.PROGRESS)) == []
+    assert messages(each.handle(TimerFired(ViewTimer.PROGRESS)), RevokeView) == [], "it has begun"
 
 
 @pytest.mark.parametrize("is_built", [False, True])
@@ -537,6 +537,60 @@ def test_rank_0_is_left_out_if_it_is_silent_for_twice_as_long(is_built: bool) ->
     assert each.state is ElasticState.INSTALLING
     assert RevokePlane(1) in each.handle(TimerFired(ViewTimer.PROGRESS))
     assert member(0) in each.lost
+
+
+def leading() -> ElasticMember:
+    """Rank 0 of four, where rank 3 is dead and rank 1 has reported."""
+    each = running(0, stuck=5.0, install=20.0)
+    each.handle(Evidence(member(3), Verdict.DEAD))
+    each.handle(PlaneRevoked(1, progress(7)))
+    each.handle(Received(member(1), MemberReport(2, member(1), progress(7))))
+    return each
+
+
+def test_a_leader_leaves_out_who_is_silent_and_waits_for_who_is_in_an_update() -> None:
+    each = leading()
+    for _ in range(3):
+        each.handle(Received(member(2), ViewBuilding(1, member(2))))
+        each.handle(TimerFired(ViewTimer.STUCK))
+        assert each.lost.keys() == {member(3)}
+    each.handle(TimerFired(ViewTimer.STUCK))
+    assert each.lost.keys() == {member(2), member(3)}, "it has said nothing since the last look"
+
+
+def test_an_update_that_does_not_end_is_not_waited_for_longer_than_a_view_that_is_built() -> None:
+    each = leading()
+    for look in range(4):
+        assert each.lost.keys() == {member(3)}, look
+        each.handle(Received(member(2), ViewBuilding(1, member(2))))
+        actions = each.handle(TimerFired(ViewTimer.STUCK))
+        assert StartTimer(ViewTimer.STUCK, 5.0) in actions
+    assert each.lost.keys() == {member(2), member(3)}
+
+
+def test_who_is_in_an_update_says_so_when_it_is_asked_again() -> None:
+    each, ask = running(1), Received(member(0), AskMember(2, member(0)))
+    assert messages(each.handle(ask), ViewBuilding) == []
+    for _ in range(2):
+        assert each.handle(ask) == [SendTo(member(0), ViewBuilding(1, member(1)))]
+    each.handle(PlaneRevoked(1, progress(7)))
+    assert messages(each.handle(ask), ViewBuilding) == []
+
+
+def test_who_leads_a_change_says_that_it_lives_and_the_others_wait_for_it() -> None:
+    leader, each = leading(), running(1)
+    for _ in range(2):
+        actions = leader.handle(TimerFired(ViewTimer.PROGRESS))
+        assert messages(actions, ViewBuilding) == [member(1), member(2), member(3)]
+        assert StartTimer(ViewTimer.PROGRESS, 1.0) in actions
+    each.handle(Received(member(0), AskMember(2, member(0))))
+    each.handle(PlaneRevoked(1, progress(7)))
+    assert messages(each.handle(TimerFired(ViewTimer.PROGRESS)), ViewBuilding) == []
+    each.handle(Received(member(0), ViewBuilding(1, member(0))))
+    each.handle(TimerFired(ViewTimer.STUCK))
+    assert each.lost == {}
+    each.handle(TimerFired(ViewTimer.STUCK))
+    assert each.lost.keys() == {member(0)}
 
 
 def test_who_builds_a_view_that_has_passed_learns_it() -> None:

@@ -429,7 +429,7 @@ def test_who_is_fenced_ends() -> None:
         def _carry(self, process: Process, actions: list[Any]) -> None:
             super()._carry(process, [action for action in actions if not isinstance(action, EndProcess)])
 
-    hunt("8:", hosts=(1, 1), faults="cut stop cut", kind=Immortal)
+    hunt("8:", hosts=(1, 1), faults="stop", kind=Immortal)
 
 
 def test_a_candidate_is_ready_only_with_the_digest_of_the_members(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -444,7 +444,9 @@ class ViewDriver:
                 self._timers[timer] = self._loop.call_at(due, partial(self._dispatch, TimerFired(timer)))
             case RevokePlane(epoch):
                 self._revoked_at = self._revoked_at or time.monotonic()
-                self._events.append(PlaneRevoked(epoch, self._plane.revoke(epoch)))
+                self._plane.revoke(
+                    epoch, lambda progress: self._post(partial(self._dispatch, PlaneRevoked(epoch, progress)))
+                )
             case KillMember(member):
                 self._links.kill(member)
             case UseFreshSegments(members):

@@ -15,14 +15,12 @@ class ViewPlane(Protocol):
     None may wait for a thread that is in a method of `ViewDriver`, nor take a lock that such a thread holds.
     """
 
-    def revoke(self, epoch: int) -> StepProgress:
+    def revoke(self, epoch: int, done: Callable[[StepProgress], None]) -> None:
         """Stop all collectives of this view, and its building; within a second. Calls that wait in them raise.
 
-        Nothing is sent or written any more in the view, and nothing is applied of it. It may have been stopped before,
-        or never have been built.
-
-        Returns:
-            How far this process is; ``applied`` 0 where it has never had the state.
+        Then, or when an update is over that has begun, call ``done``, by any thread, with how far this process is;
+        ``applied`` is 0 where it has never had the state. From then on nothing is sent or written any more in the view,
+        and nothing is applied of it. It may have been stopped before, or never have been built.
         """
 
     def build(self, view: View, done: Callable[[], None]) -> None:

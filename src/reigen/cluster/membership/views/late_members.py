@@ -1,8 +1,8 @@
-"""Members that a collective of a view has waited for until its deadline: they get no more patience. Pure."""
+"""Members that are slow: those for which a collective has waited in vain, and those that are in an update. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from reigen.cluster.membership.views.events import Evidence, MembersLate, StartTimer, Verdict, ViewTimer
 from reigen.cluster.membership.views.record import MemberId, View
@@ -43,3 +43,28 @@ class LateMembers:
         """Yield evidence about those who are silent."""
         for member in sorted(self._silent):
             yield Evidence(member, Verdict.STUCK, "a collective has waited for it, and it is silent")
+
+
+class BusyMembers:
+    """Members that have said in a change that they live, but are not ready: an update has begun, and is waited for.
+
+    Args:
+        most_looks: after so many looks they get no more patience.
+    """
+
+    def __init__(self, most_looks: int) -> None:
+        self._most_looks, self._num_looks = most_looks, 0
+        #: since the last look
+        self._heard: set[MemberId] = set()
+
+    def hear(self, member: MemberId) -> None:
+        """Take note that a member lives."""
+        self._heard.add(member)
+
+    def find_silent(self, awaited: Iterable[MemberId]) -> list[MemberId]:
+        """Look for members that are silent; return those that were not heard since the last look."""
+        awaited, heard, self._heard = list(awaited), self._heard, set()
+        if heard.isdisjoint(awaited) or self._num_looks >= self._most_looks:
+            return awaited
+        self._num_looks += 1
+        return [member for member in awaited if member not in heard]

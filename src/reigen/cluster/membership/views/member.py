@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -31,7 +32,7 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.installation import Installation
-from reigen.cluster.membership.views.late_members import LateMembers
+from reigen.cluster.membership.views.late_members import BusyMembers, LateMembers
 from reigen.cluster.membership.views.leader import ChangeLeader
 from reigen.cluster.membership.views.messages import (
     AllLeave,
@@ -97,11 +98,11 @@ class ViewTimeouts:
 
     Attributes:
         retry: between two sendings of what was not answered.
-        stuck: until who leads takes members for stuck that do not answer, or rank 0 those that build a view and are
+        stuck: until who leads takes members for stuck that are silent, or rank 0 those that build a view and are
             silent; others take a leader, or rank 0, for stuck after twice as long.
         late: the same for members that a collective had waited for until its deadline, before the change began.
-        install: until rank 0 takes members for stuck that say that they build what a view needs, and do not end, and
-            others take rank 0 for stuck after twice as long.
+        install: until who leads takes members for stuck that say that an update has begun, and rank 0 those that build
+            what a view needs, and do not end; others take these two for stuck after twice as long.
         kill: until a killed process of the host is not waited for any more.
         change: without a decision, until a member stops.
         wait: for more members.
@@ -168,7 +169,7 @@ class ElasticMember:
         #: at which step to stop for a change; and who has said that it leaves
         self._stop = PlannedStop(me, view)
         self._leaving: set[MemberId] = set()
-        self._late = LateMembers(me, view, self._timeouts.late)
+        self._late, self._busy = LateMembers(me, view, self._timeouts.late), BusyMembers(0)
         #: steps may have been run in the view
         self._has_run = False
 
@@ -218,12 +219,13 @@ class ElasticMember:
         """Tell all others, and stop the plane.
 
         In this order: stopping it waits for an update that has begun. Meanwhile the others need not wait for this
-        member's word to stop theirs, or take it for stuck; and its own time for them begins behind that.
+        member's word to stop theirs; who leads asks again and again, and is told that this member lives.
         """
         if self.state is ElasticState.CHANGING:
             return []
         self.state, self._progress, self._leader = ElasticState.CHANGING, None, None
         self._asked_by.clear()
+        self._busy = BusyMembers(math.ceil(self._timeouts.install / self._timeouts.stuck) - 1)
         leads = self._consider_leading()
         return [
             *self._flood_revoke(),
@@ -232,6 +234,7 @@ class ElasticMember:
             StartTimer(ViewTimer.CHANGE, self._timeouts.change),
             StartTimer(ViewTimer.STUCK, self._timeouts.stuck * 2),
             StartTimer(ViewTimer.RETRY, self._timeouts.retry),
+            StartTimer(ViewTimer.PROGRESS, self._timeouts.stuck / _NUM_LOOKS),
             *self._late.watch(),
             *(action for action in leads if isinstance(action, StartTimer)),
         ]
@@ -336,6 +339,8 @@ class ElasticMember:
         if isinstance(sender, MemberId):
             self._installation.hear(sender)
             self._late.hear(sender)
+            if isinstance(message, ViewBuilding):
+                self._busy.hear(sender)
         if isinstance(sender, VoterId):
             self._voter_lives[sender.name] = max(sender.incarnation, self._voter_lives.get(sender.name, 0))
         handler: Callable[..., list[MemberAction]] | None = self._MESSAGE_HANDLERS.get(type(message))
@@ -362,6 +367,8 @@ class ElasticMember:
         actions = self._begin_change()
         if self._progress is not None:
             return [*actions, SendTo(message.leader, self._report())]
+        if message.leader in self._asked_by:
+            actions.append(SendTo(message.leader, ViewBuilding(self.view.epoch, self.me)))
         self._asked_by[message.leader] = None
         return actions
 
@@ -442,11 +449,13 @@ class ElasticMember:
         return self._say_installed()
 
     def _on_progress(self) -> list[MemberAction]:
-        """Say that this member lives, as those do that build a view, and give up who is silent."""
-        if self.state is not ElasticState.INSTALLING:
-            return []
+        """Say that this member lives, as those do that build a view, and who leads a change; give up who is silent."""
         message = ViewBuilding(self.view.epoch, self.me)
         again = StartTimer(ViewTimer.PROGRESS, self._timeouts.stuck / _NUM_LOOKS)
+        if self.state is ElasticState.CHANGING:
+            return [*(() if self._leader is None else _send_to_others(self.view, self.me, message)), again]
+        if self.state is not ElasticState.INSTALLING:
+            return []
         actions: list[MemberAction]
         if self.rank == 0:
             actions = [*_send_to_others(self.view, self.me, message), again]
@@ -578,9 +587,9 @@ class ElasticMember:
         elif self.state is ElasticState.INSTALLING and self.rank == 0:
             silent = [member for member in members if member not in self._installation.installed]
         elif self.state is ElasticState.CHANGING and self._leader is not None:
-            silent = self._leader.missing(self._known_lost())
+            silent = self._busy.find_silent(self._leader.missing(self._known_lost()))
         else:
-            silent = members[:1]
+            silent = self._busy.find_silent(members[:1])
         for member in silent:
             if member != self.me:
                 self.lost[member] = Evidence(member, Verdict.STUCK)

@@ -14,7 +14,8 @@ e. When a quorum has accepted, the view is decided. The leader sends Decided to 
 f. A member of e + 1 builds its layouts, and sends Installed to rank 0 of e + 1, which sends Go when all have. No step
    is run before that, so none has begun anywhere before all members are there. A failure starts the next change.
    Building may take long. So whoever builds sends Building to rank 0 now and then, and rank 0 to all others: who is
-   silent is taken for stuck long before one that is slow.
+   silent is taken for stuck long before one that is slow. So is it in d: a member in which an update of the weights has
+   begun cannot report before that is over. When it is asked again it sends Building, and the leader to all others.
 g. Who is asked about a view that it does not know answers with Behind, and is sent Decided.
 h. A process that wants to become a member, and has a copy of the state, sends Ready. Rank 0 names a step at which the
    members stop for it (ChangeAt). A member that wants to leave names one itself. Who has applied that step runs no
@@ -215,7 +216,7 @@ class AllLeave(_Message, frozen=True, tag=20):
 
 
 class ViewBuilding(_Message, frozen=True, tag=21):
-    """A member lives, and builds what view ``epoch`` needs; from rank 0: it waits for those that do."""
+    """A member lives, and builds what view ``epoch`` needs, or ends an update in it; or it waits for those that do."""
 
     member: MemberId
 
