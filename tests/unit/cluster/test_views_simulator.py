@@ -79,7 +79,7 @@ def run_schedules(seeds: Sequence[int]) -> tuple[Counter[str], set[tuple[str, st
 
 
 def test_schedules() -> None:
-    seeds = (*range(800), *FRESH_SEGMENTS)
+    seeds = (*range(1000), *FRESH_SEGMENTS)
     seen, transitions = run_schedules(seeds if _REPLAY is None else [int(_REPLAY)])
 
     if _REPLAY is None:
