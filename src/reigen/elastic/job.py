@@ -137,7 +137,8 @@ class ElasticStep(AbstractContextManager["ElasticStep"]):
         interval: its samples: ``epoch``, ``start`` and ``stop`` in the epoch's order.
         is_last: it is the last of its epoch.
         num_epochs: how many epochs the training has.
-        rank, size: this rank, and how many share the samples.
+        rank, size: this rank, and how many there are.
+        num_dealt: how many of them share the samples; newcomers that read the state take none.
         parts: what this rank takes of them; may be empty.
         is_applied: the weights have had it.
     """
@@ -145,6 +146,7 @@ class ElasticStep(AbstractContextManager["ElasticStep"]):
     def __init__(self, job: BaseJob, number: int, interval: SampleInterval, num_epochs: int) -> None:
         self._job, self.number, self.interval, self.num_epochs = job, number, interval, num_epochs
         self.rank, self.size = job.rank, job.size
+        self.num_dealt = len(job.dealt_ranks())
         self.parts = StepParts(job, job.deal(interval))
         self.is_last = job.data.is_last(interval, job.size)
         self.is_applied = self.has_ended = False
@@ -330,7 +332,7 @@ class BaseJob(ABC):
         """
         if not self._is_open:
             raise StepOrderError("steps are run in the job's `with` block")
-        while (interval := self.data.next_interval(len(self._dealt_ranks()))).epoch < epochs:
+        while (interval := self.data.next_interval(len(self.dealt_ranks()))).epoch < epochs:
             step = ElasticStep(self, self._mark.number, interval, epochs)
             yield step
             if not step.has_ended:
@@ -399,12 +401,12 @@ class BaseJob(ABC):
 
     def deal(self, interval: SampleInterval) -> tuple[Part, ...]:
         """Return this rank's parts of the next step, which takes these samples."""
-        ranks = self._dealt_ranks()
+        ranks = self.dealt_ranks()
         if self.rank not in ranks:
             return ()
         return self.data.deal(interval, ranks.index(self.rank), len(ranks), self.num_parts)
 
-    def _dealt_ranks(self) -> list[int]:
+    def dealt_ranks(self) -> list[int]:
         """Return the ranks that take samples of the next step, in order."""
         newcomers = frozenset[int]() if self._arrival is None else self._arrival[1].receivers
         return [rank for rank in range(self.size) if rank not in newcomers]
@@ -627,7 +629,7 @@ class BaseJob(ABC):
         target = self._elastic.view.base.target
         with self._lock:
             self._mark.offset = self._base_number - max(target, 1)
-            self._mark.is_member = self.rank in self._dealt_ranks()
+            self._mark.is_member = self.rank in self.dealt_ranks()
         return target == 0 and self._elastic.step_applied()
 
     def _catch_up(self) -> None:

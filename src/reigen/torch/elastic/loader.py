@@ -53,17 +53,17 @@ class StepLoader:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._plan, **options)
         self.num_restarts = 0
         self._batches: Iterator[Any] | None = None
-        #: number of the step that comes next, and this rank and the number of ranks, to which it was dealt
+        #: number of the step that comes next, this rank, and the number of ranks to which it was dealt
         self._next: tuple[int, int, int] | None = None
 
     def batches(self, step: ElasticStep) -> Iterator[Any]:
         """Iterate over a step's parts on this rank, each loaded and collated: none, if it has no samples."""
-        at = (step.number, step.rank, step.size)
+        at = (step.number, step.rank, step.num_dealt)
         if self._batches is None or self._next != at:
             self._plan.begin(step)
             self.num_restarts += 1
             self._batches = iter(self._loader)
-        self._next = (step.number + 1, *at[1:])
+        self._next = (step.number + 1, step.rank, step.size)  # what is loaded ahead is dealt to all
         for _ in step.parts:
             yield next(self._batches)
 

@@ -36,6 +36,7 @@ from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_parameters, broadcast_tensors, is_dense, share_optimizer_state
+from reigen.torch.sync_batch_norm import SyncBatchNorm
 
 #: In a bucket, and between buckets, a gradient may have so many bytes in front of it.
 _MAX_GAP_BYTES = 128
@@ -239,10 +240,15 @@ class TorchTraining:
     def _is_overlap_worth_it(self) -> bool:
         """Return whether members may go on while newcomers read the state; the same on all ranks.
 
-        Weights that exist once a host move when a step begins.
+        Weights that exist once a host move when a step begins. Normalization over all ranks needs all in `forward`,
+        which newcomers without samples do not call.
         """
+        if isinstance(self._optimizer, SharedParametersOptimizer):
+            return False
+        if any(isinstance(each, SyncBatchNorm | torch.nn.SyncBatchNorm) for each in self._model.modules()):
+            return False
         num_bytes = sum(each.numel() * each.element_size() for each in self._parameters())
-        return num_bytes >= LEAST_OVERLAPPED_BYTES and not isinstance(self._optimizer, SharedParametersOptimizer)
+        return num_bytes >= LEAST_OVERLAPPED_BYTES
 
     def _contents(self) -> Iterator[NDArray[np.uint8]]:
         return map(tensor_bytes, self._tensors())

@@ -204,9 +204,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         GradScaler reads the gradients through this list before it calls ``step()``: see `_before_unscaling`.
         """
+        groups = self.__dict__.get("param_groups")
+        if groups is None:  # Lightning's class of our class asks the optimizer that it wraps, by __getattr__
+            raise AttributeError("param_groups")
         if sys._getframe(1).f_code.co_name == "_unscale_grads_":
             self._before_unscaling()
-        return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
+        return cast("list[dict[str, Any]]", groups)
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -219,7 +222,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.__dict__["param_groups"] for parameter in group["params"]]
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
