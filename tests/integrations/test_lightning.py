@@ -147,3 +147,12 @@ def test_the_death_of_a_rank_ends_the_job_with_an_error_that_names_it() -> None:
     assert " of 2: " not in done.stdout
     assert "PeerLostError" in done.stderr, done.stderr
     assert "rank 1" in done.stderr
+
+
+def test_manual_optimization_with_two_optimizers() -> None:
+    program = (sys.executable, "-m", "tests.integrations.lightning_manual")
+    ended = run(sys.executable, "-m", "reigen", "run", "--no-prefix", "-np", "2", *program)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    weights = [line for line in ended.stdout.splitlines() if line.startswith("changed: True, weights: ")]
+    assert len(weights) == 2
+    assert len(set(weights)) == 1
