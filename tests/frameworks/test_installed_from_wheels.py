@@ -56,8 +56,8 @@ def environment(tmp_path: Path) -> Iterator[Path]:
 def constraints(requirements: list[str], path: Path) -> Path:
     """Those of this project, but for what a combination asks for in another version."""
     chosen = {requirement.partition("==")[0] for requirement in requirements if "==" in requirement}
-    if "tensorflow" in chosen:  # older ones need an older NumPy, among others
-        chosen |= {"numpy", "ml_dtypes"}
+    if "tensorflow" in chosen:  # older ones need an older NumPy and TensorBoard, among others
+        chosen |= {"numpy", "ml_dtypes", "tensorboard"}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     path.write_text("\n".join(line for line in lines if line.partition("==")[0] not in chosen))
     return path
