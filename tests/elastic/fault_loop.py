@@ -124,15 +124,18 @@ class FaultyJob(ABC):
 
     def supervisor_and_watchdog(self) -> tuple[int, int]:
         """The two processes of the launcher."""
-        pids = {each.pid for each in self.processes() if "reigen run" in each.command}
-        parents = {pid: _parent(pid) for pid in pids}
-        (supervisor,) = (pid for pid, parent in parents.items() if parent in pids)
-        return supervisor, parents[supervisor]
+        (supervisor,) = self._watched("reigen run")
+        return supervisor, _parent(supervisor)
 
     def agents(self) -> list[int]:
         """Agents of other hosts; of an agent and its watchdog the agent."""
-        pids = {each.pid for each in self.processes() if "reigen.launch.agent" in each.command}
-        return [pid for pid in pids if _parent(pid) in pids]
+        return self._watched("reigen.launch.agent")
+
+    def _watched(self, command: str) -> list[int]:
+        """Children of the watchdogs. A child of theirs that is just being made still has their command."""
+        parents = {each.pid: _parent(each.pid) for each in self.processes() if command in each.command}
+        watchdogs = {pid for pid, parent in parents.items() if parent not in parents}
+        return [pid for pid, parent in parents.items() if parent in watchdogs]
 
 
 def _parent(pid: int) -> int:
