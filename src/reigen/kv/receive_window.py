@@ -9,13 +9,20 @@ that there was. A wire needs one round trip, so windows grow with the rate until
 not shrink with it: where others fill the wire's queue, answers take longer than this allows for, smaller windows would
 lower the rate, and the rate the windows.
 
+Bytes come in bursts, one a step, and what lies between them says nothing about the wire: of a gap in which nothing
+comes T = `IN_FLIGHT_SECONDS` counts, so that a sample may be of several bursts. Where a burst takes a time b at the
+wire's rate, and is measured over b + T, windows are (T + 2 R) b / (b + T) at the wire's rate, with a round trip R: more
+than all of the burst where b < R, and more than R elsewhere. What has come while this process was not run is counted
+all at once; so a gap also counts for as long as those bytes take at the rate that is known, and a sample does not end
+amid them. Else busy machines would have windows that overflow queues.
+
 Both ends do that. What is acknowledged waits behind what its receiver sends, so what is on its way in one direction
 makes the round trip of the other one longer. Let both directions have as much on their way as comes in a time T at the
 wire's rate: then their queues and the round trip together take T, for pushes as for answers, and both wires are full.
 Without a bound for answers the round trip grows to what these fill, and pushes, which are bounded, get only a part of
 their wire. That is so on short ways. On a long one pushes are allowed a queue of a round trip, which is enough, and
 bounds of many workers' answers, which never are quite equal, cost more than they give: workers bound answers up to a
-round trip of `MAX_ANSWER_ROUND_TRIP_SECONDS`.
+round trip of `MAX_ANSWER_ROUND_TRIP_SECONDS`, and lift the bound where it grows beyond that.
 
 The round trip is the shortest that the kernel has seen in a while (net.ipv4.tcp_min_rtt_wlen, five minutes): the
 current one would grow with windows, and windows with it. It is read each time, so that a way that has become longer is
@@ -28,7 +35,7 @@ import math
 import socket
 from dataclasses import dataclass, field
 
-from reigen.net.sockets import limit_receive_window, read_arrivals
+from reigen.net.sockets import MAX_WINDOW_BYTES, limit_receive_window, read_arrivals
 
 #: Much more than hosts of one network take to answer each other, less than its queues usually hold.
 IN_FLIGHT_SECONDS = 0.008
@@ -49,18 +56,30 @@ class ReceiveRate:
     rate: float = 0.0
     num_senders: int = 1
     _num_bytes: int = 0
+    _num_counts: int = 0
     _senders: set[int] = field(default_factory=set)
-    _since: float = 0.0
+    _seconds: float = 0.0
+    _counted_at: float | None = None
 
     def count(self, sender: int, num_bytes: int, now: float) -> None:
-        """Count bytes that have arrived from a peer."""
-        self._num_bytes += num_bytes
-        self._senders.add(sender)
-        if (elapsed := now - self._since) >= SAMPLE_SECONDS:
-            self.rate = max(self.rate, self._num_bytes / elapsed)
-            self.num_senders = len(self._senders)
-            self._num_bytes, self._since = 0, now
-            self._senders.clear()
+        """Count bytes that have arrived from a peer since its last ones were counted."""
+        if self._counted_at is not None:
+            gap = now - self._counted_at
+            if self._seconds >= SAMPLE_SECONDS and gap * self._num_counts >= self._seconds:
+                self._end_sample()
+            # of all senders as much as of this one, the first after the gap
+            seconds_of_bytes = num_bytes * self.num_senders / self.rate if self.rate else gap
+            self._seconds += min(gap, IN_FLIGHT_SECONDS + seconds_of_bytes)
+            self._num_bytes += num_bytes
+            self._num_counts += 1
+            self._senders.add(sender)
+        self._counted_at = now
+
+    def _end_sample(self) -> None:
+        self.rate = max(self.rate, self._num_bytes / self._seconds)
+        self.num_senders = len(self._senders)
+        self._num_bytes, self._num_counts, self._seconds = 0, 0, 0.0
+        self._senders.clear()
 
     def window_bytes(self, round_trip_seconds: float) -> int:
         """Return how much of a peer may be on its way."""
@@ -75,7 +94,7 @@ class ReceiveWindow:
         connection: of TCP, below TLS if there is any.
         sender: number of the peer.
         inflow: of this process, from all peers.
-        max_round_trip_seconds: the window stays the kernel's on longer ways.
+        max_round_trip_seconds: the window is the kernel's on longer ways.
     """
 
     def __init__(
@@ -85,6 +104,7 @@ class ReceiveWindow:
         self._max_round_trip_seconds = max_round_trip_seconds
         #: when so much has been read, `bound` does something; what had arrived when it did so last
         self._next_bytes, self._num_arrived_bytes = WINDOW_STEP_BYTES, 0
+        self._is_bounded = False
 
     def bound(self, num_read_bytes: int, now: float) -> None:
         """Limit the bytes on their way, when some have come since the last time; raises OSError where it is closed."""
@@ -95,4 +115,8 @@ class ReceiveWindow:
         self._num_arrived_bytes, round_trip_seconds = read_arrivals(self._connection)
         self._inflow.count(self._sender, self._num_arrived_bytes - num_before, now)
         if round_trip_seconds <= self._max_round_trip_seconds:
+            self._is_bounded = True
             limit_receive_window(self._connection, self._inflow.window_bytes(round_trip_seconds))
+        elif self._is_bounded:
+            self._is_bounded = False
+            limit_receive_window(self._connection, MAX_WINDOW_BYTES)

@@ -28,7 +28,8 @@ _STATE, _OPEN = struct.Struct("@B"), (1, 8)
 #: tcpi_bytes_received; tcpi_min_rtt in microseconds, and what that is before the first one was measured.
 _ARRIVALS = struct.Struct("@128xQ12xI")
 _UNKNOWN_ROUND_TRIP = (1 << 32) - 1
-_MOST_WINDOW_BYTES = 1 << 30
+#: The largest window that TCP's header can say: with that one as the limit, the kernel's own is in force.
+MAX_WINDOW_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ def limit_receive_window(connection: socket.socket, nbytes: int) -> None:
     Raises:
         OSError: the connection is closed.
     """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, min(nbytes, _MOST_WINDOW_BYTES))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, min(nbytes, MAX_WINDOW_BYTES))
 
 
 def as_connection_error(error: OSError) -> ConnectionError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
@@ -16,6 +17,7 @@ from reigen.kv.receive_window import (
     ReceiveRate,
     ReceiveWindow,
 )
+from reigen.net.sockets import MAX_WINDOW_BYTES
 
 NOW = 1000.0
 
@@ -75,6 +77,52 @@ def test_neither_a_pause_nor_others_who_use_the_wire_make_windows_smaller():
     assert inflow.window_bytes(0.0) == before
 
 
+@pytest.mark.parametrize("burst_ms", [2, 6, 12, 20, 40])
+@pytest.mark.parametrize("round_trip_seconds", [0.005, 0.01, 0.016])
+@pytest.mark.parametrize("num_senders", [1, 4])
+def test_short_bursts_with_pauses_between_them_have_windows_that_do_not_limit_them(
+    burst_ms, round_trip_seconds, num_senders
+):
+    """All of a burst, or what a wire of 5 Gbit/s carries in a round trip, may be on its way."""
+    inflow, wire, now = ReceiveRate(), 625e6, NOW
+    for _ in range(100):
+        now += 0.15
+        for step in range(10 * burst_ms):  # a count each 62.5 kB
+            inflow.count(step % num_senders, int(wire / 10_000), now := now + 0.0001)
+    needed = wire * min(burst_ms / 1000, round_trip_seconds)
+    assert needed <= num_senders * inflow.window_bytes(round_trip_seconds)
+    assert inflow.rate <= 1.01 * wire
+    assert inflow.num_senders == num_senders
+
+
+def test_a_process_that_is_not_run_for_long_measures_no_rate_that_the_wire_has_not():
+    """All bytes of 5 to 50 ms are counted in one moment, one peer's after the other's."""
+    random, inflow, wire, now = Random(7), ReceiveRate(), 25e6, NOW
+    now = flow(inflow, dict.fromkeys(range(4), wire / 4000), 4)
+    for _ in range(1000):
+        now += (delay := random.uniform(0.005, 0.05))
+        for sender in range(4):
+            inflow.count(sender, int(wire * delay / 4), now)
+    assert inflow.rate == pytest.approx(wire, rel=0.05)
+
+
+def test_bursts_behind_windows_that_are_too_small_make_these_grow():
+    """Each burst of 5 MB takes as many round trips as its window says."""
+    wire, round_trip_seconds, num_bytes, now = 625e6, 0.01, 5_000_000, NOW
+    inflow = ReceiveRate()
+    for _ in range(200):
+        now += 0.1
+        left = num_bytes
+        while left > 0:
+            came = min(left, inflow.window_bytes(round_trip_seconds))
+            left -= came
+            took = came / wire
+            for _ in range(8):
+                inflow.count(0, came // 8, now := now + took / 8)
+            now += max(0.0, round_trip_seconds - took)
+    assert inflow.window_bytes(round_trip_seconds) >= num_bytes
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
@@ -101,11 +149,11 @@ def test_small_messages_pay_nothing_and_large_ones_have_a_bound(ends, bounds):
     receive(ends, 1000)
     window.bound(1000, NOW)
     assert not bounds
-    assert not inflow.rate
-    receive(ends, WINDOW_STEP_BYTES)
-    window.bound(1000 + WINDOW_STEP_BYTES, NOW)
-    assert inflow.rate == (1000 + WINDOW_STEP_BYTES) / NOW, "all that has arrived since the beginning"
-    assert bounds == [MIN_WINDOW_BYTES]
+    for number in (1, 2, 3):
+        receive(ends, WINDOW_STEP_BYTES)
+        window.bound(1000 + number * WINDOW_STEP_BYTES, NOW + number)
+    assert inflow.rate == WINDOW_STEP_BYTES, "from when the first ones were counted"
+    assert bounds == [MIN_WINDOW_BYTES] * 3
 
 
 def test_a_round_trip_that_has_grown_makes_a_window_larger(ends, bounds, monkeypatch):
@@ -121,12 +169,17 @@ def test_a_round_trip_that_has_grown_makes_a_window_larger(ends, bounds, monkeyp
 def test_on_a_long_way_what_comes_from_servers_has_no_bound(ends, bounds, monkeypatch):
     inflow = ReceiveRate(rate=100e6)
     limit = MAX_ANSWER_ROUND_TRIP_SECONDS
-    arrived = iter([(1000, limit), (2000, 1.01 * limit), (3000, limit / 2)])
+    ways = (1.01 * limit, limit, 1.01 * limit, 2 * limit, limit / 2)
+    arrived = iter([(0, seconds) for seconds in ways])
     monkeypatch.setattr("reigen.kv.receive_window.read_arrivals", lambda _: next(arrived))
     window = ReceiveWindow(ends[1], 0, inflow, limit)
-    for number in (1, 2, 3):
+    for number in range(1, 1 + len(ways)):
         window.bound(number * WINDOW_STEP_BYTES, NOW)
-    assert bounds == [inflow.window_bytes(limit), inflow.window_bytes(limit / 2)]
+    assert bounds == [
+        inflow.window_bytes(limit),
+        MAX_WINDOW_BYTES,  # lifted when the way has become longer, and once
+        inflow.window_bytes(limit / 2),
+    ]
 
 
 def test_windows_that_both_ends_bound_alike_fill_both_directions():
