@@ -17,6 +17,7 @@ from reigen import elastic
 from reigen.elastic import state_transfer
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.testing import RankPool
+from reigen.torch.elastic import training as torch_training
 from reigen.torch.elastic.training import TorchTraining
 
 
@@ -319,3 +320,68 @@ def test_a_newcomer_gets_the_bits_of_the_others(
     (first, *_), (second, *_), (third, *_) = found
     assert first == second != third
     assert [after for _, after in found] == [first] * 3
+
+
+class TeacherAndStudent(torch.nn.Module):
+    """The teacher's weights are no business of the optimizer: they follow those of the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = torch.nn.Linear(5, 3)
+        self.teacher = torch.nn.Linear(5, 3).requires_grad_(False)
+        self.register_buffer("num_steps", torch.zeros(1))
+
+    def follow(self) -> None:
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.data.lerp_(other.data, 0.25)  # as many programs do: the tensor's version stays the same
+
+
+def weights_of(*modules: torch.nn.Module) -> list[float]:
+    return [float(value) for module in modules for each in module.parameters() for value in each.detach().flatten()]
+
+
+def overlap_with_a_teacher(changes: str) -> tuple[list[float], bytes, list[float]]:
+    """Rank 2 gets the state of rank 1; returns what it was, the digests that are compared, and what this rank has."""
+    torch.manual_seed(hvd.rank() // 2)
+    model, loss = TeacherAndStudent(), torch.nn.Linear(3, 1)
+    trained = [*model.student.parameters(), *loss.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(trained, lr=0.1))
+    training = TorchTraining(model, optimizer, {})
+    before = weights_of(model, loss)
+    least, torch_training.LEAST_OVERLAPPED_BYTES = torch_training.LEAST_OVERLAPPED_BYTES, 0
+    try:
+        overlapped = training.transfer(1, frozenset({2}), may_overlap=True)
+    finally:
+        torch_training.LEAST_OVERLAPPED_BYTES = least
+    assert overlapped is not None
+    hvd.barrier()
+    if changes == "teacher" and hvd.rank() < 2:
+        model.follow()
+    if changes == "loss" and hvd.rank() < 2:
+        with torch.no_grad():
+            next(loss.parameters()).add_(1)
+    hvd.barrier()
+    if hvd.rank() == 2:
+        overlapped.read()
+    hvd.barrier()  # until then the source has to live
+    return before, overlapped.digest(), weights_of(model, loss)
+
+
+def test_a_newcomer_gets_weights_outside_of_the_optimizer_as_they_were_before_the_program_changed_them(
+    rank_pool: Callable[[int], RankPool],
+):
+    """Its own program changes them in the same way in that step, so that all are equal behind it."""
+    _, source, newcomer = rank_pool(3).run(overlap_with_a_teacher, "teacher", init=True)
+    assert source[2] != source[0], "the teacher was changed while the newcomer had not read"
+    assert newcomer[0] != source[0] == newcomer[2]
+    assert newcomer[1] == source[1] != b""
+
+
+def test_weights_that_the_optimizer_has_and_the_model_has_not_are_the_newcomers_too(
+    rank_pool: Callable[[int], RankPool],
+):
+    _, source, newcomer = rank_pool(3).run(overlap_with_a_teacher, "", init=True)
+    assert newcomer[0] != source[0] == source[2] == newcomer[2]
+    assert newcomer[1] == source[1] != b""
+    _, source, newcomer = rank_pool(3).run(overlap_with_a_teacher, "loss", init=True)
+    assert newcomer[1] != source[1], "they were changed while it had not read: it has to get them again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -75,6 +76,8 @@ class TorchTraining:
         self._states: dict[str, Any] = {}
         #: of what this rank has given to others, which has not changed since; empty: none
         self._sent_digest = b""
+        #: of the fixed parameters that this rank has given to others, as they were then; empty: of those of now
+        self._fixed_digest = b""
 
     def _prepare_optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """Return the optimizer as this training uses it; raises ArgumentError."""
@@ -195,12 +198,17 @@ class TorchTraining:
     def backup(self) -> Any:
         """Implement `TrainingState.backup`."""
         states = {parameter: dict(state) for parameter, state in self._optimizer.state.items()}
-        return copy_state(dict(self._model.state_dict()), None), states, _copy_options(self._optimizer)
+        known = {id(each) for each in self._model.parameters()}  # the optimizer may have others
+        others = [(each, each.detach().clone()) for each in self._parameters() if id(each) not in known]
+        return copy_state(dict(self._model.state_dict()), None), others, states, _copy_options(self._optimizer)
 
     def recover(self, backup: Any) -> None:
         """Implement `TrainingState.recover`."""
-        weights, states, options = backup
+        weights, others, states, options = backup
         self._model.load_state_dict(weights)
+        with torch.no_grad():
+            for parameter, value in others:
+                parameter.copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update(states)
         _set_options(self._optimizer, options)
@@ -209,28 +217,42 @@ class TorchTraining:
         self, source: int, receivers: frozenset[int], *, may_overlap: bool = False
     ) -> OverlappedTransfer | None:
         """Implement `TrainingState.transfer`."""
-        receives, self._sent_digest = rank() in receivers, b""
-        weights = dict(self._model.named_parameters())
-        others = {name: value for name, value in self._model.state_dict().items() if name not in weights}
-        if not receives:  # buffers may differ, and each keeps its own
-            others = {n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in others.items()}
-        broadcast_parameters(others, source)
+        receives = rank() in receivers
+        self._sent_digest = self._fixed_digest = b""
+        self._transfer_buffers(source, receives=receives)
         states, install = share_optimizer_state(self._optimizer, source, receives=receives)
-        tensors = [*(weights[name].detach() for name in sorted(weights)), *states]
-        is_readable = all(tensor.device.type == "cpu" and is_dense(tensor) for tensor in tensors)
-        layout = [f"{each.dtype} {tuple(each.shape)} {each.stride()}" for each in tensors] if is_readable else []
-        arrays = [tensor_bytes(tensor) for tensor in tensors] if is_readable else []
-        where, overlapped, is_done = (arrays, "\n".join(layout), source, receivers), None, False
+        fixed = [each.detach() for each in self._fixed_parameters()]
+        tensors = [*(each.detach() for each in self._parameters()), *states]
+        overlapped = None
         if may_overlap and self._is_overlap_worth_it():
-            overlapped = begin_overlapped_transfer(*where, self._contents, self._version)
+            if fixed:  # the program may change these before its update, which the others would not notice
+                self._send(fixed, source, receivers, self._note_fixed_digest)
+            where = *_memory_of(tensors), source, receivers
+            overlapped = begin_overlapped_transfer(*where, self._trained_contents, self._version)
+            if overlapped is None:
+                broadcast_tensors(tensors, source, "elastic.state")
         else:
-            is_done = read_from_source(*where, self._note_digest)
-        if overlapped is None and not is_done:
-            broadcast_tensors(tensors, source, "elastic.state")
+            self._send([*fixed, *tensors], source, receivers, self._note_digest)
         install()
         for parameter in self._parameters():
             parameter.grad = None
         return overlapped
+
+    def _transfer_buffers(self, source: int, *, receives: bool) -> None:
+        """Collective: receivers get the buffers of the source, and what else its modules keep beside parameters."""
+        names = dict(self._model.named_parameters())
+        others = {name: value for name, value in self._model.state_dict().items() if name not in names}
+        if not receives:  # buffers may differ, and each keeps its own
+            others = {n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in others.items()}
+        broadcast_parameters(others, source)
+
+    @staticmethod
+    def _send(
+        tensors: list[torch.Tensor], source: int, receivers: frozenset[int], during_read: Callable[[], object]
+    ) -> None:
+        """Collective: receivers get these tensors of the source, by reading or by a broadcast; all wait for it."""
+        if not read_from_source(*_memory_of(tensors), source, receivers, during_read):
+            broadcast_tensors(tensors, source, "elastic.state")
 
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""
@@ -251,7 +273,12 @@ class TorchTraining:
         return num_bytes >= LEAST_OVERLAPPED_BYTES
 
     def _contents(self) -> Iterator[NDArray[np.uint8]]:
-        return map(tensor_bytes, self._tensors())
+        return map(tensor_bytes, itertools.chain(self._fixed_parameters(), self._tensors()))
+
+    def _trained_contents(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield what an overlapped transfer is compared by; of the fixed parameters, which come before, the digest."""
+        yield np.frombuffer(self._fixed_digest or digest_of(map(tensor_bytes, self._fixed_parameters())), np.uint8)
+        yield from map(tensor_bytes, self._tensors())
 
     def _version(self) -> list[tuple[int, int]]:
         """Return versions of weights and optimizer state, and where they lie: others after each change."""
@@ -261,6 +288,10 @@ class TorchTraining:
         """Compute the digest while others read the state, so that they need not wait for it."""
         self._sent_digest = b""
         self._sent_digest = self.digest()
+
+    def _note_fixed_digest(self) -> None:
+        """Compute the digest of the fixed parameters while others read them: the program may change them then."""
+        self._fixed_digest = digest_of(map(tensor_bytes, self._fixed_parameters()))
 
     def small_state(self) -> Any:
         """Implement `TrainingState.small_state`."""
@@ -292,12 +323,28 @@ class TorchTraining:
         for group in self._optimizer.__dict__["param_groups"]:
             yield from group["params"]
 
+    def _fixed_parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the model's parameters that the optimizer does not have; the program may change them all the same.
+
+        That of a moving average, say, in the model. In the same order on all ranks.
+        """
+        trained = {id(each) for each in self._parameters()}
+        yield from (each for _, each in sorted(self._model.named_parameters()) if id(each) not in trained)
+
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield weights and the optimizer's state, in the same order on all ranks."""
         for parameter in self._parameters():
             yield parameter
             state = self._optimizer.state.get(parameter, {})
             yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
+
+
+def _memory_of(tensors: list[torch.Tensor]) -> tuple[list[NDArray[np.uint8]], str]:
+    """Return arrays and layout for `read_from_source`; the layout is empty if some memory cannot be read as it is."""
+    if not all(tensor.device.type == "cpu" and is_dense(tensor) for tensor in tensors):
+        return [], ""
+    layout = [f"{each.dtype} {tuple(each.shape)} {each.stride()}" for each in tensors]
+    return [tensor_bytes(tensor) for tensor in tensors], "\n".join(layout)
 
 
 def _check_state(name: str, state: Any) -> None:
