@@ -242,6 +242,42 @@ def test_parameters_frozen_thawed_and_added_later(rank_pool):
     rank_pool(2).run(frozen_and_thawed, init=True)
 
 
+def groups_are_replaced(in_backward: bool, way: str) -> None:
+    """The optimizer has one layer at first; then its groups are others, with layers that are thawed later."""
+    truth, model = make_net(), make_net()
+    optimizers: list[torch.optim.Optimizer] = []
+    for net in (truth, model):
+        net.requires_grad_(False)
+        net.head.requires_grad_()
+        optimizers.append(torch.optim.SGD(net.head.parameters(), lr=0.1))
+    reference, optimizer = optimizers[0], hvd.DistributedOptimizer(optimizers[1], synchronize_in_backward=in_backward)
+    for step, (x, y) in enumerate(batches(6)):
+        if step == 2:
+            for net, one in ((truth, reference), (model, optimizer)):
+                groups = [*one.param_groups, {**one.param_groups[0], "params": [*net.shared.parameters()]}]
+                if way == "setter":
+                    one.param_groups = groups
+                else:
+                    one.__setstate__({"state": one.state, "param_groups": groups})
+        if step == 3:
+            truth.shared.requires_grad_()
+            model.shared.requires_grad_()
+        reference.zero_grad()
+        mean_loss(truth, x, y).backward()
+        reference.step()
+        optimizer.zero_grad()
+        mean_loss(model, mine(x), mine(y)).backward()
+        optimizer.step()
+        assert_same(model, truth)
+    assert_identical_everywhere(model)
+
+
+@pytest.mark.parametrize("way", ["setter", "__setstate__"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_groups_that_are_replaced(rank_pool, in_backward, way):
+    rank_pool(2).run(groups_are_replaced, in_backward, way, init=True)
+
+
 def sparse(as_dense: bool) -> None:
     n = hvd.size()
 

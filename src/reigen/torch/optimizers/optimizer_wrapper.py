@@ -67,12 +67,13 @@ class OptimizerReducer(ABC):
         Raises:
             UnsupportedTypeError: the dtype of one cannot be communicated.
         """
-        new = {id(p): p for p in parameters if id(p) not in self._known and p.requires_grad}
+        unknown = {id(p): p for p in parameters if id(p) not in self._known}
+        new = {number: p for number, p in unknown.items() if p.requires_grad}
         for parameter in new.values():
             self.check_dtype(parameter)
-        for parameter in new.values():
-            self.names.setdefault(parameter, f"parameter.{len(self._known)}")
-            self._known[id(parameter)] = parameter
+        for parameter in unknown.values():  # also those that may come to need a gradient: they are looked for by name
+            self.names.setdefault(parameter, f"parameter.{len(self.names)}")
+        self._known.update(new)
         if new:
             self.watch([*new.values()])
 
@@ -213,7 +214,20 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take other groups, whose parameters take part from the next step on; on all ranks at the same step.
+
+        Lightning does that where a training goes on from a checkpoint: its callbacks may have added groups before.
+        """
         self.__dict__["param_groups"] = groups
+        self._adopt_groups()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._adopt_groups()
+
+    def _adopt_groups(self) -> None:
+        if (reducer := self.__dict__.get("_reducer")) is not None:
+            reducer.adopt(self._parameters())
 
     def _before_unscaling(self) -> None:
         """GradScaler is about to change the gradients in place, and to decide whether to call ``step()``.
