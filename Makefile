@@ -113,7 +113,7 @@ test-mxnet: $(MXNET_VENV)/.stamp
 	$(call pytest,$(MXNET_VENV)/bin/python,tests/mxnet)
 
 test-frameworks: $(FRAMEWORKS_VENV)/.stamp
-	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/tensorflow tests/keras tests/jax)
+	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/tensorflow tests/keras tests/jax $(wildcard tests/examples))
 
 test-engines: $(FRAMEWORKS_VENV)/.stamp
 	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/engines)

@@ -6,6 +6,7 @@ are marked with (*); without a launcher the same script trains alone.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import sys
 import time
@@ -56,6 +57,7 @@ def fingerprint(model: keras.Model) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     hvd.init()  # (*)
     images, labels, test_images, test_labels = load()
     keras.utils.set_random_seed(hvd.rank())  # dropout differs between the ranks ...

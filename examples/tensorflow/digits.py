@@ -6,6 +6,7 @@ it distributed are marked with (*); without a launcher the same script trains al
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import sys
 import time
@@ -59,6 +60,7 @@ def fingerprint(model: tf.keras.Model) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     hvd.init()  # (*)
     images, labels, test_images, test_labels = load()
     tf.keras.utils.set_random_seed(hvd.rank())  # dropout differs between the ranks ...
@@ -93,7 +95,8 @@ def main() -> int:
         reached = float(hvd.allreduce(tf.constant(correct), op=hvd.Sum)) / len(test_labels)  # (*)
         mean_loss = float(hvd.allreduce(total_loss))  # (*)
         rate = seen / (time.perf_counter() - start)
-        show(f"epoch {epoch:2}/{EPOCHS}  {rate:6,.0f} samples/s  loss {mean_loss:.4f}  accuracy {reached:.4f}")
+        eta = f"ETA {(EPOCHS * len(labels) - seen) / rate:.0f} s"
+        show(f"epoch {epoch:2}/{EPOCHS}  {rate:6,.0f} samples/s  loss {mean_loss:.4f}  accuracy {reached:.4f}  {eta}")
 
     fingerprints = hvd.allgather_object(fingerprint(model))  # (*)
     identical = len(set(fingerprints)) == 1

@@ -106,12 +106,13 @@ def main() -> int:
             scheduler.step()
             seen += len(batch)
             rate = seen / (time.perf_counter() - start)
+            eta = f"ETA {(EPOCHS * len(labels) - seen) / rate:.0f} s"
             if LIVE:
-                show(f"epoch {epoch:2}/{EPOCHS}  {rate:6,.0f} samples/s  accuracy {reached:.4f} ")
+                show(f"epoch {epoch:2}/{EPOCHS}  {rate:6,.0f} samples/s  accuracy {reached:.4f}  {eta} ")
         reached = accuracy(model, test_images, test_labels)
         mean_loss = hvd.allreduce(total_loss).item()  # (*)
-        progress = f"epoch {epoch:2}/{EPOCHS}  {rate:6,.0f} samples/s  loss {mean_loss:.4f}  accuracy {reached:.4f} "
-        show(progress, final=epoch == EPOCHS)
+        line = f"epoch {epoch:2}/{EPOCHS}  {rate:6,.0f} samples/s  loss {mean_loss:.4f}  accuracy {reached:.4f}  {eta} "
+        show(line, final=epoch == EPOCHS)
 
     fingerprints = hvd.allgather_object(fingerprint(model))  # (*)
     identical = len(set(fingerprints)) == 1

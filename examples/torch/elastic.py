@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 
 import torch
 from sklearn.datasets import load_digits
@@ -56,9 +57,11 @@ def main() -> int:
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
         while state.epoch < epochs:
+            start, first, loss = time.perf_counter(), state.step, torch.zeros(())
             for number, (images, labels) in enumerate(DataLoader(dataset, BATCH, sampler=sampler)):
                 optimizer.zero_grad()
-                cross_entropy(model(images), labels).backward()
+                loss = cross_entropy(model(images), labels)
+                loss.backward()
                 optimizer.step()
                 sampler.record_batch(number, len(labels))
                 state.step += 1
@@ -67,7 +70,10 @@ def main() -> int:
             mine = slice(hvd.rank(), None, hvd.size())
             correct = (model(test_images[mine]).argmax(1) == test_labels[mine]).sum()
             state.accuracy = hvd.allreduce(correct, op=hvd.Sum).item() / len(test_labels)
-            say(f"epoch {state.epoch + 1:3}/{epochs}  {hvd.size()} ranks  accuracy {state.accuracy:.4f}")
+            took = time.perf_counter() - start  # of an epoch, or of what was left of it
+            rate, left = (state.step - first) * BATCH * hvd.size() / took, (epochs - state.epoch - 1) * took
+            line = f"epoch {state.epoch + 1:3}/{epochs}  {hvd.size()} ranks  accuracy {state.accuracy:.4f}"
+            say(f"{line}  loss {loss.item():.4f}  {rate:,.0f} samples/s  ETA {left:.0f} s")
             state.epoch += 1
             sampler.set_epoch(state.epoch)
             state.commit()

@@ -77,20 +77,27 @@ def main() -> int:
         model, optimizer, scheduler, data=data, min_size=arguments.min_size, resume=arguments.checkpoint
     ) as job:
         loader = hvd.elastic.StepLoader(job, train, num_workers=arguments.workers)
+        start, seen, last_loss = time.perf_counter(), 0, 0.0
         for step in job.steps(arguments.epochs):
             if job.size != size:
                 size = job.size
                 print(f"rank {job.rank}: {size} ranks at step {step.number}, {job.num_undone} undone here", flush=True)
             with step:
                 for images, labels in loader.batches(step):
-                    cross_entropy(model(images), labels).backward()
+                    loss = cross_entropy(model(images), labels)
+                    loss.backward()
+                    last_loss = loss.item()
                 time.sleep(arguments.step_seconds)
                 optimizer.step()
                 if step.is_last:
                     scheduler.step()
             if step.is_last and step.is_applied:
+                seen += len(train)
+                rate = seen / (time.perf_counter() - start)
+                eta = (arguments.epochs - step.epoch - 1) * len(train) / rate
                 if job.rank == 0:
-                    print(f"epoch {step.epoch + 1}: {evaluate(model, test):.1%} of the test images", flush=True)
+                    found = f"epoch {step.epoch + 1}: {evaluate(model, test):.1%} of the test images"
+                    print(f"{found}  loss {last_loss:.4f}  {rate:,.0f} samples/s  ETA {eta:.0f} s", flush=True)
                 if arguments.checkpoint:
                     job.checkpoint(arguments.checkpoint)
     return 0 if evaluate(model, test) >= GOAL else 1

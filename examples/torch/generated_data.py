@@ -38,14 +38,24 @@ def write_cifar10(directory: Path, train: int, test: int) -> None:
 
 def write_imagenet(directory: Path, train: int, val: int, size: int) -> None:
     """Write JPEG files into ``train/CLASS/`` and ``val/CLASS/``."""
-    from PIL import Image
-
     for part, count, seed in (("train", train, 1), ("val", val, 2)):
         for label in range(CLASSES):
             (directory / part / f"n{label:08}").mkdir(parents=True)
         for number, (image, label) in enumerate(zip(*draw_pictures(count, size, seed), strict=True)):
             file = directory / part / f"n{label:08}" / f"{part}_{number:08}.JPEG"
-            Image.fromarray(image.transpose(1, 2, 0)).save(file, quality=95)
+            write_jpeg(file, image.transpose(1, 2, 0))
+
+
+def write_jpeg(file: Path, image: np.ndarray) -> None:
+    """Write uint8 (height, width, 3), with Pillow, or else with TensorFlow."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        import tensorflow as tf
+
+        file.write_bytes(tf.io.encode_jpeg(image, quality=95).numpy())
+    else:
+        Image.fromarray(image).save(file, quality=95)
 
 
 def write_coco(directory: Path, train: int, val: int, size: int) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 
 import torch
+from progress import Progress
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -60,20 +60,22 @@ def main() -> int:
         sampler = ShuffleSplitSampler(len(train), num_parts=num_workers, part_index=rank, seed=1)
         loader = DataLoader(train, batch_size=BATCH, sampler=sampler)
 
-        start = time.perf_counter()
+        progress = Progress(EPOCHS * len(sampler) * num_workers, is_shown=rank == 0)
         for epoch in range(1, EPOCHS + 1):
             for images, labels in loader:
                 trainer.zero_grad()
-                cross_entropy(model(images), labels, reduction="sum").backward()
+                loss = cross_entropy(model(images), labels, reduction="sum")
+                loss.backward()
                 trainer.step(len(labels) * num_workers)  # the gradients of all workers are added up
+                progress.add(len(labels) * num_workers, loss.detach() / len(labels))
             if epoch == 10:
                 trainer.set_learning_rate(options.lr / 10)  # the servers', too
             with torch.no_grad():
                 accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
             if rank == 0:
                 print(f"epoch {epoch:2}/{EPOCHS}  accuracy {accuracy:.4f}", flush=True)
-        seconds = time.perf_counter() - start
     if rank == 0:
+        seconds = progress.elapsed
         print(
             f"{options.kvstore}, {num_workers} worker(s), {seconds:.1f} s: test accuracy {accuracy:.4f}, wanted {GOAL}"
         )

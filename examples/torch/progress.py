@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-
-import torch
+from typing import SupportsFloat
 
 
 class Progress:
@@ -21,23 +20,25 @@ class Progress:
         self._start = self._printed = time.perf_counter()
         self._seen = 0
 
-    def add(self, samples: int, loss: torch.Tensor | float) -> None:
+    def add(self, samples: int, loss: SupportsFloat) -> None:
         """Count the samples of a step, and print their loss where it is time, and in the end."""
         self._seen += samples
         now = time.perf_counter()
         if self._is_shown and (now - self._printed >= self._seconds or self._seen >= self._num_samples):
             self._printed = now
-            left = max(0, self._num_samples - self._seen) / self.rate
-            print(
-                f"{self._seen / self._num_samples:4.0%}  {self.rate:8,.1f} samples/s  loss {float(loss):.4f}  "
-                f"ETA {left // 60:.0f}:{left % 60:02.0f}",
-                flush=True,
-            )
+            done = self._seen / self._num_samples
+            print(f"{done:4.0%}  {self.rate:8,.1f} samples/s  loss {float(loss):.4f}  {self.eta}", flush=True)
 
     @property
     def rate(self) -> float:
         """Samples per second since the beginning."""
         return self._seen / (time.perf_counter() - self._start)
+
+    @property
+    def eta(self) -> str:
+        """The time that is left, if all goes on as it did: "ETA 1:05"."""
+        minutes, seconds = divmod(round(max(0, self._num_samples - self._seen) / self.rate), 60)
+        return f"ETA {minutes}:{seconds:02}"
 
     @property
     def elapsed(self) -> float:

@@ -1,16 +1,23 @@
-"""Examples for PyTorch need torchvision and Jupyter: `make test-integrations` has them in a separate environment."""
+"""Examples run where their libraries are: `make test-integrations` has PyTorch's, `make test-frameworks` the rest."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-_HERE = Path(__file__).parent
+from tests.needed_libraries import ignore_without
+
+_LIBRARIES = {
+    "test_torch_*": ["torchvision", "nbclient"],
+    "test_keras_*": ["keras", "tensorflow"],
+    "test_tensorflow_*": ["tensorflow"],
+    "test_jax_*": ["flax", "tensorflow"],
+}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Elsewhere the files of PyTorch's examples are not even imported."""
-    if all(importlib.util.find_spec(each) is not None for each in ("torchvision", "nbclient")):
-        return None
-    is_one = collection_path.name.startswith("test_torch_") and collection_path.parent == _HERE
-    return True if is_one else None
+    """Elsewhere the files are not even imported."""
+    verdicts = (
+        ignore_without(*modules, path=collection_path, conftest=__file__, pattern=pattern)
+        for pattern, modules in _LIBRARIES.items()
+    )
+    return True if any(verdicts) else None

@@ -5,30 +5,39 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from reigen.testing.environment import clean_environment
 
 ROOT = Path(__file__).parents[2]
-#: It says why the scripts that need torchvision are run by another one.
-WITH_TORCHVISION = Path(__file__).with_name("with_torchvision_operators.py")
+#: PyTorch's scripts find torchvision's operators there, where those of its library cannot be loaded.
+OPERATORS = ROOT / "tests" / "torchvision_operators"
 DEADLINE_SECONDS = 380
 
 
-def run(script: str, *options: object, np: int = 1, servers: int = 0, torchvision: bool = False) -> str:
-    """Return the output of an example of examples/torch on ``np`` ranks; without servers, one rank has no launcher."""
+def run(
+    script: str, *options: object, np: int = 1, servers: int = 0, framework: str = "torch", backend: str = ""
+) -> str:
+    """Return the output of an example of a framework on ``np`` ranks; without servers, one rank has no launcher.
+
+    ``backend`` is Keras's.
+    """
     launcher = [sys.executable, "-m", "reigen", "run", "--no-prefix", "-np", str(np)]
     launcher += ["-s", str(servers)] if servers else []
-    python = [sys.executable, *([str(WITH_TORCHVISION)] if torchvision else [])]
-    command = [*(launcher if np > 1 or servers else []), *python, str(ROOT / "examples" / "torch" / script)]
+    command = [*(launcher if np > 1 or servers else []), sys.executable, str(ROOT / "examples" / framework / script)]
     environ = clean_environment() | {
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}:{OPERATORS}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise torchvision's replacement of roi_align is compiled first
+        "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     done = subprocess.run(
         [*command, *map(str, options)],
-        env=environ,
+        env=environ | ({"KERAS_BACKEND": backend} if backend else {}),
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
@@ -41,3 +50,9 @@ def run(script: str, *options: object, np: int = 1, servers: int = 0, torchvisio
 def figure(printed: str, name: str) -> float:
     """Return the last number that an example printed behind a name."""
     return float(re.findall(rf"{name} (-?[\d.]+\d)", printed)[-1])
+
+
+def assert_same(name: str, tolerance: float, *runs: Callable[[], str]) -> None:
+    """Compare a figure of several runs: sums of floating-point numbers differ by their order alone."""
+    figures = [figure(each(), name) for each in runs]
+    assert figures == pytest.approx([figures[0]] * len(figures), rel=tolerance), figures

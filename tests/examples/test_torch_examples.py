@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.examples.running import ROOT, figure, run
+from tests.examples.running import assert_same, run
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def assert_same(name: str, tolerance: float, *runs: Callable[[], str]) -> None:
-    """Compare a figure of several runs: sums of floating-point numbers differ by their order alone."""
-    figures = [figure(each(), name) for each in runs]
-    assert figures == pytest.approx([figures[0]] * len(figures), rel=tolerance), figures
 
 
 def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
@@ -75,18 +68,18 @@ def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been
     """A small one, in float32: bfloat16 has three digits."""
     options = ["--model", "resnet18", "--dtype", "float32", "--num-images", 64, "--drop-epochs", 1, "--goal", 0]
     checkpoint = ["--checkpoint", tmp_path / "resnet.pt"]
-    run("imagenet_resnet50.py", *options, "--epochs", 1, *checkpoint, torchvision=True)
+    run("imagenet_resnet50.py", *options, "--epochs", 1, *checkpoint)
     assert_same(
         "last epoch's loss",
         1e-3,
-        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, torchvision=True),
-        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=2, torchvision=True),
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2),
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=2),
     )
 
 
 def test_resnet50_in_mixed_precision_with_synthetic_images() -> None:
     options = ["--synthetic", "--num-images", 32, "--epochs", 1]
-    assert "resnet50, bfloat16" in run("imagenet_resnet50.py", *options, torchvision=True)
+    assert "resnet50, bfloat16" in run("imagenet_resnet50.py", *options)
 
 
 def test_faster_rcnn() -> None:
@@ -94,16 +87,11 @@ def test_faster_rcnn() -> None:
     assert_same(
         "test loss",
         1e-3,
-        lambda: run("coco_detection.py", *options, torchvision=True),
-        lambda: run("coco_detection.py", *options, np=2, torchvision=True),
+        lambda: run("coco_detection.py", *options),
+        lambda: run("coco_detection.py", *options, np=2),
     )
 
 
 def test_mask_rcnn() -> None:
     options = ["--model", "mask", "--num-images", 8, "--epochs", 1, "--goal", 20]
-    assert "mask R-CNN" in run("coco_detection.py", *options, torchvision=True)
-
-
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples" / "torch").glob("*.py")))
-def test_examples_are_short(script: str) -> None:
-    assert len((ROOT / "examples" / "torch" / script).read_text().splitlines()) <= 150
+    assert "mask R-CNN" in run("coco_detection.py", *options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,20 +10,19 @@ from typing import Any
 import pytest
 
 from reigen.testing import RankPool
+from tests.needed_libraries import ignore_without
 
 _HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Elsewhere the files are not even imported."""
-    if importlib.util.find_spec("lightning") is not None and importlib.util.find_spec("transformers") is not None:
-        return None
-    return True if collection_path.suffix == ".py" and collection_path.parent == _HERE else None
+    return ignore_without("lightning", "transformers", path=collection_path, conftest=__file__)
 
 
 def program_environment() -> dict[str, str]:
     """Variables of processes that import these libraries: nothing is looked up in a network."""
-    path = [str(_HERE / "start"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(_HERE.parent / "torchvision_operators"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "HF_HUB_OFFLINE": "1",

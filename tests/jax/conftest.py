@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-_HERE = Path(__file__).parent
+from tests.needed_libraries import ignore_without
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Elsewhere the files are not even imported."""
-    if importlib.util.find_spec("jax") is not None:
-        return None
-    return True if collection_path.suffix == ".py" and collection_path.parent == _HERE else None
+    return ignore_without("jax", path=collection_path, conftest=__file__)

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 from reigen.testing import RankPool
-
-_HERE = Path(__file__).parent
+from tests.needed_libraries import ignore_without
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Elsewhere the files are not even imported."""
-    if importlib.util.find_spec("keras") is not None:
-        return None
-    return True if collection_path.suffix == ".py" and collection_path.parent == _HERE else None
+    return ignore_without("keras", path=collection_path, conftest=__file__)
 
 
 #: Keras runs on those that are installed.

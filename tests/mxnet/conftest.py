@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-_HERE = Path(__file__).parent
+from tests.needed_libraries import ignore_without
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Elsewhere the files are not even imported; one test is there to say so."""
-    if importlib.util.find_spec("mxnet") is not None or collection_path.name == "test_environment.py":
-        return None
-    return True if collection_path.suffix == ".py" and collection_path.parent == _HERE else None
+    is_free = collection_path.name == "test_environment.py"
+    return None if is_free else ignore_without("mxnet", path=collection_path, conftest=__file__)
 
 
 @pytest.fixture

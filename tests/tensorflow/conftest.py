@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from reigen.testing import RankPool
-
-_HERE = Path(__file__).parent
+from tests.needed_libraries import ignore_without
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Elsewhere the files are not even imported."""
-    if importlib.util.find_spec("tensorflow") is not None:
-        return None
-    return True if collection_path.suffix == ".py" and collection_path.parent == _HERE else None
+    return ignore_without("tensorflow", path=collection_path, conftest=__file__)
 
 
 @pytest.fixture(scope="session")
