@@ -22,13 +22,15 @@ class Death:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_changes(self, jobs: Any, job: Any) -> None:
-        """Die in a change of members, too, which exchanges objects."""
+        """Die in a change of members, too, which exchanges objects; `digest`: when newcomers have read the state."""
         exchange = jobs.allgather_object
 
         def exchange_or_die(obj: object, name: str | None = None) -> list[object]:
             elastic = context.elastic_job()
             if elastic is not None and elastic.epoch > 1:
                 self.at("change", job.number)
+            if name == "elastic.digest" and job._arrival is not None:
+                self.at("digest", self.number)
             return exchange(obj, name)
 
         jobs.allgather_object = exchange_or_die

@@ -295,6 +295,24 @@ def test_a_death_while_newcomers_read_the_state_costs_no_sample(server: ForkServ
         ledger.check(3, 400)
 
 
+@pytest.mark.parametrize("dead", ["member", "newcomer"])
+def test_a_death_when_newcomers_have_read_the_state_undoes_no_step(server: ForkServer, dead: str):
+    """All sums are there: those who are left, newcomers too, go on with them in the next view."""
+    dies = {"DIES_AT": "digest:0"}
+    with ElasticProcesses("2", "400", "0.01", max_size=4, server=server, OVERLAP="1", KIND="norm") as job:
+        members = [*job.start_first(3, {1: dies} if dead == "member" else {})]
+        job.wait_for("STEP 3 ", members)
+        newcomer = job.start_candidate(3, **(dies if dead == "newcomer" else {}))
+        victim = members[1] if dead == "member" else newcomer
+        assert victim.wait() == -signal.SIGKILL
+        finish(job, [member for member in job.members if member is not victim])
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(2, 400)
+        ends = [line for member in job.members for line in member.lines if line.startswith("DONE")]
+    assert {line.split()[-1] for line in ends} == {"0"}, "a step was undone"
+
+
 def test_a_program_that_changes_weights_in_a_step_has_newcomers_get_the_state_again(server: ForkServer):
     variables = {"OVERLAP": "1", "CHANGES_WEIGHTS": "1", "UNTIL": "40"}
     with ElasticProcesses("9", "160", "0.01", max_size=3, server=server, **variables) as job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reigen.cluster.membership.views.history import StepOutcome
 
@@ -52,6 +52,7 @@ class HeldState:
         sums: of the following step, if the program waits for them, and can go on with them.
         update: of the following step, if the program can go on behind it.
         is_in_step: it has begun a step that it has not applied.
+        digest: of the state that a newcomer has read during this step, or that its source had; empty: not known here.
     """
 
     number: int
@@ -60,6 +61,7 @@ class HeldState:
     sums: SumsAtHand | None = None
     update: UpdateAtHand | None = None
     is_in_step: bool = False
+    digest: bytes = b""
 
     @property
     def reached(self) -> int:
@@ -77,7 +79,7 @@ class CatchUpPlan:
         partial_receivers: ranks that have the weights, and get what is small: schedulers and the like.
         completing: ranks that go on with the step in which they were cut off, and apply it.
         finishing: if sums of this step have to be finished first, the ranks of those who do it, in the view in which
-            the step began.
+            the step began; nobody if all have them.
         waiting: ranks that get the state in the next view, which begins behind the step that is completed: until then
             nobody has all of it.
     """
@@ -88,6 +90,16 @@ class CatchUpPlan:
     completing: frozenset[int] = frozenset()
     finishing: tuple[int, ...] = ()
     waiting: frozenset[int] = frozenset()
+
+
+def confirm_newcomers(held: Sequence[HeldState]) -> list[HeldState]:
+    """Count newcomers as members if they hold what their source does, which they were about to be told.
+
+    Args:
+        held: by all ranks of the view, in order.
+    """
+    known = {(each.number, each.digest) for each in held if each.is_member and each.digest}
+    return [replace(each, is_member=True) if (each.number, each.digest) in known else each for each in held]
 
 
 def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
@@ -115,7 +127,8 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
         rank for rank, each in enumerate(held) if rank != source and not (each.is_member and each.number == best.number)
     }
     if all(each.sums is not None and each.sums.can_finish and each.is_member for each in held) and not receivers:
-        finishing = tuple(each.sums.rank for each in held if each.sums is not None)
+        are_whole = all(each.sums.are_whole for each in held if each.sums is not None)
+        finishing = () if are_whole else tuple(each.sums.rank for each in held if each.sums is not None)
         if len({each.sums.epoch for each in held if each.sums is not None}) == 1:
             return CatchUpPlan(source, completing=frozenset(range(len(held))), finishing=finishing)
     completing: set[int] = set()
@@ -144,6 +157,21 @@ def may_overlap_transfer(held: Sequence[HeldState], plan: CatchUpPlan) -> bool:
     are_new = all(not held[rank].is_member for rank in plan.receivers)
     has_source = held[plan.source].is_member and not plan.completing and not plan.waiting
     return has_source and are_new and 0 < 2 * len(plan.receivers) <= len(held)
+
+
+def is_step_redone(plan: CatchUpPlan, rank: int, number: int, base_number: int) -> bool:
+    """Return whether a step that a rank has not applied, and does not complete, comes again; or others apply it.
+
+    Args:
+        plan: of the view behind that step.
+        rank: which one.
+        number: steps that its weights have had.
+        base_number: steps that all weights will have had. A newcomer that had not read the state yet receives it, and
+            its step comes again if these are no more.
+    """
+    if rank in plan.waiting:
+        return False
+    return rank not in plan.receivers or base_number == number
 
 
 def find_outcome(held: Sequence[HeldState], plan: CatchUpPlan) -> tuple[StepOutcome, int]:

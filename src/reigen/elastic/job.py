@@ -30,7 +30,8 @@ Newcomers to a running job may get its state while the members are in the next s
 i. They take no samples of that step (`BaseJob.deal`), and are no members, for views and plans, until they have the
    state. Whoever dies meanwhile has the next view begin with (c), where they get it anew.
 j. Before the update all exchange digests. Where one is wrong everybody waits until the state has been sent again: the
-   weights are still those of the step before.
+   weights are still those of the step before. Who dies here leaves whole sums behind: the others look at the digests in
+   the next view (`confirm_newcomers`), and go on with the update there, as in (f).
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ from reigen.elastic.catch_up import (
     HeldState,
     SumsAtHand,
     UpdateAtHand,
+    confirm_newcomers,
     find_outcome,
+    is_step_redone,
     may_overlap_transfer,
     plan_catch_up,
     plan_updates,
@@ -256,6 +259,8 @@ class BaseJob(ABC):
         self._step_epoch = 0
         #: the program waits for sums, with which it can go on
         self._waits = False
+        #: all sums of the step are there, wherever they lie
+        self._is_summed = False
         #: steps that all have had when they have come to the membership's target
         self._base_number = 0
         #: the membership has counted the step that is completed
@@ -499,7 +504,11 @@ class BaseJob(ABC):
     def _sums_at_hand(self) -> SumsAtHand | None:
         """Return a description of the sums for which the program waits; None: it waits for none."""
         context = self._step_context
-        if not self._waits or self._step is None or context is None or not context.step_sums:
+        if not self._waits or self._step is None or context is None:
+            return None
+        if self._is_summed:
+            return SumsAtHand(self._step_epoch, context.rank, can_finish=True, are_whole=True)
+        if not context.step_sums:
             return None
         can_finish = all(sums.can_finish for sums in context.step_sums)
         are_whole = all(sums.is_whole for sums in context.step_sums)
@@ -524,7 +533,8 @@ class BaseJob(ABC):
             StepOrderError: the step has been applied, or there is none.
             PeerLostError: the view has ended.
         """
-        self._confirm_arrival()
+        if self._arrival is not None:
+            self._confirm_or_complete()
         self._lock.acquire()
         while self._elastic is not None and self._mark.revoked >= self._elastic.epoch:
             self._lock.release()
@@ -542,6 +552,16 @@ class BaseJob(ABC):
             self.end_update(is_applied=False)
             raise problem
 
+    def _confirm_or_complete(self) -> None:
+        """Collective: make newcomers members; if members change meanwhile, go on with the sums in the next view."""
+        gradients, self._is_summed = self.training.gradients(), True
+        try:
+            self._confirm_arrival()
+        except CollectiveError as error:
+            if not self.complete_step(error):
+                raise
+            self.training.set_gradients(gradients)
+
     def end_update(self, *, is_applied: bool) -> None:
         """End the update of the weights."""
         if is_applied and self._step is not None:
@@ -549,7 +569,7 @@ class BaseJob(ABC):
             self._num_late = 0
             self._mark.number += 1
             self.data.move_behind(self._step.interval)
-        self._is_updating = False
+        self._is_updating = self._is_summed = False
         self._lock.release()
 
     def lose_state(self) -> None:
@@ -634,7 +654,8 @@ class BaseJob(ABC):
 
     def _catch_up(self) -> None:
         """Collective: all members of a view come to hold the state of those who are furthest."""
-        self._arrival = None
+        arrival, self._arrival = self._arrival, None
+        digest = arrival[0].digest() if arrival is not None and self._is_summed else b""
         if self._elastic is not None:
             self._process_sets = follow_members(self._process_sets)
             if self.size > 1:
@@ -644,8 +665,11 @@ class BaseJob(ABC):
         update = self._update_at_hand()
         is_member = mark.is_member and (update is not None or not self._has_begun_update())
         is_in_step = self._step is not None and not self._step.is_applied
-        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update, is_in_step)
-        held: list[HeldState] = allgather_object(own, "elastic.held")
+        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update, is_in_step, digest)
+        held = confirm_newcomers(allgather_object(own, "elastic.held"))
+        if held[self.rank].is_member:
+            with self._lock:
+                mark.is_member = True
         plan = plan_catch_up(held)
         may_overlap = self._elastic is not None and may_overlap_transfer(held, plan)
         if plan.finishing and self._step_context is not None:
@@ -662,8 +686,7 @@ class BaseJob(ABC):
         self._is_counted = is_completing and self._base_number > mark.number
         self._has_renewed = not is_completing
         if not is_completing:
-            is_undone = self._base_number == mark.number  # also by newcomers that did not have the state yet
-            self._resolve_step(is_redone=self.rank not in plan.receivers | plan.waiting or is_undone)
+            self._resolve_step(is_redone=is_step_redone(plan, self.rank, mark.number, self._base_number))
         self.training.enter_view(keeps_gradients=is_completing)
         if plan.receivers or plan.partial_receivers:
             self._receive(plan, may_overlap=may_overlap)
@@ -697,6 +720,7 @@ class BaseJob(ABC):
     def _resolve_step(self, *, is_redone: bool) -> None:
         """Decide what comes of a step that was cut off: it is undone here, or others have applied it."""
         step, self._step = self._step, None
+        self._is_summed = False
         if step is None or step.is_applied:
             self.training.drop_gradients()
             return
@@ -776,6 +800,7 @@ class BaseJob(ABC):
         overlapped, plan = self._arrival
         if self._find_wrong(overlapped.digest(), plan.source, 0):
             gradients = self.training.gradients()
+            self._arrival = None  # the digests are of what was sent first
             self._transfer(plan, num_before=1)
             self.training.set_gradients(gradients)
         with self._lock:

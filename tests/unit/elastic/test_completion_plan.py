@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from reigen.elastic.catch_up import CatchUpPlan, HeldState, SumsAtHand, UpdateAtHand, plan_catch_up, plan_updates
+import pytest
+
+from reigen.elastic.catch_up import (
+    CatchUpPlan,
+    HeldState,
+    SumsAtHand,
+    UpdateAtHand,
+    confirm_newcomers,
+    is_step_redone,
+    plan_catch_up,
+    plan_updates,
+)
 
 
 def waiting(number: int, rank: int, *, can_finish: bool = True, are_whole: bool = False, epoch: int = 1) -> HeldState:
@@ -12,6 +23,45 @@ def waiting(number: int, rank: int, *, can_finish: bool = True, are_whole: bool 
 def test_a_step_of_whose_sums_nothing_is_lost_is_completed_by_all() -> None:
     held = [waiting(3, 0), waiting(3, 2, are_whole=True), waiting(3, 5)]
     assert plan_catch_up(held) == CatchUpPlan(0, completing=frozenset({0, 1, 2}), finishing=(0, 2, 5))
+
+
+def test_nobody_finishes_sums_that_all_have() -> None:
+    held = [waiting(3, 0, are_whole=True), waiting(3, 2, are_whole=True)]
+    assert plan_catch_up(held) == CatchUpPlan(0, completing=frozenset({0, 1}))
+
+
+def arrived(number: int, rank: int, digest: bytes, *, is_member: bool = False) -> HeldState:
+    return HeldState(number, is_member, sums=SumsAtHand(2, rank, True, True), digest=digest)
+
+
+def test_newcomers_that_hold_what_their_source_does_complete_the_step() -> None:
+    source, other = arrived(3, 0, b"a", is_member=True), arrived(3, 1, b"", is_member=True)
+    held = confirm_newcomers([source, other, arrived(3, 3, b"a")])
+    assert plan_catch_up(held) == CatchUpPlan(0, completing=frozenset({0, 1, 2}))
+
+
+def test_newcomers_of_whose_state_nothing_is_known_get_it_again() -> None:
+    source, other = arrived(3, 0, b"a", is_member=True), arrived(3, 1, b"", is_member=True)
+    again = CatchUpPlan(0, receivers=frozenset({2}))
+    assert plan_catch_up(confirm_newcomers([source, other, arrived(3, 3, b"b")])) == again
+    assert plan_catch_up(confirm_newcomers([source, other, arrived(3, 3, b"")])) == again
+    assert plan_catch_up(confirm_newcomers([source, other, arrived(2, 3, b"a")])) == again
+    assert plan_catch_up(confirm_newcomers([other, other, arrived(3, 3, b"a")])) == again, "the source has died"
+
+
+def test_a_step_comes_again_where_nobody_applies_it() -> None:
+    received = CatchUpPlan(0, receivers=frozenset({1}))
+    assert is_step_redone(received, 0, 5, 5)
+    assert not is_step_redone(received, 1, 5, 6), "others have applied it"
+    assert is_step_redone(received, 1, 5, 5), "a newcomer that was to get the state during this step"
+
+
+@pytest.mark.parametrize("base_number", [5, 6], ids=["nobody had known", "known when the view was decided"])
+def test_who_waits_for_those_who_complete_the_step_does_not_run_it_again(base_number: int) -> None:
+    held = [updating(5, 0), HeldState(5, is_member=True, is_in_step=True)]
+    plan = plan_catch_up(held)
+    assert plan.waiting == {1}
+    assert not is_step_redone(plan, 1, 5, base_number)
 
 
 def test_it_is_undone_if_one_does_not_wait_or_gradients_are_missing_or_somebody_is_new() -> None:
