@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ def test_a_step_that_comes_again_is_loaded_again():
         again = [indices.tolist() for _, indices in loader.batches(first)]
         assert once == again == [first.parts[0].indices.tolist()]
         assert loader.num_restarts == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_batches_are_those_of_a_step_that_is_dealt_to_fewer_than_all(rank: int):
+    """Of three ranks two share the samples of a step in which a newcomer, rank 2, gets the state."""
+    cursor, restarts = hvd.elastic.Cursor(23, global_batch=3, seed=2), 0
+    loader = hvd.elastic.StepLoader(SimpleNamespace(data=cursor, num_parts=None), Numbers())
+    for number, num_dealt in enumerate([3, 3, 2, 3, 2, 2, 3]):
+        interval = cursor.next_interval(num_dealt)
+        parts = cursor.deal(interval, rank, num_dealt) if rank < num_dealt else ()
+        step = SimpleNamespace(number=number, interval=interval, num_epochs=1, rank=rank, size=3, parts=parts)
+        step.num_dealt = num_dealt
+        loaded = [indices.tolist() for _, indices in loader.batches(step)]
+        assert loaded == [part.indices.tolist() for part in parts], number
+        cursor.move_behind(interval)
+        restarts += number == 0 or num_dealt == 2
+        assert loader.num_restarts == restarts, "what was loaded ahead was dealt to all"
 
 
 @pytest.mark.parametrize("name", ["batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"])
@@ -320,6 +338,21 @@ def test_a_newcomer_gets_the_bits_of_the_others(
     (first, *_), (second, *_), (third, *_) = found
     assert first == second != third
     assert [after for _, after in found] == [first] * 3
+
+
+@pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm, hvd.SyncBatchNorm])
+@pytest.mark.usefixtures("alone")
+def test_members_go_on_before_newcomers_have_the_state_unless_forward_needs_all_ranks(
+    layer: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+):
+    """A newcomer has no samples then, and calls no `forward`."""
+    monkeypatch.setattr(torch_training, "LEAST_OVERLAPPED_BYTES", 0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sequential(layer(3)))
+    training = TorchTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
+    overlapped = training.transfer(0, frozenset(), may_overlap=True)
+    assert (overlapped is None) == (layer is not torch.nn.BatchNorm1d)
+    if overlapped is not None:
+        assert overlapped.digest()
 
 
 class TeacherAndStudent(torch.nn.Module):

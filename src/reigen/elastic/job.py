@@ -533,17 +533,21 @@ class BaseJob(ABC):
             StepOrderError: the step has been applied, or there is none.
             PeerLostError: the view has ended.
         """
-        if self._arrival is not None:
-            self._confirm_or_complete()
-        self._lock.acquire()
-        while self._elastic is not None and self._mark.revoked >= self._elastic.epoch:
-            self._lock.release()
-            error = PeerLostError("the members of the job change: this step is not applied")
-            gradients = self.training.gradients()  # perhaps clipped by now
-            if not self.complete_step(error):
-                raise error
-            self.training.set_gradients(gradients)
-            self._lock.acquire()
+        kept = None if self._arrival is None else self.training.gradients()  # which another transfer clears
+        self._is_summed = kept is not None
+        while True:
+            try:
+                self._confirm_arrival()
+                self._lock.acquire()
+                if self._elastic is None or self._mark.revoked < self._elastic.epoch:
+                    break
+                self._lock.release()
+                raise PeerLostError("the members of the job change: this step is not applied")
+            except CollectiveError as error:
+                gradients = self.training.gradients() if kept is None else kept  # perhaps clipped by now
+                if not self.complete_step(error):
+                    raise
+                self.training.set_gradients(gradients)
         self._is_updating = True
         problem: Exception | None = None
         if self._step is not None and self._step.is_applied:
@@ -551,16 +555,6 @@ class BaseJob(ABC):
         if problem is not None:
             self.end_update(is_applied=False)
             raise problem
-
-    def _confirm_or_complete(self) -> None:
-        """Collective: make newcomers members; if members change meanwhile, go on with the sums in the next view."""
-        gradients, self._is_summed = self.training.gradients(), True
-        try:
-            self._confirm_arrival()
-        except CollectiveError as error:
-            if not self.complete_step(error):
-                raise
-            self.training.set_gradients(gradients)
 
     def end_update(self, *, is_applied: bool) -> None:
         """End the update of the weights."""
