@@ -18,6 +18,7 @@ from reigen.cluster.environ import (
     SECRET_VARIABLE,
     SLOT_VARIABLE,
     JobInfo,
+    detect_job,
     parse_secret,
 )
 from reigen.cluster.host_discovery import discover_hosts
@@ -27,7 +28,7 @@ from reigen.cluster.membership.rendezvous import (
     Rendezvous,
     RendezvousClient,
 )
-from reigen.cluster.metrics import METRICS_VARIABLE, ProcessKind
+from reigen.cluster.metrics import METRICS_SECRET_VARIABLE, METRICS_SERVICE_VARIABLE, METRICS_VARIABLE, ProcessKind
 from reigen.cluster.topology import renumber_rank
 from reigen.config import (
     Config,
@@ -120,7 +121,8 @@ def report_metrics(
     """Report this process's metrics to its launcher from now on; does nothing where it does so already.
 
     Args:
-        environ: environment variables, of which the launcher has set METRICS_VARIABLE.
+        environ: environment variables, of which the launcher has set METRICS_VARIABLE, and METRICS_SERVICE_VARIABLE
+            where it is not who started this process.
         config: the knobs.
         kind: what the process is.
         find_part: returns its part in the job as it is now.
@@ -128,8 +130,12 @@ def report_metrics(
     """
     from reigen.observe import metrics
 
-    address, secret = environ.get(RENDEZVOUS_VARIABLE), parse_secret(environ.get(SECRET_VARIABLE, ""))
+    is_apart = METRICS_SERVICE_VARIABLE in environ
+    names = (METRICS_SERVICE_VARIABLE, METRICS_SECRET_VARIABLE) if is_apart else (RENDEZVOUS_VARIABLE, SECRET_VARIABLE)
+    address, secret = environ.get(names[0]), parse_secret(environ.get(names[1], ""))
     number, slot, seconds = map(environ.get, (_NUMBERS[kind], SLOT_VARIABLE, METRICS_VARIABLE))
+    if is_apart and kind == "rank" and number is None:
+        number = f"{detect_job(environ).rank}"
     if address is None or secret is None or not seconds:
         return
     place = int(number or slot or 0)

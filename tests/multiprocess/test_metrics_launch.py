@@ -53,7 +53,15 @@ def complaints(err: str) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Lines of processes: all but the one about the job."""
+    return [line for line in map(json.loads, path.read_text().splitlines()) if line["role"] != "job"]
+
+
+def read_end(path: Path) -> dict[str, Any]:
+    """The last line, which is about the job."""
+    end: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
+    assert end["role"] == "job"
+    return end
 
 
 def scrape(port: str) -> dict[str, float]:
@@ -130,6 +138,9 @@ def test_ranks_of_two_hosts_and_one_that_dies(tmp_path: Path) -> None:
         os.kill(int(pids["1"]), signal.SIGKILL)
         status, _, _ = launcher.finish()
     assert status == 137
+    end = read_end(path)
+    assert end["exit_code"] == 137
+    assert "rank 1" in end["failure"], end
     assert [each["rank"] for each in read_lines(path) if each["final"]].count(1) == 1, "what was heard last of it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -149,6 +150,18 @@ def test_reigen_run_starts_ranks_by_mpirun(tmp_path: Path) -> None:
     code, out, err = launcher.run(*by_mpirun("print('here is', rank)"), env=BUFFERED)
     assert code == 0, err
     assert sorted(line.split(": ")[-1] for line in out.splitlines()) == ["here is 0", "here is 1", "here is 2"]
+
+
+def test_ranks_of_mpirun_report_their_metrics(tmp_path: Path) -> None:
+    needs_mpirun(tmp_path)
+    path, code = tmp_path / "m.jsonl", "import reigen; reigen.init(); reigen.report_progress(steps=7)"
+    ranks = ("--launcher", "mpi", "-np", "3", "--metrics-file", str(path), "--top")
+    status, _, err = launcher.run(*ranks, sys.executable, "-c", code)
+    assert status == 0, err
+    *processes, end = map(json.loads, path.read_text().splitlines())
+    steps = {each["rank"]: each["metrics"]["reigen_steps_total"] for each in processes if each["final"]}
+    assert steps == {0: 7, 1: 7, 2: 7}
+    assert (end["role"], end["exit_code"], end["failure"]) == ("job", 0, "")
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:

@@ -9,21 +9,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from reigen.errors import ReigenError
+from reigen.launch.metrics.lines_file import append_verdict
 
 #: A job of fewer steps, that was shorter than that, is not worth a word.
 LEAST_STEPS, LEAST_SECONDS = 100, 10.0
 #: As much of the file is read: a fraction of a second, however long the job was.
 _MOST_BYTES = 8 << 20
+_PREFIX = "verdict: "
 _log = logging.getLogger(__name__)
 
 
-def say_verdict(environ: Mapping[str, str], begun: float, say: Callable[[str], None]) -> None:
+def say_verdict(
+    environ: Mapping[str, str], begun: float, say: Callable[[str], None], metrics_file: Path | None = None
+) -> None:
     """Say what bounded a job that has ended well, in one to three lines, if there is something to say. Raises nothing.
 
     Args:
         environ: of its ranks.
         begun: when it was started (``time.time()``): an older file is not its own.
         say: shows one line to the user.
+        metrics_file: of the job, in which the verdict becomes the last line, too; None: there is none.
     """
     path = timeline_path(environ)
     if path is None:
@@ -31,8 +36,11 @@ def say_verdict(environ: Mapping[str, str], begun: float, say: Callable[[str], N
     try:
         status = path.stat()
         if stat.S_ISREG(status.st_mode) and status.st_mtime >= begun:
-            for line in _describe(path, time.time() - begun):
+            lines = _describe(path, time.time() - begun)
+            for line in lines:
                 say(line)
+            if lines and metrics_file is not None:
+                append_verdict(metrics_file, "\n".join(lines).removeprefix(_PREFIX))
     except (OSError, ReigenError) as error:  # it was written elsewhere, or not to the end
         _log.debug("no verdict from %s: %s", path, error)
     except Exception:  # noqa: BLE001  whatever a file holds: the job was done, and its end is the same
@@ -56,4 +64,4 @@ def _describe(path: Path, seconds: float) -> list[str]:
     if is_short or summary.verdict.confidence is Confidence.UNCLEAR:
         return []
     first, *more = summary.verdict.lines()
-    return [f"verdict: {first} (reigen trace {path} says more)", *more]
+    return [f"{_PREFIX}{first} (reigen trace {path} says more)", *more]

@@ -208,7 +208,7 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         network=network,
         exports=exports,
         servers=servers,
-        metrics=parse_metrics_options(chosen, chosen.launcher, os.environ),
+        metrics=parse_metrics_options(chosen, os.environ),
     )
 
 

@@ -89,7 +89,7 @@ def run_arguments(arguments: Sequence[str], continued: ContinuedJob | None) -> i
             exit_code = start.run(options, seen)
         is_first_node = start is None or start.job.index == 0
         if not exit_code and chosen.verdict and not chosen.as_horovod and is_first_node:
-            say_verdict(environ, begun, complain)
+            say_verdict(environ, begun, complain, options.metrics.file)
         return exit_code
     except ConfigError as error:
         parser.error(str(error))
@@ -188,7 +188,7 @@ def _options(
         binding_args=split_words("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
         gpus_per_rank=chosen.gpus_per_rank,
-        metrics=parse_metrics_options(chosen, choice.launcher, environ, says_verdict=says_verdict),
+        metrics=parse_metrics_options(chosen, environ, says_verdict=says_verdict),
     )
 
 

@@ -301,27 +301,21 @@ def add_ssh_options(add: AddArgument) -> None:
 
 
 def parse_metrics_options(
-    chosen: argparse.Namespace, launcher: str, environ: Mapping[str, str], *, says_verdict: bool = False
+    chosen: argparse.Namespace, environ: Mapping[str, str], *, says_verdict: bool = False
 ) -> MetricsOptions:
     """Make the options of metrics.
 
     Args:
         chosen: the options of the command.
-        launcher: of the job.
         environ: may have tokens.
         says_verdict: say at the end which ranks were waited for.
 
     Raises:
-        ConfigError: they make no sense, or this launcher cannot do it.
+        ConfigError: they make no sense.
     """
     address = None if chosen.metrics_port is None else MetricsAddress.parse(chosen.metrics_port, environ)
     dashboard = None if chosen.dashboard is None else DashboardAddress.parse(chosen.dashboard, environ)
-    options = MetricsOptions(address, chosen.metrics_file, dashboard, top=chosen.top, verdict=says_verdict)
-    if options.is_wanted and launcher == "mpi":
-        raise ConfigError(
-            "--metrics-port, --metrics-file, --top, --dashboard: mpirun starts these ranks, which know no launcher"
-        )
-    return options
+    return MetricsOptions(address, chosen.metrics_file, dashboard, top=chosen.top, verdict=says_verdict)
 
 
 def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:

@@ -2,8 +2,9 @@
 
 Names and units follow Prometheus: base units, and ``_total`` where a number only grows. A launcher that wants reports
 sets `METRICS_VARIABLE` in its processes. Each of them then puts a `MetricsReport` under a key of its own
-(`METRICS_PREFIX`) into the launcher's control service, every so many seconds and when it leaves; a later one replaces
-it. Nobody waits for a report, and what does not come is not asked for.
+(`METRICS_PREFIX`) into the launcher's control service, or into its service for reports alone
+(`METRICS_SERVICE_VARIABLE`), every so many seconds and when it leaves; a later one replaces it. Nobody waits for a
+report, and what does not come is not asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from reigen.net.codec import MessageCodec
 
 #: Seconds between two reports of a process; set by a launcher that wants them.
 METRICS_VARIABLE = "REIGEN_METRICS_SECONDS"
+#: Address (host:port) and secret of the service that takes reports, where the launcher is not the ranks' rendezvous:
+#: mpirun's ranks meet by themselves.
+METRICS_SERVICE_VARIABLE, METRICS_SECRET_VARIABLE = "REIGEN_METRICS_SERVICE", "REIGEN_METRICS_SECRET"
 #: Beginning of the keys under which reports are put.
 METRICS_PREFIX = "metrics/"
 MAX_REPORT_BYTES = 1 << 16

@@ -231,6 +231,7 @@ class JobPlan:
         directory: where the ranks run; None: in this process's working directory, empty: where their agents run.
         addresses: of hosts whose names this one cannot resolve, by name.
         processes: the engine's own commands on this host that start the ranks; None: the ranks are started one by one.
+        report_address: own address at which the ranks of such a job can report their metrics.
         describe_end: makes the last message of such a job; None: the supervisor names the rank that failed first.
         kept_variables: beginnings of names of variables that a host keeps where it has them, against the launcher's.
         describe_notice: explains a signal that asks an agent to stop, from its client's output; None: nothing does.
@@ -247,6 +248,7 @@ class JobPlan:
     agents: AgentStarter | DialBackStarter | None = None
     addresses: Mapping[str, str] = field(default_factory=dict)
     processes: Sequence[ProcessSpec] | None = None
+    report_address: str = "127.0.0.1"
     describe_end: Callable[[FinishJob], str] | None = None
     kept_variables: tuple[str, ...] = ()
     describe_notice: Callable[[str], str] | None = None

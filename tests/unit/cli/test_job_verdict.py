@@ -61,6 +61,10 @@ def test_what_bounded_the_job_is_said(tmp_path: Path) -> None:
     assert second.startswith("what to do: ")
     other = {"REIGEN_TIMELINE": str(path), "HOROVOD_TIMELINE": str(tmp_path / "missing.json")}
     assert said(path, other) == [first, second]
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"role": "job", "verdict": ""}\n')
+    say_verdict(other, path.stat().st_mtime - 1, lambda line: None, file)
+    assert json.loads(file.read_text().splitlines()[1])["verdict"] == f"{first}\n{second}".removeprefix("verdict: ")
 
 
 def test_only_a_part_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,10 +145,17 @@ def test_each_report_is_a_line_and_the_last_one_is_final(tmp_path: Path) -> None
     file.add("r0", report(0, steps=1))
     file.add("r1", report(1, steps=2, epoch=4))
     file.add("r0", report(0, steps=5, is_last=True))
+    file.finish(7, "rank 1 was killed\n", "rank 1 (host b) waited for 2% of the time")
     file.close()
-    found = [
-        (each["rank"], each["epoch"], each["final"], each["metrics"]["reigen_steps_total"]) for each in lines(path)
-    ]  # type: ignore[index]
+    *processes, end = lines(path)
+    assert {name: end[name] for name in end if name != "time"} == {
+        "role": "job",
+        "final": True,
+        "exit_code": 7,
+        "failure": "rank 1 was killed",
+        "verdict": "rank 1 (host b) waited for 2% of the time",
+    }
+    found = [(each["rank"], each["epoch"], each["final"], each["metrics"]["reigen_steps_total"]) for each in processes]  # type: ignore[index]
     killed = (1, 4, True, 2)  # it has said nothing more: its latest report again
     assert found == [(0, 0, False, 1), (1, 4, False, 2), (0, 0, True, 5), killed]
     assert stat.S_IMODE(path.stat().st_mode) & 0o111 == 0

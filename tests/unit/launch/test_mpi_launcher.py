@@ -1,6 +1,12 @@
 """Two mpiruns and a scheduler: who starts what, where, and what they are told."""
 
+import contextlib
+
+import pytest
+
 from reigen.launch.hosts import HostInfo
+from reigen.launch.metrics.options import MetricsOptions
+from reigen.launch.mpi import launcher
 from reigen.launch.mpi.launcher import plan_mpirun_calls
 from reigen.launch.mpi.mpirun import Mpirun, MpirunContext, MpirunFamily, exported_names, mpirun_command, mpirun_environ
 from reigen.launch.options import LaunchOptions
@@ -21,6 +27,25 @@ def planned(options, environ=None, here=("h1",)):
 def line(call):
     there = MpirunContext(is_root=False, num_cores=8, has_remote_hosts=False, variables=())
     return " ".join(mpirun_command(Mpirun("mpirun", MpirunFamily.OPEN_MPI_5, ""), call.options, there))
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_ranks_elsewhere_are_told_where_to_report_their_metrics_and_no_token(monkeypatch, tmp_path, is_wanted):
+    monkeypatch.setattr(launcher, "find_mpirun", lambda environ: Mpirun("/x/mpirun", MpirunFamily.OPEN_MPI_5, ""))
+    monkeypatch.setattr(launcher, "choose_own_address", lambda *_: ("10.0.0.1", "the way there"))
+    metrics = MetricsOptions(file=tmp_path / "m.jsonl" if is_wanted else None)
+    options = LaunchOptions(COMMAND, 2, hosts=(HostInfo("h9.invalid", 2),), metrics=metrics)
+    environ = {"REIGEN_METRICS_TOKEN": "x", "REIGEN_METRICS_SERVICE": "another:1", "SEED": "5"}
+    with contextlib.closing(launcher.MpiLauncher(options, environ)) as mpi:
+        plan = mpi.allocate(lambda seconds: None)
+    assert plan.report_address == "10.0.0.1"
+    (spec,) = plan.processes
+    command = list(spec.command)
+    names = {command[place + 1] for place, word in enumerate(command) if word == "-x"}
+    assert "SEED" in names
+    reports = {"REIGEN_METRICS_SECONDS", "REIGEN_METRICS_SERVICE", "REIGEN_METRICS_SECRET"}
+    assert {name for name in names if name.startswith("REIGEN_METRICS")} == (reports if is_wanted else set())
+    assert not {"REIGEN_METRICS_TOKEN", "REIGEN_METRICS_SERVICE"} & set(spec.environ)
 
 
 def test_on_this_host():

@@ -1,7 +1,9 @@
-"""Metrics as JSON lines in a file: one for each report of a process, and a last one for each process.
+"""Metrics as JSON lines in a file: one for each report of a process, a last one for each process, and the job's end.
 
 A line is an object: ``time`` (seconds since 1970), ``role``, ``rank`` (of a server its number), ``host``, ``epoch``
 (of the view of an elastic job, else 0), ``final``, and ``metrics``: numbers by name, as `reigen.metrics` has them.
+The last one has the role ``job``, ``exit_code``, ``failure`` (what the launcher says of it, or empty), and ``verdict``:
+what bounded the job, or empty.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class MetricsFile:
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_MAX_WAITING)
         #: by key, the latest report of each process that has not said its last word
         self._latest: dict[str, tuple[MetricsReport, float]] = {}
+        self._end: bytes | None = None
         self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="reigen-metrics-file", daemon=True)
 
@@ -60,11 +63,18 @@ class MetricsFile:
         else:
             self._latest[key] = report, now
 
+    def finish(self, exit_code: int, failure: str, verdict: str) -> None:
+        """Take note of the job's end, for the last line."""
+        self._end = format_end(time.time(), exit_code, failure, verdict)
+
     def close(self) -> None:
-        """Write the last lines; of a process that was killed, its latest report once more."""
+        """Write the last lines: of a process that was killed, its latest report once more; and the job's end."""
         for report, at in self._latest.values():
             self._put(format_line(report, at, is_final=True))
         self._latest.clear()
+        if self._end is not None:
+            self._put(self._end)
+            self._end = None
         if self._thread.is_alive():
             self._put(None)
             self._thread.join(_LAST_SECONDS)
@@ -111,3 +121,22 @@ def format_line(report: MetricsReport, at: float, *, is_final: bool) -> bytes:
         "metrics": {format_sample(sample): sample[2] for sample in report.samples if find_metric(sample) is not None},
     }
     return msgspec.json.encode(line) + b"\n"
+
+
+def format_end(at: float, exit_code: int, failure: str, verdict: str) -> bytes:
+    """Return the end of a job as a line; ``at``: in seconds since 1970."""
+    end = {"role": "job", "final": True, "exit_code": exit_code, "failure": failure.strip(), "verdict": verdict}
+    return msgspec.json.encode({"time": round(at, 3), **end}) + b"\n"
+
+
+def append_verdict(path: Path, verdict: str) -> None:
+    """Add a line about a job whose file is closed: a verdict that could only be found then.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = open_to_append(path, mode=0o666)
+    try:
+        os.write(descriptor, format_end(time.time(), 0, "", verdict))
+    finally:
+        os.close(descriptor)

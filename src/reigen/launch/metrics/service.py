@@ -7,7 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from reigen.cluster.metrics import METRICS_PREFIX, METRICS_VARIABLE, REPORT_CODEC
+from reigen.cluster.metrics import (
+    METRICS_PREFIX,
+    METRICS_SECRET_VARIABLE,
+    METRICS_SERVICE_VARIABLE,
+    METRICS_VARIABLE,
+    REPORT_CODEC,
+)
 from reigen.errors import WireError
 from reigen.launch.metrics.job_metrics import JobMetrics
 from reigen.launch.metrics.options import TOKEN_VARIABLES, DashboardAddress, MetricsAddress, MetricsOptions
@@ -24,6 +30,8 @@ if TYPE_CHECKING:  # loaded where they are wanted
 REPORT_SECONDS = 1.0
 #: More processes than this have no place: keys are made up by whoever reports.
 _MAX_PROCESSES = 1 << 16
+#: Variables that are this launcher's to set: its job may be started from another one.
+_OWN_VARIABLES = frozenset({METRICS_VARIABLE, METRICS_SERVICE_VARIABLE, METRICS_SECRET_VARIABLE}) | TOKEN_VARIABLES
 _log = logging.getLogger(__name__)
 
 
@@ -88,11 +96,14 @@ class MetricsService:
             self._dashboard.note("note", text)
 
     def finish(self, exit_code: int, text: str) -> None:
-        """Show the end of the job on the dashboard, if there is one; ``text``: why it has failed."""
+        """Show the end of the job on the dashboard, and write it to the file; ``text``: why it has failed."""
+        verdict = describe_waiting(self.metrics.current())
+        if self._file is not None:
+            self._file.finish(exit_code, text, verdict)
         if self._dashboard is not None:
             from reigen.launch.dashboard.feed import JobEnd
 
-            self._dashboard.finish(JobEnd(exit_code, text, describe_waiting(self.metrics.current())))
+            self._dashboard.finish(JobEnd(exit_code, text, verdict))
 
     def receive(self, key: str, value: bytes) -> bool:
         """Take in a value that a process has put into the control service; returns whether it is a report."""
@@ -130,5 +141,5 @@ class MetricsService:
 
 def report_environ(options: MetricsOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a job's processes: they report to their own launcher, if it wants that."""
-    kept = {name: text for name, text in environ.items() if name != METRICS_VARIABLE and name not in TOKEN_VARIABLES}
+    kept = {name: text for name, text in environ.items() if name not in _OWN_VARIABLES}
     return kept | ({METRICS_VARIABLE: f"{REPORT_SECONDS:g}"} if options.is_wanted else {})

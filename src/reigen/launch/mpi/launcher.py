@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reigen.cluster.environ import SECRET_VARIABLE
+from reigen.cluster.metrics import METRICS_SECRET_VARIABLE, METRICS_SERVICE_VARIABLE
 from reigen.cluster.topology import Topology
 from reigen.launch.base import JobPlan
 from reigen.launch.hosts import HostAssignment, HostInfo, assign_ranks_and_servers, choose_own_address, is_this_host
 from reigen.launch.job_state import FinishJob
 from reigen.launch.local_plan import PER_RANK_VARIABLES, ProcessSpec, default_ps_command, detect_cpus
+from reigen.launch.metrics.service import report_environ
 from reigen.launch.mpi.mpirun import (
     MpirunContext,
     MpirunFamily,
@@ -49,6 +51,8 @@ class MpiLauncher:
 
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         self._mpirun = find_mpirun(environ)
+        environ = report_environ(options.metrics, environ)
+        self._address = _choose_address(options)
         # mpirun ends all that it has started when one of them dies: a server cannot be started again
         servers = None if options.servers is None else replace(options.servers, num=1, environ={})
         self.options = replace(
@@ -69,7 +73,7 @@ class MpiLauncher:
         """Return the plan: the hosts are mpirun's to reach."""
         ps_processes = tuple(spec.ps_process for spec in self._processes if spec.ps_process is not None)
         own = HostAssignment("localhost", True, (Topology.alone(),), ps_processes)
-        return JobPlan([own], processes=self._processes, describe_end=self._describe_end)
+        return JobPlan([own], processes=self._processes, describe_end=self._describe_end, report_address=self._address)
 
     def close(self) -> tuple[str, ...]:
         """Release the scheduler's port; mpirun has ended, and with it all that it has started."""
@@ -82,11 +86,8 @@ class MpiLauncher:
         """Plan the processes of this host: mpirun, or two of them and the scheduler."""
         if options.servers is None:
             return [self._plan_mpirun(options, environ)]
-        names = [*(host.name for host in options.hosts), *options.servers.hosts]
-        remote = next((name for name in names if not is_this_host(name)), None)
-        address = _LOOPBACK if remote is None else choose_own_address(options.network.interfaces, remote, ())[0]
         secret = secrets.token_bytes(SECRET_BYTES)
-        (workers, servers), scheduler = plan_mpirun_calls(options, environ, (address, port), secret, is_this_host)
+        (workers, servers), scheduler = plan_mpirun_calls(options, environ, (self._address, port), secret, is_this_host)
         calls = ((workers, None), (servers, list_ps_processes(1, options.servers)[0]))
         kept = (SECRET_VARIABLE,)
         return [*(self._plan_mpirun(call.options, call.environ, process, kept) for call, process in calls), scheduler]
@@ -105,7 +106,8 @@ class MpiLauncher:
         )
         variables |= {name: environ[name] for name in kept}
         has_remote_hosts = any(not is_this_host(host.name) for host in options.hosts)
-        names = exported_names(variables, options.exports) if has_remote_hosts else ()
+        reports = (METRICS_SERVICE_VARIABLE, METRICS_SECRET_VARIABLE) if options.metrics.is_wanted else ()
+        names = exported_names({**variables, **dict.fromkeys(reports, "")}, options.exports) if has_remote_hosts else ()
         command = mpirun_command(
             self._mpirun,
             options,
@@ -126,6 +128,13 @@ class MpiLauncher:
         if finish.signum in STOP_SIGNALS:
             return f"stopped by {signal_name(signal.Signals(finish.signum))}"
         return ""
+
+
+def _choose_address(options: LaunchOptions) -> str:
+    """Choose the address at which the job's processes find this one."""
+    names = [*(host.name for host in options.hosts), *(options.servers.hosts if options.servers is not None else ())]
+    remote = next((name for name in names if not is_this_host(name)), None)
+    return _LOOPBACK if remote is None else choose_own_address(options.network.interfaces, remote, ())[0]
 
 
 @dataclass(frozen=True, slots=True)

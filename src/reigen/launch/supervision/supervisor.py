@@ -19,6 +19,7 @@ from reigen.cluster.environ import PREFIXED_VARIABLE
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.elastic.witness import witness_directory
 from reigen.cluster.membership.rendezvous import split_address
+from reigen.cluster.metrics import METRICS_SECRET_VARIABLE, METRICS_SERVICE_VARIABLE
 from reigen.errors import LaunchError, ReigenError, format_ranks
 from reigen.launch import job_state
 from reigen.launch.agent import agent_protocol
@@ -136,11 +137,32 @@ def _run_supervised(
         if options.elastic is not None:
             listener.started(_start_elastic(options, options.elastic, plan, environ, supervisor, stack, continued))
         elif plan.processes is not None:
-            supervisor.start_all(plan.processes)
+            supervisor.start_all(_take_reports(options, plan.processes, plan.report_address, supervisor, stack))
             supervisor.is_starting = False
         else:
             listener.started(_start_ranks(options, plan, environ, supervisor, stack))
         return supervisor.run()
+
+
+def _take_reports(
+    options: LaunchOptions, specs: Sequence[ProcessSpec], address: str, supervisor: Supervisor, stack: ExitStack
+) -> Sequence[ProcessSpec]:
+    """Have ranks that an engine starts report their metrics, if they are wanted; returns the engine's processes."""
+    if not options.metrics.is_wanted:
+        return specs
+    secret, network = secrets.token_bytes(SECRET_BYTES), options.network
+    server = ControlService(
+        secret,
+        address,
+        peer_timeout_seconds=network.peer_timeout_seconds,
+        tls=network.make_tls(),
+        on_put=supervisor.metrics.receive,
+    )
+    stack.callback(server.close)
+    server.start()
+    supervisor.metrics.start()
+    variables = {METRICS_SERVICE_VARIABLE: server.address, METRICS_SECRET_VARIABLE: secret.hex()}
+    return [replace(spec, environ={**spec.environ, **variables}) for spec in specs]
 
 
 def _start_ranks(
