@@ -93,7 +93,7 @@ class CatchUpPlan:
 
 
 def confirm_newcomers(held: Sequence[HeldState]) -> list[HeldState]:
-    """Count newcomers as members if they hold what their source does, which they were about to be told.
+    """Count newcomers as members if they hold the state of their source.
 
     Args:
         held: by all ranks of the view, in order.

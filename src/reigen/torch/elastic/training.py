@@ -239,7 +239,7 @@ class TorchTraining:
         return overlapped
 
     def _transfer_buffers(self, source: int, *, receives: bool) -> None:
-        """Collective: receivers get the buffers of the source, and what else its modules keep beside parameters."""
+        """Collective: receivers get the buffers of the source, and all other state of its modules but parameters."""
         names = dict(self._model.named_parameters())
         others = {name: value for name, value in self._model.state_dict().items() if name not in names}
         if not receives:  # buffers may differ, and each keeps its own
@@ -276,7 +276,7 @@ class TorchTraining:
         return map(tensor_bytes, itertools.chain(self._fixed_parameters(), self._tensors()))
 
     def _trained_contents(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield what an overlapped transfer is compared by; of the fixed parameters, which come before, the digest."""
+        """Yield contents by which an overlapped transfer is compared; of fixed parameters, sent before, a digest."""
         yield np.frombuffer(self._fixed_digest or digest_of(map(tensor_bytes, self._fixed_parameters())), np.uint8)
         yield from map(tensor_bytes, self._tensors())
 
