@@ -110,10 +110,10 @@ test-all: $(VENV)/.stamp-dev test-mxnet test-frameworks test-engines test-integr
 	$(call pytest,$(BIN)/python,-m slow)
 
 test-mxnet: $(MXNET_VENV)/.stamp
-	$(call pytest,$(MXNET_VENV)/bin/python,tests/mxnet)
+	$(call pytest,$(MXNET_VENV)/bin/python,tests/mxnet tests/docs/test_docs_programs.py)
 
 test-frameworks: $(FRAMEWORKS_VENV)/.stamp
-	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/tensorflow tests/keras tests/jax $(wildcard tests/examples))
+	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/tensorflow tests/keras tests/jax $(wildcard tests/examples) tests/docs/test_docs_programs.py)
 
 test-engines: $(FRAMEWORKS_VENV)/.stamp
 	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/engines)

@@ -8,7 +8,6 @@ import posixpath
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -16,13 +15,12 @@ import yaml
 
 from reigen.config import VARIABLES
 from reigen.migrate.public_names import attribute_names, call_parameters, definition, find_module
+from tests.docs.blocks import FENCE, blocks, parse, written_pages
 from tools.docs import code_pages
 from tools.docs.__main__ import ROOT, read_pages
 from tools.docs.links import find_links, lead_to_source_pages, repository_path
 from tools.docs.parsers import command_parsers, option_names
 
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-_FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```\s*$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#{1,6} (.+?)(?: \{ ?#([\w.-]+) ?\})?$", re.MULTILINE)
 
 
@@ -31,17 +29,10 @@ def pages() -> dict[str, str]:
     return read_pages()
 
 
-@cache
-def written_pages() -> dict[str, str]:
-    """The pages that are in the repository by their path there, those of its root, too."""
-    found = {f"docs/{path.relative_to(ROOT / 'docs')}": path.read_text() for path in (ROOT / "docs").rglob("*.md")}
-    return found | {name: (ROOT / name).read_text() for name in ROOT_PAGES}
-
-
 def anchors(markdown: str) -> set[str]:
     """The anchors of a page's headings, as Python-Markdown makes them; GitHub's are the same for our headings."""
     found: set[str] = set()
-    for text, given in _HEADING.findall(_FENCE.sub("", markdown)):
+    for text, given in _HEADING.findall(FENCE.sub("", markdown)):
         words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
         slug = re.sub(r"[\s-]+", "-", words.strip().lower())
         found.add(given or slug)
@@ -122,35 +113,6 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 # ---------------------------------------------------------------- code blocks
-
-
-@dataclass(frozen=True)
-class Block:
-    page: str
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text[:60]!r}"
-
-
-def blocks(*languages: str) -> list[Block]:
-    texts = {page: text for page, text in written_pages().items() if page != "CHANGELOG.md"}
-    return [
-        Block(page, language, re.sub(rf"(?m)^{indent}", "", text))
-        for page, markdown in texts.items()
-        for indent, language, text in _FENCE.findall(markdown)
-        if language in languages
-    ]
-
-
-def parse(block: Block) -> ast.Module:
-    """A block as a program; three dots stand for what is left out, also alone in place of arguments or in a session."""
-    text = block.text
-    if text.lstrip().startswith(">>>"):
-        lines = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... "))]
-        text = "\n".join(lines)
-    return ast.parse(text)
 
 
 def test_python_blocks_compile() -> None:

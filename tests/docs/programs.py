@@ -1,0 +1,70 @@
+"""Which Python blocks of the documentation tests run, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Program:
+    """Blocks of a page that run one after the other, as one program.
+
+    What a page leaves to its reader (a model, data, the job that is there already) comes from ``given_NAME`` of
+    ``tests/docs/names_GROUP.py``; where there is a function ``check_NAME``, it gets what the blocks have made.
+    """
+
+    page: str
+    name: str
+    #: numbers of the page's Python blocks
+    blocks: tuple[int, ...] = (0,)
+    #: what a page says and a test cannot have: sizes, addresses
+    replaced: Mapping[str, str] = field(default_factory=dict)
+
+
+#: Programs that run in the same processes, by group; LAUNCHERS says how these are started.
+PROGRAMS: dict[str, tuple[Program, ...]] = {
+    "torch": (
+        Program("docs/numpy.md", "numpy"),
+        Program("README.md", "readme"),
+        Program("docs/index.md", "index"),
+        Program("docs/torch.md", "torch"),
+        Program("docs/torch.md", "uneven", (2,)),
+        Program("docs/tutorials/first-job.md", "first_job"),
+        Program("docs/timeline.md", "timeline", (0,), {'"/tmp/': 'directory + "/'}),
+        Program("docs/shared-parameters.md", "shared_parameters"),
+        Program("docs/compression.md", "compression", (1,)),
+        Program("docs/metrics.md", "metrics"),
+        Program("docs/gpu.md", "gpu"),
+        Program("docs/tutorials/gpus.md", "gpus", (0, 1)),
+        Program("docs/elastic.md", "elastic_run", (0, 1)),
+        Program("docs/elastic.md", "elastic_job", (2,), {'"job.pt"': 'directory + "/job.pt"'}),
+    ),
+    "servers": (
+        Program("docs/kv.md", "kv", (0,)),
+        Program("docs/kv.md", "kv_elastic", (1,)),
+        Program("docs/optim.md", "optim"),
+        Program("docs/compression.md", "compression", (0,)),
+        Program("docs/trainer.md", "trainer", (0,)),
+        Program("docs/trainer.md", "trainer_clips", (1,)),
+        Program("docs/trainer.md", "trainer_groups", (2,)),
+        Program("docs/trainer.md", "trainer_sparse", (3,)),
+        Program("docs/tutorials/parameter-servers.md", "tutorial"),
+    ),
+    "elastic": (Program("docs/elastic-tutorial.md", "history"),),
+    "alone": (
+        Program("docs/launchers.md", "launcher"),
+        Program("docs/torch.md", "function", (1,)),
+    ),
+    "jax": (Program("docs/jax.md", "jax"), Program("docs/elastic.md", "elastic", (3,))),
+    "keras": (Program("docs/keras.md", "keras"), Program("docs/elastic.md", "elastic", (4,))),
+    "tensorflow": (Program("docs/tensorflow.md", "tensorflow"),),
+    "mxnet": (Program("docs/mxnet.md", "mxnet"), Program("docs/mxnet.md", "elastic", (1,))),
+}  # fmt: skip
+#: Options of `reigen run` for each group; None: one process, without a launcher.
+LAUNCHERS: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(PROGRAMS, ("-np", "2")),
+    "servers": ("-np", "2", "-s", "2"),
+    "elastic": ("-np", "2", "--min-np", "1"),
+    "alone": None,
+}
