@@ -201,6 +201,17 @@ def test_a_step_without_an_update_counts():
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_scaler_is_where_the_weights_of_its_kind_of_device_are():
+    """Whatever lies before them; without samples it sees no loss that would say so."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, device=device)) for device in ("meta", "cpu")])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    training = TorchTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), {"scaler": scaler})
+    training.begin_step()
+    assert scaler.scale(torch.ones(())).item() == 8.0
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.usefixtures("alone")
 def test_wrong_order_is_refused():
     model, optimizer, job = make()
     with pytest.raises(StepOrderError, match="`with` block"):

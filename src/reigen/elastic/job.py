@@ -346,7 +346,8 @@ class BaseJob(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the state, with the cursor in it, as all members have it; between steps.
 
-        It holds the model's own tensors, as ``state_dict()`` of a model does.
+        It holds the model's own tensors, as ``state_dict()`` of a model does. On a newcomer before its first step that
+        is what it has read, which is compared with what its source had only before the update of that step.
         """
         self._settle()
         return {

@@ -35,7 +35,8 @@ class Job(BaseJob):
     Args:
         model: a module.
         optimizer: of its parameters; it becomes a ``DistributedOptimizer``, unless it is one (with op=Average).
-        scheduler: learning rate scheduler, or None; the program steps it, in the block or behind it.
+        scheduler: learning rate scheduler, or None; the program steps it in the block, behind ``optimizer.step()``:
+            behind the block it would be stepped twice for a step that was undone, or received with its scheduler.
         data: the samples.
         min_size: with fewer members steps wait.
         deterministic: "parts": a step is divided into ``num_parts`` parts, whoever takes them, and gradients are added

@@ -119,7 +119,7 @@ class TorchTraining:
         self._clear_gradients()
         for each in self._objects.values():
             if isinstance(each, torch.amp.GradScaler):  # it learns its device by a loss, and this rank may have none
-                each.scale(torch.zeros((), device=next(self._parameters()).device))
+                each.scale(torch.zeros((), device=self._device_of(each)))
         self._generators = _generator_states()
         for name, buffer in self._model.named_buffers():
             self._buffers[name] = copy_state(buffer, self._buffers.get(name))
@@ -318,6 +318,12 @@ class TorchTraining:
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return None if self._factor == 1.0 else gradient * self._factor
+
+    def _device_of(self, scaler: torch.amp.GradScaler) -> torch.device:
+        """Return the device of the first weights of the scaler's kind of device; others may come before them."""
+        devices = [each.device for each in self._parameters()]
+        kind = getattr(scaler, "_device", devices[0].type)
+        return next((device for device in devices if device.type == kind), devices[0])
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self._optimizer.__dict__["param_groups"]:
