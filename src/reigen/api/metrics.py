@@ -94,20 +94,23 @@ class MetricsLogger:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ArgumentError(f"every must be a positive whole number, got {every!r}")
         self._log, self._every = log, every
-        self._step = 0
+        self._step: int | None = None
 
     def __call__(self, step: int | None = None) -> None:
-        """Count a step, and log if it is one of those to be logged.
+        """Count a step, and log if it is one of those to be logged, or steps before it that were not named were.
 
         Args:
-            step: its number; without, the calls are counted from 1.
+            step: its number; without, the calls are counted from 1. A number that comes again, as in every batch of an
+                accumulation, is logged once.
 
         Raises:
             NotInitializedError: ``init()`` has not been called.
         """
-        self._step = self._step + 1 if step is None else step
+        last = self._step
+        self._step = (last or 0) + 1 if step is None else step
+        last = self._step - 1 if last is None else last
         current = context.current()
-        if current.rank == 0 and self._step % self._every == 0:
+        if current.rank == 0 and self._step // self._every > last // self._every:
             self._log({_path(sample): float(sample[2]) for sample in collect_samples(current)}, self._step)
 
 

@@ -26,6 +26,17 @@ def test_every_third_step_is_logged_whether_counted_or_named() -> None:
         assert logged([None] * 7) == [3, 6]
         assert logged([10, 11, 12, 15, 16]) == [12, 15]
         assert logged([4, None, None]) == [6]
+        assert logged([0, 1]) == [0]
+        assert logged([1, 2, 4, 8, 9]) == [4, 8, 9]  # where not every step is named
+    finally:
+        reigen.shutdown()
+
+
+def test_a_step_of_several_batches_is_logged_once_and_once_more_when_it_is_done_again() -> None:
+    reigen.init()
+    try:
+        assert logged([step for step in range(2, 8) for _ in range(4)]) == [3, 6]
+        assert logged([5, 6, 6, 4, 5, 6, 7]) == [6, 6]  # back to the state after step 3
     finally:
         reigen.shutdown()
 
