@@ -1,12 +1,18 @@
-"""Manual optimization with two optimizers, as for adversarial networks; prints the weights' sum on each rank."""
+"""Manual optimization with two optimizers, as for adversarial networks; prints the weights' sum on each rank.
+
+With an argument, both optimizers have all parameters.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import lightning
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import reigen.lightning  # noqa: F401  registers the strategy
+import reigen.torch as hvd
 
 
 class Alternating(lightning.LightningModule):
@@ -17,16 +23,23 @@ class Alternating(lightning.LightningModule):
         self.automatic_optimization = False
         self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
 
+    def loss(self, points: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(points)).square().mean()
+
     def training_step(self, batch: list[torch.Tensor], index: int) -> None:
         for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(self.second(self.first(batch[0])).square().mean())
+            self.zero_grad()  # those of the other optimizer, too
+            own = torch.autograd.grad(self.loss(batch[0]), list(self.parameters()))
+            self.manual_backward(self.loss(batch[0]))
+            for parameter, gradient in zip(self.parameters(), own, strict=True):
+                torch.testing.assert_close(parameter.grad, hvd.allreduce(gradient))
             optimizer.step()
             assert optimizer.param_groups[0]["lr"] == 0.1
             assert optimizer.state_dict()["param_groups"]
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        return tuple(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.second))
+        owners = (self, self) if len(sys.argv) > 1 else (self.first, self.second)
+        return tuple(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in owners)
 
 
 if __name__ == "__main__":

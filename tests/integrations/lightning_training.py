@@ -38,6 +38,8 @@ class Options:
     patience: int | None = None
     #: the batch before which rank 1 dies
     death: int = -1
+    #: the network within the module is compiled
+    compiled: bool = False
     #: of the strategy
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -60,6 +62,8 @@ def make_model(options: Options) -> Any:
             super().__init__()
             norm = torch.nn.BatchNorm1d(16) if options.sync_batchnorm else torch.nn.Identity()
             self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), norm, torch.nn.Tanh(), torch.nn.Linear(16, 3))
+            if options.compiled:
+                self.net.compile(backend="eager")
             self.accuracy = MulticlassAccuracy(3, average="micro")
             self.losses: list[float] = []
             self.norms: list[float] = []
@@ -156,6 +160,8 @@ def fit(options: Options) -> dict[str, Any]:
         "size": trainer.world_size,
         "weights": hashlib.sha256(state).hexdigest(),
         "parameters": torch.cat([p.detach().flatten() for p in model.net.parameters()]).tolist(),
+        "buffers": [buffer.tolist() for buffer in model.net.buffers()],
+        "norm": type(model.net[1]).__name__,
         "losses": model.losses,
         "norms": model.norms,
         "accuracy": float(trainer.callback_metrics["accuracy"]),

@@ -59,7 +59,52 @@ def test_the_metrics_are_those_of_all_ranks(integration_pools: Pools) -> None:
 
 
 def test_batch_normalisation_sees_the_whole_batch(integration_pools: Pools) -> None:
-    check_same(*pair(integration_pools, sync_batchnorm=True), rel=2e-3)
+    first, second, alone = pair(integration_pools, sync_batchnorm=True)
+    check_same(first, second, alone, rel=2e-3)
+    # the layers are as they were made, with what they have learnt
+    assert first["norm"] == second["norm"] == alone["norm"] == "BatchNorm1d"
+    for ours, theirs in zip(first["buffers"], alone["buffers"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-4)
+
+
+def test_a_compiled_network_in_the_module_trains_and_a_compiled_module_is_refused_by_lightning(
+    integration_pools: Pools,
+) -> None:
+    def compile_all() -> str:
+        import lightning
+        import torch
+
+        import reigen.lightning
+
+        assert reigen.lightning.register_strategies()
+        model: Any = torch.compile(lightning.LightningModule(), backend="eager")
+        trainer = lightning.Trainer(strategy="reigen", accelerator="cpu", logger=False, enable_checkpointing=False)
+        try:
+            trainer.fit(model)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    check_same(*pair(integration_pools, compiled=True))
+    assert "compiled model is incompatible" in integration_pools(2).run(compile_all, init=True, timeout=300)[0]
+
+
+def test_one_device_that_is_named_is_used_and_others_are_chosen_by_the_local_rank(integration_pools: Pools) -> None:
+    def devices() -> list[str]:
+        from unittest import mock
+
+        import torch
+
+        import reigen.lightning
+
+        make = reigen.lightning.make_strategy_class()
+        with mock.patch("torch.cuda.device_count", return_value=4):
+            given = ([3], [0], [2, 1])
+            cuda = [[torch.device("cuda", number) for number in numbers] for numbers in given]
+            return [str(make(parallel_devices=each).root_device) for each in cuda]
+
+    results = integration_pools(2).run(devices, init=True, timeout=300)
+    assert results == [["cuda:3", "cuda:0", "cuda:2"], ["cuda:3", "cuda:1", "cuda:1"]]
 
 
 def test_the_other_package_and_bfloat16(integration_pools: Pools) -> None:
@@ -149,8 +194,9 @@ def test_the_death_of_a_rank_ends_the_job_with_an_error_that_names_it() -> None:
     assert "rank 1" in done.stderr
 
 
-def test_manual_optimization_with_two_optimizers() -> None:
-    program = (sys.executable, "-m", "tests.integrations.lightning_manual")
+@pytest.mark.parametrize("parameters", [[], ["all"]], ids=["of their own", "the same"])
+def test_manual_optimization_with_two_optimizers(parameters: list[str]) -> None:
+    program = (sys.executable, "-m", "tests.integrations.lightning_manual", *parameters)
     ended = run(sys.executable, "-m", "reigen", "run", "--no-prefix", "-np", "2", *program)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     weights = [line for line in ended.stdout.splitlines() if line.startswith("changed: True, weights: ")]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from reigen.api import job
 from reigen.api.functions import barrier, broadcast_object
@@ -26,6 +27,8 @@ _ParallelStrategy: Any = object
 _OPERATORS = {"mean": Average, "avg": Average, "sum": Sum, "max": Max, "min": Min, "product": Product}
 #: More backward passes than an accumulation has: their gradients are not sent.
 _NOT_YET = 2**30
+#: A module, the name of its child, and the child.
+_Place = tuple[torch.nn.Module, str, torch.nn.Module]
 
 
 class JobStrategy(_ParallelStrategy):
@@ -74,6 +77,7 @@ class JobStrategy(_ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._compression = compression
+        self._batch_norms: list[_Place] = []
 
     @property
     def is_distributed(self) -> bool:
@@ -84,7 +88,7 @@ class JobStrategy(_ParallelStrategy):
     def root_device(self) -> torch.device:
         """The device of this process."""
         devices = self.parallel_devices or [torch.device("cpu")]
-        if len(devices) == 1 and devices[0].type == "cuda":  # Trainer(devices=1): one for each process
+        if len(devices) == 1 and devices[0].type == "cuda" and not devices[0].index:  # devices=1: one for each process
             return torch.device("cuda", job.local_rank() % torch.cuda.device_count())
         device: torch.device = devices[job.local_rank() % len(devices)]
         return device
@@ -104,6 +108,7 @@ class JobStrategy(_ParallelStrategy):
         """Move the model to the device, begin with rank 0's weights, and make optimizers that average gradients."""
         is_fitting = str(trainer.state.fn.value) == "fit"
         if is_fitting and self._layer_sync is not None:
+            self._batch_norms = _find_batch_norms(self.model)
             self.model = SyncBatchNorm.convert_sync_batchnorm(self.model)
         super().setup(trainer)
         synchronize_metrics(self.lightning_module)
@@ -185,11 +190,32 @@ class JobStrategy(_ParallelStrategy):
         return broadcast_object(obj, src)
 
     def teardown(self) -> None:
-        """Give the optimizers back as they were made, and the model to the host's memory."""
+        """Give back the optimizers and the batch norms as they were made, and the model to the host's memory."""
+        _restore_batch_norms(self._batch_norms)
+        self._batch_norms = []
         for optimizer in self.optimizers:
             restore_in_place(optimizer)
         self.optimizers = self.optimizers
         super().teardown()
+
+
+def _find_batch_norms(model: torch.nn.Module) -> list[_Place]:
+    """Find the layers that `SyncBatchNorm.convert_sync_batchnorm` replaces, and where they are."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm)
+    ]
+
+
+def _restore_batch_norms(places: list[_Place]) -> None:
+    """Put layers back into their places, with the parameters, buffers and mode of those that were there meanwhile."""
+    for parent, name, layer in places:
+        trained = parent.get_submodule(name)
+        layer._parameters, layer._buffers = trained._parameters, trained._buffers
+        layer.train(trained.training)
+        parent.add_module(name, layer)
 
 
 class _GatherWithGradients(torch.autograd.Function):
