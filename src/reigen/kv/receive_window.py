@@ -10,11 +10,12 @@ not shrink with it: where others fill the wire's queue, answers take longer than
 lower the rate, and the rate the windows.
 
 Bytes come in bursts, one a step, and what lies between them says nothing about the wire: of a gap in which nothing
-comes T = `IN_FLIGHT_SECONDS` counts, so that a sample may be of several bursts. Where a burst takes a time b at the
-wire's rate, and is measured over b + T, windows are (T + 2 R) b / (b + T) at the wire's rate, with a round trip R: more
-than all of the burst where b < R, and more than R elsewhere. What has come while this process was not run is counted
-all at once; so a gap also counts for as long as those bytes take at the rate that is known, and a sample does not end
-amid them. Else busy machines would have windows that overflow queues.
+comes T = `IN_FLIGHT_SECONDS` and a round trip R count, so that a sample may be of several bursts. Where a burst takes a
+time b at the wire's rate, and is measured over b + T + R, windows are (T + 2 R) b / (b + T + R) at the wire's rate: all
+of the burst, and more, where b <= R, and at least R elsewhere. To count less of gaps would be wrong: within a burst a
+sender of many has its turn only now and then. What has come while this process was not run is counted all at once; so
+a gap counts at least for as long as those bytes take at the rate that is known, and a sample does not end amid them.
+Else busy machines would have windows that overflow queues.
 
 Both ends do that. What is acknowledged waits behind what its receiver sends, so what is on its way in one direction
 makes the round trip of the other one longer. Let both directions have as much on their way as comes in a time T at the
@@ -61,7 +62,7 @@ class ReceiveRate:
     _seconds: float = 0.0
     _counted_at: float | None = None
 
-    def count(self, sender: int, num_bytes: int, now: float) -> None:
+    def count(self, sender: int, num_bytes: int, now: float, round_trip_seconds: float = 0.0) -> None:
         """Count bytes that have arrived from a peer since its last ones were counted."""
         if self._counted_at is not None:
             gap = now - self._counted_at
@@ -69,7 +70,7 @@ class ReceiveRate:
                 self._end_sample()
             # of all senders as much as of this one, the first after the gap
             seconds_of_bytes = num_bytes * self.num_senders / self.rate if self.rate else gap
-            self._seconds += min(gap, IN_FLIGHT_SECONDS + seconds_of_bytes)
+            self._seconds += min(gap, max(IN_FLIGHT_SECONDS + round_trip_seconds, seconds_of_bytes))
             self._num_bytes += num_bytes
             self._num_counts += 1
             self._senders.add(sender)
@@ -113,7 +114,7 @@ class ReceiveWindow:
         self._next_bytes = num_read_bytes + WINDOW_STEP_BYTES
         num_before = self._num_arrived_bytes
         self._num_arrived_bytes, round_trip_seconds = read_arrivals(self._connection)
-        self._inflow.count(self._sender, self._num_arrived_bytes - num_before, now)
+        self._inflow.count(self._sender, self._num_arrived_bytes - num_before, now, round_trip_seconds)
         if round_trip_seconds <= self._max_round_trip_seconds:
             self._is_bounded = True
             limit_receive_window(self._connection, self._inflow.window_bytes(round_trip_seconds))

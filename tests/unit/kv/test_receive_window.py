@@ -88,7 +88,8 @@ def test_short_bursts_with_pauses_between_them_have_windows_that_do_not_limit_th
     for _ in range(100):
         now += 0.15
         for step in range(10 * burst_ms):  # a count each 62.5 kB
-            inflow.count(step % num_senders, int(wire / 10_000), now := now + 0.0001)
+            now += 0.0001
+            inflow.count(step % num_senders, int(wire / 10_000), now, round_trip_seconds)
     needed = wire * min(burst_ms / 1000, round_trip_seconds)
     assert needed <= num_senders * inflow.window_bytes(round_trip_seconds)
     assert inflow.rate <= 1.01 * wire
@@ -102,8 +103,19 @@ def test_a_process_that_is_not_run_for_long_measures_no_rate_that_the_wire_has_n
     for _ in range(1000):
         now += (delay := random.uniform(0.005, 0.05))
         for sender in range(4):
-            inflow.count(sender, int(wire * delay / 4), now)
+            inflow.count(sender, int(wire * delay / 4), now, 0.01)
     assert inflow.rate == pytest.approx(wire, rel=0.05)
+
+
+def test_turns_of_one_receiver_of_many_are_measured_with_the_turns_of_the_others():
+    """A wire that serves three in turn, 6 ms each, gives each a third."""
+    inflow, wire, now = ReceiveRate(), 25e6, NOW
+    for _ in range(200):
+        for _ in range(3):
+            now += 0.002
+            inflow.count(0, int(wire * 0.002), now, 0.01)
+        now += 0.012
+    assert inflow.rate == pytest.approx(wire / 3, rel=0.15)
 
 
 def test_bursts_behind_windows_that_are_too_small_make_these_grow():
@@ -118,7 +130,8 @@ def test_bursts_behind_windows_that_are_too_small_make_these_grow():
             left -= came
             took = came / wire
             for _ in range(8):
-                inflow.count(0, came // 8, now := now + took / 8)
+                now += took / 8
+                inflow.count(0, came // 8, now, round_trip_seconds)
             now += max(0.0, round_trip_seconds - took)
     assert inflow.window_bytes(round_trip_seconds) >= num_bytes
 
