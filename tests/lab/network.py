@@ -121,10 +121,11 @@ class DelayingSwitch:
     def prioritize(self) -> None:
         """Gives it a processor whenever it has something to do: packets of a real network wait for none.
 
-        For measurements. Does nothing where this process may not.
+        For measurements, whose processes may have the lowest of these priorities. Does nothing where this process may
+        not.
         """
         with contextlib.suppress(OSError):
-            os.sched_setscheduler(self._process.pid, os.SCHED_RR, os.sched_param(1))
+            os.sched_setscheduler(self._process.pid, os.SCHED_RR, os.sched_param(2))
 
     def attach(self, pid: int, addresses: tuple[str, str]) -> None:
         """See :meth:`Network.attach`."""

@@ -76,9 +76,10 @@ def test_predictions_of_jobs_that_were_held_out_are_near(capsys: pytest.CaptureF
     assert len(compared) > 80
     errors = [abs(step.error) for step in compared]
     assert statistics.median(errors) < 0.1
-    known = [step for step in compared if not step.configuration.is_servers_with_delay]
-    assert len(known) > 80
-    assert max(abs(step.error) for step in known) < 0.25
+    assert max(errors) < 0.25
+    with_delay = [abs(step.error) for step in compared if step.configuration.is_servers_with_delay]
+    assert len(with_delay) > 20
+    assert statistics.median(with_delay) < 0.1
     order = compare_orders(compared)
     assert order.num_right >= 0.95 * order.num_pairs
     assert main(["compare"]) == 0
