@@ -54,7 +54,7 @@ from reigen.cluster.topology import Topology
 from reigen.config import Config
 from reigen.engine.counters import EngineCounters
 from reigen.engine_factory import JobRendezvous
-from reigen.errors import ArgumentError, CollectiveError, JobLeft, PeerLostError
+from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, JobLeft, PeerLostError
 from reigen.net.interfaces import choose_address
 from reigen.resources.limits import explain_limit
 from reigen.startup import job_tls, join_rendezvous
@@ -585,7 +585,9 @@ class ElasticJob(Generic[_Context]):
             if self._wanted is not view:
                 return
             self._num_failed_builds += 1
-            if not isinstance(error, CollectiveError) or self._num_failed_builds >= _MAX_FAILED_BUILDS:
+            # Members know the secret: one with whom a handshake fails has most likely died in it.
+            may_pass = isinstance(error, CollectiveError | AuthenticationError)
+            if not may_pass or self._num_failed_builds >= _MAX_FAILED_BUILDS:
                 self._error = error
                 self._changed.notify_all()
                 return

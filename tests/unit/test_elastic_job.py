@@ -12,9 +12,10 @@ import pytest
 from reigen import elastic_job
 from reigen.cluster.membership.stragglers import StepTime
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
-from reigen.cluster.membership.views.record import SamplePosition
+from reigen.cluster.membership.views.record import SamplePosition, View
 from reigen.elastic_job import ElasticJob, RefusedCalls, StepClock
 from reigen.engine.counters import EngineCounters
+from reigen.errors import ArgumentError, AuthenticationError, PeerLostError
 
 
 class Clock:
@@ -140,3 +141,34 @@ def test_a_program_that_cannot_say_how_far_it_is_ends() -> None:
     program.may_end.set()
     code, reason = ends.get(timeout=60.0)
     assert (code, "a bug" in reason, told.empty()) == (1, True, True)
+
+
+class FailingBuilds:
+    """A job whose views cannot be built, each for the error that a test gives."""
+
+    def __init__(self) -> None:
+        self.job = make_job(UpdatingProgram())
+        self.requests: list[int] = []
+        self.job._driver.request_change = lambda _, epoch: self.requests.append(epoch)  # type: ignore[method-assign]
+
+    def build(self, epoch: int, error: Exception) -> bool:
+        """Returns whether the job asks for another view; otherwise the program gets the error."""
+
+        def meet(_: View) -> Any:
+            raise error
+
+        self.job._rendezvous_of = meet  # type: ignore[method-assign]
+        self.job._wanted = view = cast("View", SimpleNamespace(epoch=epoch))
+        self.job._build(view, lambda: pytest.fail("it has been built"))
+        assert self.job._error in (None, error)
+        return self.job._error is None and self.requests[-1] == epoch
+
+
+@pytest.mark.parametrize("error", [PeerLostError("rank 0 has gone"), AuthenticationError("the other end has gone")])
+def test_a_view_whose_members_die_while_it_is_built_is_followed_by_another(error: Exception) -> None:
+    builds = FailingBuilds()
+    assert [builds.build(epoch, error) for epoch in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_view_that_no_other_could_replace_is_the_programs_error() -> None:
+    assert not FailingBuilds().build(1, ArgumentError("ranks do not fit together"))
