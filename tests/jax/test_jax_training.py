@@ -110,8 +110,9 @@ def test_parameters_that_differ_are_an_error_on_all_ranks(rank_pool) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ArgumentError, match="at least 1"):
-        rj.distributed(optax.sgd(1.0), backward_passes_per_step=0)
+    for passes in (0, 2.5, "2", True):
+        with pytest.raises(ArgumentError, match="must be a positive integer"):
+            rj.distributed(optax.sgd(1.0), backward_passes_per_step=passes)
     with pytest.raises(ArgumentError, match="only with op=Average"):
         rj.distributed(optax.sgd(1.0), op=rj.Sum, gradient_predivide_factor=2.0)
     with pytest.raises(ArgumentError, match=r"optax\.GradientTransformation is needed, got str"):

@@ -13,6 +13,7 @@ from reigen import context
 from reigen.api import objects
 from reigen.api.gradients.plan_agreement import check_digests, compute_digest
 from reigen.api.gradients.reduce_group import choose_reduction
+from reigen.api.gradients.tracker import check_passes
 from reigen.api.operations import BROADCAST, Average, check_root
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.engine.operation_builders import ReductionSpec
@@ -85,12 +86,10 @@ def distributed(
     import optax
 
     reduction = choose_reduction(op, gradient_predivide_factor)
-    if backward_passes_per_step < 1:
-        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise ArgumentError(f"an optax.GradientTransformation is needed, got {type(optimizer).__name__}")
     inner = optax.with_extra_args_support(optimizer)
-    passes = backward_passes_per_step
+    passes = check_passes(backward_passes_per_step)
 
     def reduce(gradients: Any) -> Any:
         if passes > 1 and average_aggregated_gradients:

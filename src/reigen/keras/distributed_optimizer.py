@@ -11,6 +11,7 @@ from keras import ops
 
 from reigen import context as contexts
 from reigen.api.gradients.reduce_group import choose_reduction
+from reigen.api.gradients.tracker import check_passes
 from reigen.api.operations import Average
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.errors import ArgumentError
@@ -186,7 +187,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         reduction=_choose_reduction(op, gradient_predivide_factor),
         compressor=choose_compressor(compression),
         sparse_as_dense=sparse_as_dense,
-        backward_passes=_check_passes(backward_passes_per_step),
+        backward_passes=check_passes(backward_passes_per_step),
         average_passes=average_aggregated_gradients,
         groups=_choose_groups(groups, num_groups),
         process_set=process_set,
@@ -230,7 +231,7 @@ def PartialDistributedOptimizer(  # noqa: D417, N802 - as above
         reduction=_choose_reduction(op, gradient_predivide_factor),
         compressor=choose_compressor(compression),
         sparse_as_dense=sparse_as_dense,
-        backward_passes=_check_passes(backward_passes_per_step),
+        backward_passes=check_passes(backward_passes_per_step),
         average_passes=average_aggregated_gradients,
         groups=_choose_groups(groups, 0),
         process_set=process_set,
@@ -244,12 +245,6 @@ def _choose_reduction(op: int, predivide: float) -> Any:
     if reduction.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ArgumentError(f"op must be Average or Sum with Keras, got {reduction.op.name.title()}")
     return reduction
-
-
-def _check_passes(passes: int) -> int:
-    if passes < 1:
-        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes!r}")
-    return passes
 
 
 def _choose_groups(groups: Any, num_groups: int) -> int | list[list[Any]] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from reigen.api.gradients.tracker import check_passes
 from reigen.errors import ArgumentError
 
 
@@ -21,9 +22,7 @@ class PassCounter:
     """
 
     def __init__(self, passes: int) -> None:
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise ArgumentError(f"backward_passes_per_step must be a positive integer, got {passes!r}")
-        self.passes = passes
+        self.passes = check_passes(passes)
         self._count: Any = None
 
     def prepare(self) -> bool:
