@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples.running import assert_same, run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize("name", ["digits.py", "flax_digits.py"])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples.running import assert_same, run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
@@ -73,7 +73,7 @@ def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been
         "last epoch's loss",
         1e-3,
         lambda: run("imagenet_resnet50.py", *options, "--epochs", 2),
-        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=2),
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=4),
     )
 
 
@@ -88,7 +88,7 @@ def test_faster_rcnn() -> None:
         "test loss",
         1e-3,
         lambda: run("coco_detection.py", *options),
-        lambda: run("coco_detection.py", *options, np=2),
+        lambda: run("coco_detection.py", *options, np=4),
     )
 
 

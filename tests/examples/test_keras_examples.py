@@ -1,0 +1,25 @@
+"""The examples for Keras, as a user starts them, on each of its backends."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.examples.running import assert_same, run
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def test_vgg11_learns_the_same_on_one_and_two_ranks() -> None:
+    options = ["--num-images", 320]
+    assert_same(
+        "norm of the weights",
+        1e-4,
+        lambda: run("cifar10_vgg11.py", *options, framework="keras", backend="torch"),
+        lambda: run("cifar10_vgg11.py", *options, framework="keras", backend="torch", np=2),
+    )
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_vgg11_on_other_backends(backend: str) -> None:
+    printed = run("cifar10_vgg11.py", "--num-images", 320, framework="keras", backend=backend, np=2)
+    assert f"{backend}, 2 rank(s)" in printed
