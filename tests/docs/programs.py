@@ -1,4 +1,4 @@
-"""Which Python blocks of the documentation tests run, and with what."""
+"""Which tests run which Python blocks of the documentation: every block is in one program, or its page says why not."""
 
 from __future__ import annotations
 
@@ -60,6 +60,9 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "keras": (Program("docs/keras.md", "keras"), Program("docs/elastic.md", "elastic", (4,))),
     "tensorflow": (Program("docs/tensorflow.md", "tensorflow"),),
     "mxnet": (Program("docs/mxnet.md", "mxnet"), Program("docs/mxnet.md", "elastic", (1,))),
+    "dask": (
+        Program("docs/dask.md", "dask", (0,), {'"scheduler:8786"': "cluster", "num_proc=4": "num_proc=2"}),
+    ),
 }  # fmt: skip
 #: Options of `reigen run` for each group; None: one process, without a launcher.
 LAUNCHERS: dict[str, tuple[str, ...] | None] = {
@@ -67,4 +70,12 @@ LAUNCHERS: dict[str, tuple[str, ...] | None] = {
     "servers": ("-np", "2", "-s", "2"),
     "elastic": ("-np", "2", "--min-np", "1"),
     "alone": None,
+    "dask": None,
+}
+#: Blocks that another test runs: parts of the tutorial's program, and a test.
+ELSEWHERE = {
+    ("docs/tutorials/first-job.md", 1): "tests/docs/test_docs_first_job.py",
+    ("docs/tutorials/first-job.md", 2): "tests/docs/test_docs_first_job.py",
+    ("docs/huggingface.md", 0): "tests/integrations/test_huggingface.py",
+    ("CONTRIBUTING.md", 0): "tests/docs/test_docs_programs.py",
 }

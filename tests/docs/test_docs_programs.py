@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,20 +27,20 @@ def groups_here() -> list[str]:
     if importlib.util.find_spec("mxnet"):
         return ["mxnet"]
     if importlib.util.find_spec("tensorflow"):
-        return ["jax", "keras", "tensorflow"]
+        return ["jax", "keras", "tensorflow", "dask"]
     return ["torch", "servers", "elastic", "alone"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("group", groups_here())
-def test_blocks_run(group: str) -> None:
+def test_blocks_run(group: str, tmp_path: Path) -> None:
     options = LAUNCHERS[group]
     launcher = [] if options is None else [sys.executable, "-m", "reigen", "run", "--no-prefix", *options]
     done = subprocess.run(
         [*launcher, sys.executable, "-m", "tests.docs.run_programs", group],
         env=clean_environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,

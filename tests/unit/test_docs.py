@@ -16,6 +16,7 @@ import yaml
 from reigen.config import VARIABLES
 from reigen.migrate.public_names import attribute_names, call_parameters, definition, find_module
 from tests.docs.blocks import FENCE, blocks, parse, written_pages
+from tests.docs.programs import ELSEWHERE, PROGRAMS
 from tools.docs import code_pages
 from tools.docs.__main__ import ROOT, read_pages
 from tools.docs.links import find_links, lead_to_source_pages, repository_path
@@ -273,3 +274,17 @@ def test_commands_in_the_docs_have_options_that_exist() -> None:
         if found:
             failed[str(block)] = found
     assert failed == {}
+
+
+def test_every_python_block_is_run_by_a_test_or_its_page_says_why_not() -> None:
+    run = {(each.page, number) for programs in PROGRAMS.values() for each in programs for number in each.blocks}
+    there = {(block.page, block.number): block for block in blocks("python", "py")}
+    named = {place for place, block in there.items() if block.not_run}
+    assert run | set(ELSEWHERE) <= set(there)
+    assert set(there) - run - set(ELSEWHERE) == named
+    assert not named & (run | set(ELSEWHERE))
+    assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
+    assert {page for page, _ in named} == {
+        *("docs/launchers.md", "docs/lightning.md", "docs/metrics.md", "docs/ray.md", "docs/sagemaker.md"),
+        *("docs/spark-estimators.md", "docs/spark.md", "docs/yarn.md"),
+    }  # fmt: skip
