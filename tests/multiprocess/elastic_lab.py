@@ -107,6 +107,8 @@ class LabPlane:
     def roll(self, view: View, done: Callable[[], None]) -> None:
         assert not self.has_state or self.applied <= view.base.target, (self.applied, view)
         self.applied, self.has_state = view.base.target, True
+        if self.driver is not None and (note := self.driver.note) is not None and note.epoch == view.epoch:
+            self.log("note", view.epoch, note.outcome.value)
         self._begin("roll", view, done)
 
     def run(self, view: View) -> None:

@@ -43,6 +43,25 @@ def test_members_go_on_after_deaths() -> None:
         assert len(members) == 1
 
 
+def test_the_launcher_hears_once_what_is_done_again_though_members_wait_for_others() -> None:
+    """A view that is too small is told as the one behind the death; when others have come, nothing more is lost."""
+    with elastic_lab(["a", "a"], (2, 4)) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        lab.make_steps(members)
+        kill(members[1:], members)
+        lab.until(lambda: len(members[0].told("note")) > 0, "the small view is told")
+        members.append(lab.candidate(1))
+        epoch, _ = lab.run_view(members, epoch)
+        told = members[0].told("note")
+        assert [what for number, what in told if number <= epoch] == ["commit", *["nothing"] * (len(told) - 1)], told
+        assert len(told) > 1
+        lab.make_steps(members)
+        kill(members[1:], members)
+        lab.until(lambda: len(members[0].told("note")) > len(told), "a step has been run: the next death is told anew")
+        assert members[0].told("note")[len(told)][1] == "commit"
+
+
 def test_deaths_at_random_moments() -> None:
     """Of one, of several, of all but one, of rank 0, and of more in the middle of the change; others take their places.
 

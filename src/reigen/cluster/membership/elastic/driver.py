@@ -179,6 +179,8 @@ class ViewDriver:
         #: why the latest change began, and when
         self._cause = ChangeReason()
         self._revoked_at: float | None = None
+        #: the launcher has heard from here what is done again when a view runs, and none has run since
+        self._is_outcome_announced = False
         self.launcher_knows = threading.Event()
         #: of a candidate: it may be a member
         self._is_ready = True
@@ -458,7 +460,7 @@ class ViewDriver:
                     self._announce(view)
                 self._plane.roll(view, partial(self._post, partial(self._dispatch, Rolled(view.epoch))))
             case RunView(view):
-                self._num_failed_views, self._revoked_at = 0, None
+                self._num_failed_views, self._revoked_at, self._is_outcome_announced = 0, None, False
                 self.stragglers.enter(view, max(view.min_size, self._required_size))
                 self._plane.run(view)
             case JoinView(view):
@@ -503,7 +505,9 @@ class ViewDriver:
         """Tell the launcher and the witness of a view, as its rank 0."""
         if self._revoked_at is not None:
             seconds = time.monotonic() - self._revoked_at
-            outcome = first_outcome(is_planned=self.is_planned, tells_outcomes=self.tells_outcomes)
+            is_planned = self.is_planned or self._is_outcome_announced
+            outcome = first_outcome(is_planned=is_planned, tells_outcomes=self.tells_outcomes)
+            self._is_outcome_announced = self._is_outcome_announced or outcome is StepOutcome.COMMIT
             self.note = make_note(view.epoch, self._cause, seconds, outcome)
             self.directory.tell_change(self.note)
         self.directory.announce(view)
