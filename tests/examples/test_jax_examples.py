@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.examples.running import assert_same, run
@@ -21,4 +23,17 @@ def test_gpt() -> None:
         1e-3,
         lambda: run("gpt.py", *options, framework="jax"),
         lambda: run("gpt.py", *options, np=2, framework="jax"),
+    )
+
+
+def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """A small one, in float32: bfloat16 has three digits."""
+    options = ["--layers", 10, "--dtype", "float32", "--num-images", 16, "--batch", 16, "--drop-epochs", 1, "--goal", 0]
+    checkpoint = ["--checkpoint", tmp_path / "resnet.msgpack"]
+    run("imagenet_resnet50.py", *options, "--epochs", 1, *checkpoint, framework="jax")
+    assert_same(
+        "last epoch's loss",
+        1e-3,
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, framework="jax"),
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, framework="jax", np=2),
     )
