@@ -1,20 +1,20 @@
-"""The distributions that a release has: the wheel made of the sdist, installed with nothing else, runs a job."""
+"""The distributions that a release has: the wheel of the sdist, with nothing else, on each Python, and with extras."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from reigen import __version__
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "CITATION.cff", "SECURITY.md")
@@ -29,6 +29,16 @@ reigen.init()
 total = reigen.allreduce(np.ones(3, np.float32), op=reigen.Sum)
 print("total", total.tolist(), [name for name in ("torch", "tensorflow", "jax") if name in sys.modules])
 """
+TOTALS = "total [2.0, 2.0, 2.0] []\n" * 2
+#: Small extras: what needs each, as options of `reigen run` and variables.
+SMALL_EXTRAS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "tls": ([], {"REIGEN_TLS": "1"}),
+    "metrics": (["--metrics-port", "0"], {}),
+    "dashboard": (["--dashboard", "0"], {}),
+    "autotune": (["--autotune"], {}),
+}
+#: Extras that no environment of tests has: a part of spark-estimators, and what is needed beside Reigen, not by it.
+NOT_INSTALLED = {"spark", "fuzz", "sagemaker"}
 
 
 def build(directory: Path) -> tuple[Path, list[Path]]:
@@ -51,8 +61,42 @@ def build(directory: Path) -> tuple[Path, list[Path]]:
     return sdist, sorted(out.glob("*.whl"))
 
 
-def test_the_wheel_of_the_sdist_is_small_and_runs_a_job_without_anything_else(tmp_path: Path) -> None:
-    sdist, wheels = build(tmp_path)
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    return build(tmp_path_factory.mktemp("distributions"))
+
+
+@pytest.fixture(scope="module")
+def bare(distributions: tuple[Path, list[Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with Reigen and what it needs, and no pip."""
+    environment = tmp_path_factory.mktemp("bare") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    install = ["install", "--no-compile", "--no-index", "--find-links", distributions[0].parent, "reigen"]
+    subprocess.run([*PIP, "--python", environment / "bin" / "python", *install], check=True)
+    return environment
+
+
+def run_reigen(python: Path, directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`reigen` of an environment, with its `bin` before all others; a program is job.py."""
+    (directory / "job.py").write_text(JOB)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {"PATH": f"{python.parent}:{os.environ['PATH']}", **variables}
+    command = [str(python), "-m", "reigen", *arguments]
+    return subprocess.run(command, env=environ, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+
+
+def run_job(python: Path, directory: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks add up arrays."""
+    run = ("run", "--no-prefix", "-np", "2", *options)
+    return run_reigen(python, directory, *run, str(python), "job.py", **variables)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_of_the_sdist_is_small_and_runs_a_job_without_anything_else(
+    distributions: tuple[Path, list[Path]], bare: Path, tmp_path: Path
+) -> None:
+    sdist, wheels = distributions
     assert sdist.name == f"reigen-{__version__}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -63,24 +107,83 @@ def test_the_wheel_of_the_sdist_is_small_and_runs_a_job_without_anything_else(tm
     assert not packages & {"torch", "tensorflow", "jax", "keras"}
     assert sum(wheel.stat().st_size for wheel in wheels) < MAX_BYTES, [(w.name, w.stat().st_size) for w in wheels]
 
+    python = bare / "bin" / "python"
+    version = subprocess.run([bare / "bin" / "reigen", "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout == f"reigen {__version__}\n"
+    done = run_job(python, tmp_path)
+    assert (done.returncode, done.stdout) == (0, TOTALS), done.stderr
+    (tmp_path / "train.py").write_text("import horovod.torch as hvd\n\nhvd.init()\n")
+    assert "+import reigen.torch as hvd" in run_reigen(python, tmp_path, "migrate", "train.py").stdout
+
+
+def find_interpreters() -> dict[str, str]:
+    """Another interpreter of each version from 3.11 on that is on PATH, or that pyenv has."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    names = [shutil.which(f"python3.{minor}") for minor in range(11, 20)]
+    places = [*filter(None, names), *sorted(map(str, pyenv.glob("versions/*/bin/python3")))]
+    found: dict[str, str] = {}
+    for place in places:  # pyenv's may be scripts for versions that are not chosen
+        code = "import ensurepip, sys, venv; print(*sys.version_info[:2], sys.executable)"
+        done = subprocess.run([place, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode == 0:
+            major, minor, executable = done.stdout.strip().split(" ", 2)
+            if (3, 11) <= (int(major), int(minor)) != sys.version_info[:2]:
+                found.setdefault(f"{major}.{minor}", executable)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_runs_a_job_on_every_python_that_is_here(
+    distributions: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    if not (found := find_interpreters()):
+        pytest.skip("there is no other Python from 3.11 on here")
+    [wheel] = distributions[0].parent.glob("reigen-*.whl")
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for version, interpreter in found.items():
+        environment = tmp_path / version
+        subprocess.run([interpreter, "-m", "venv", environment], check=True, env=environ)
+        python = environment / "bin" / "python"
+        install = ["-m", "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", wheel]
+        subprocess.run([python, *install], check=True, env=environ, stderr=subprocess.DEVNULL)
+        done = run_job(python, tmp_path)
+        assert (done.returncode, done.stdout) == (0, TOTALS), f"Python {version}\n{done.stderr}"
+
+
+# ---------------------------------------------------------------- extras
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("extra", SMALL_EXTRAS)
+def test_a_small_extra_brings_what_a_job_lacks_without_it(
+    extra: str, distributions: tuple[Path, list[Path]], bare: Path, tmp_path: Path
+) -> None:
+    options, variables = SMALL_EXTRAS[extra]
+    without = run_job(bare / "bin" / "python", tmp_path, *options, **variables)
+    lacking = "pip install cryptography" if extra == "tls" else f"reigen[{extra}]"
+    assert lacking in without.stdout + without.stderr, without
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"
-    install = ["install", "--no-compile", "--no-index", "--find-links", tmp_path / "out", "reigen"]
-    subprocess.run([*PIP, "--python", python, *install], check=True)
+    [packages] = environment.glob("lib/python*/site-packages")
+    [beside] = bare.glob("lib/python*/site-packages")
+    (packages / "bare.pth").write_text(f"{beside}\n")  # nothing of it is installed anew
+    install = ["install", "--no-compile", "-c", ROOT / "constraints.txt", f"reigen[{extra}]"]
+    subprocess.run([*PIP, "--python", python, *install], check=True, stderr=subprocess.DEVNULL)
+    done = run_job(python, tmp_path, *options, **variables)
+    assert done.returncode == 0, done
+    assert done.stdout.count("total [2.0, 2.0, 2.0] []") == 2, done
+    assert lacking not in done.stdout + done.stderr, done
 
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    (tmp_path / "job.py").write_text(JOB)
-    (tmp_path / "train.py").write_text("import horovod.torch as hvd\n\nhvd.init()\n")
-    reigen = str(environment / "bin" / "reigen")
 
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [reigen, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert run("--version") == f"reigen {__version__}\n"
-    assert run("run", "--no-prefix", "-np", "2", str(python), "job.py") == "total [2.0, 2.0, 2.0] []\n" * 2
-    assert "+import reigen.torch as hvd" in run("migrate", "train.py")
+def test_every_extra_is_in_an_environment_but_for_these() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    environments = re.findall(r"-e '\.\[([\w,-]+)\]'", (ROOT / "Makefile").read_text())
+    wheels = (ROOT / "tests/frameworks/test_installed_from_wheels.py").read_text()
+    installed = {
+        name for group in environments + re.findall(r'"reigen\[([\w,]+)\]"', wheels) for name in group.split(",")
+    }
+    assert installed | SMALL_EXTRAS.keys() == extras.keys() - NOT_INSTALLED
+    assert {*extras["spark"]} <= {*extras["spark-estimators"]}
