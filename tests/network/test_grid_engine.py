@@ -15,6 +15,7 @@ import pytest
 
 from reigen.testing import check_launcher
 from reigen.testing.launchers import _CASES
+from tests.conformance.launcher_cases import SAME_FOR_ALL_AGENTS
 from tests.elastic.engine_training import Training
 from tests.lab import Host, Hosts, Unavailable
 from tests.lab.support import with_full_disk
@@ -91,6 +92,7 @@ def test_the_conformance_suite(engine: GridEngine) -> None:
         leave_out = {
             DEADLY: "it takes the whole job with it: see test_a_supervisor_that_is_killed_ends_the_job",
             "cancelled_job": "there is nothing less than the job: see test_a_deleted_job_is_gone",
+            **SAME_FOR_ALL_AGENTS,
         }
         listed = listed_hosts(engine)
         last = next(each for each in engine.hosts if each.name == listed.rpartition(",")[2].partition(":")[0])

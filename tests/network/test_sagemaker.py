@@ -140,8 +140,9 @@ def toolkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if named := os.environ.get("REIGEN_SAGEMAKER_TOOLKIT"):
         return Path(named)
     directory = tmp_path_factory.mktemp("toolkit")
-    venv.create(directory, with_pip=True, system_site_packages=False)
-    command = [str(directory / "bin/python"), "-m", "pip", "install", "-q", "sagemaker-training", "mpi4py"]
+    venv.create(directory)
+    pip = [sys.executable, "-m", "pip", "--python", str(directory / "bin/python")]
+    command = [*pip, "install", "-q", "--no-compile", "sagemaker-training", "mpi4py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     if done.returncode:
         pytest.skip(f"sagemaker-training cannot be installed: {done.stderr.strip().splitlines()[-1]}")
