@@ -32,7 +32,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--warmup-epochs", type=float, default=1.0, help="5 for ImageNet (default: %(default)s)")
     add("--label-smoothing", type=float, default=0.1, help="default: %(default)s")
     add("--checkpoint", type=Path, help="written after each epoch; training goes on from it where it is there")
-    add("--goal", type=float, default=0.0, help="exit with 1 below this accuracy (default: %(default)s)")
+    add("--goal", type=float, help="exit with 1 below this accuracy (default: 0.8 for drawn pictures)")
     return parser
 
 
@@ -42,6 +42,8 @@ def parse(parser: argparse.ArgumentParser, size: int) -> argparse.Namespace:
     options.passes, rest = divmod(options.batch, options.micro_batch * size)
     if rest or not options.passes:
         parser.error(f"--batch must be a multiple of --micro-batch times {size} ranks")
+    if options.goal is None:
+        options.goal = 0.0 if options.data or options.synthetic else 0.8
     return options
 
 
