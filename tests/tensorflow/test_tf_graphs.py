@@ -104,6 +104,35 @@ def two_functions_of_one_name() -> None:
     assert both(tf.ones([3])).numpy().tolist() == [3.0 * hvd.size()] * 3
 
 
+def calls_of_functions_that_read_variables() -> None:
+    """Each that has collectives follows the one before it, whose may have the same names; others are not ordered."""
+    variable = tf.Variable(tf.ones([3]))
+
+    def make(factor: float, collective: bool = True) -> Any:
+        @tf.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            return hvd.allreduce(factor * variable * x, op=hvd.Sum) if collective else factor * variable * x
+
+        return step
+
+    first, second, other = make(1.0), make(2.0), make(0.0, collective=False)
+
+    @tf.function
+    def within(x: tf.Tensor) -> tf.Tensor:
+        return first(x)
+
+    @tf.function
+    def run(x: tf.Tensor) -> tf.Tensor:
+        return first(x) + second(x) + first(2 * x) + other(x) + within(x) + within(2 * x)
+
+    operations = run.get_concrete_function(tf.ones([3])).graph.get_operations()
+    calls = [each for each in operations if each.type in ("StatefulPartitionedCall", "PartitionedCall")]
+    before = [[calls.index(each) for each in call.control_inputs if each in calls] for call in calls]
+    assert before == [[], [0], [1], [], [2], [4]]
+    for _ in range(3):
+        assert run(tf.ones([3])).numpy().tolist() == [8.0 * hvd.size()] * 3
+
+
 def unused_results() -> None:
     """A collective runs although this rank does not need its result."""
 
@@ -116,7 +145,10 @@ def unused_results() -> None:
         assert step(tf.ones([2])).numpy()[0] == (hvd.size() if hvd.rank() == 0 else 1)
 
 
-@pytest.mark.parametrize("func", [names, control_flow, two_functions_of_one_name, unused_results])
+@pytest.mark.parametrize(
+    "func",
+    [names, control_flow, two_functions_of_one_name, calls_of_functions_that_read_variables, unused_results],
+)
 def test_graphs(rank_pool, func):
     rank_pool(2).run(func, init=True)
 

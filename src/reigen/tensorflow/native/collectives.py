@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ _WAIT_SECONDS, _SMALL_BYTES = 0.00005, 65536
 #: not empty while one does
 _waiting: list[None] = []
 _INT32 = DTYPES["int32"]
+#: Name of the first call of a function with collectives, by the graph that calls it.
+_first_calls: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 Differentiate = Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[Any]], list[Any]]
 
@@ -59,6 +62,7 @@ class NativeCollectives:
         # They run whether their results are used or not, in any order: what matches them is their names.
         known = auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS
         auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS = known | {_LIKE, _ROWS}
+        auto_control_deps.register_acd_resource_resolver(order_calls)
         atexit.register(self._at_exit, os.getpid())
 
     def emit(self, text: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -81,6 +85,40 @@ class NativeCollectives:
             context.shutdown()
             for operation in (self._like, self._rows):
                 wait_until_left(operation.calls)
+
+
+def order_calls(operation: Any, reads: Any, writes: Any) -> bool:
+    """Have calls of functions with collectives follow one another: these have the same names in each call.
+
+    TensorFlow asks it which variables an operation uses, when a function has been traced, and orders operations of one
+    that is written. Calls that use no variables it orders by itself; others get one in common.
+
+    Returns:
+        Whether it has changed the sets.
+    """
+    if operation.type != "StatefulPartitionedCall" or not operation.outputs or not (reads or writes):
+        return False
+    if not _has_collectives(operation.graph, operation.get_attr("f").name):
+        return False
+    first = _first_calls.setdefault(operation.graph, operation.name)
+    common = operation.graph.get_operation_by_name(first).outputs[0]
+    if common in writes:
+        return False
+    writes.add(common)
+    return True
+
+
+def _has_collectives(graph: Any, name: str) -> bool:
+    """Return whether a function, or one that it calls, has a collective."""
+    definition = graph._get_function(name).definition
+    for node in definition.node_def:
+        if node.op in (_LIKE, _ROWS):
+            return True
+        called = [each.func.name for each in node.attr.values() if each.HasField("func")]
+        called += [each.name for attribute in node.attr.values() for each in attribute.list.func]
+        if any(graph._is_function(each) and _has_collectives(graph, each) for each in called):
+            return True
+    return False
 
 
 def _begin(run: KernelRun, text: str) -> None:
