@@ -110,13 +110,14 @@ def order_calls(operation: Any, reads: Any, writes: Any) -> bool:
 
 def _has_collectives(graph: Any, name: str) -> bool:
     """Return whether a function, or one that it calls, has a collective."""
-    definition = graph._get_function(name).definition
-    for node in definition.node_def:
+    if not graph._is_function(name):
+        return False
+    for node in graph._get_function(name).definition.node_def:
         if node.op in (_LIKE, _ROWS):
             return True
         called = [each.func.name for each in node.attr.values() if each.HasField("func")]
         called += [each.name for attribute in node.attr.values() for each in attribute.list.func]
-        if any(graph._is_function(each) and _has_collectives(graph, each) for each in called):
+        if any(_has_collectives(graph, each) for each in called):
             return True
     return False
 
