@@ -210,8 +210,8 @@ def prioritize_processes() -> None:
     A niceness would not do, where the kernel groups processes by session. Does nothing where this process may not.
     """
     for pid in find_descendants(os.getpid()):
-        with suppress(OSError):  # it has ended
-            for task in Path(f"/proc/{pid}/task").iterdir():
+        for task in Path("/proc").glob(f"{pid}/task/*"):
+            with suppress(OSError):  # it has ended
                 if os.sched_getscheduler(int(task.name)) == os.SCHED_OTHER:
                     os.sched_setscheduler(int(task.name), os.SCHED_RR, os.sched_param(1))
 

@@ -7,7 +7,9 @@
 
 TensorFlow reads the images. --data has train/CLASS/*.JPEG and val/CLASS/*.JPEG; without it, a few pictures are drawn. A
 step of --batch images, on all ranks together, is cut into micro-batches: each rank takes several of them one after the
-other where the ranks are few. Batch normalisation looks at a micro-batch, so the number of ranks does not matter.
+other where the ranks are few. Batch normalisation looks at a micro-batch, so the number of ranks does not matter to
+the weights; its running averages, over all images of an epoch, differ a little. It computes on processors: within
+jax.jit, collectives are for these only (docs/jax.md).
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ def make_optimizer(options: argparse.Namespace, steps: int) -> Any:
     return optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(schedule, momentum=0.9))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def count(net: ResNet, params: Tree, averages: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """How many images are recognised."""
+    logits = net.apply({"params": params, "batch_stats": averages}, images, train=False)
+    return (logits.argmax(1) == labels).sum()
+
+
 def evaluate(net: ResNet, params: Tree, averages: Tree, test: Images) -> float:
     """The share that is recognised; each rank looks at its part."""
-
-    @jax.jit
-    def count(images: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = net.apply({"params": params, "batch_stats": averages}, images, train=False)
-        return (logits.argmax(1) == labels).sum()
-
-    right = sum(int(count(*batch)) for batch in test.test().as_numpy_iterator())
+    right = sum(int(count(net, params, averages, *batch)) for batch in test.test().as_numpy_iterator())
     return float(rj.allreduce(np.float64(right), op=rj.Sum, name="right")) / len(test)
 
 
@@ -87,7 +90,8 @@ def train(options: argparse.Namespace, directory: Path) -> tuple[float, float]:
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), averages, state, loss
 
-    accuracy, mean = 0.0, 0.0
+    mean = float("nan")
+    accuracy = evaluate(net, params, averages, test) if first >= options.epochs else 0.0  # it was done already
     progress = Progress((options.epochs - first) * data.steps * options.batch, is_shown=rj.rank() == 0)
     for epoch in range(first, options.epochs):
         losses = []
@@ -112,9 +116,10 @@ def train(options: argparse.Namespace, directory: Path) -> tuple[float, float]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, choices=BLOCKS, default=50, help="default: %(default)s")
+    jax.config.update("jax_platforms", "cpu")
+    tf.config.set_visible_devices([], "GPU")
     rj.init()
     options = parse(parser, rj.size())
-    tf.config.set_visible_devices([], "GPU")  # otherwise TensorFlow takes all memory of the GPUs
     with tempfile.TemporaryDirectory() as made:
         accuracy, loss = train(options, Path(made))
     if rj.rank() == 0:

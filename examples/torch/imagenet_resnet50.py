@@ -88,13 +88,15 @@ def train(options: argparse.Namespace, data: Dataset[Sample], test: Dataset[Samp
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / max(1, warmup)) * 0.1 ** sum(step >= drop for drop in drops)
     )
-    first, accuracy, mean = 0, 0.0, 0.0
+    first, accuracy, mean = 0, 0.0, float("nan")
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if options.checkpoint and hvd.broadcast_object(options.checkpoint.exists()):
         state = hvd.broadcast_object(torch.load(options.checkpoint, weights_only=True) if hvd.rank() == 0 else None)
         for name, part in parts.items():
             part.load_state_dict(state[name])
         first = state["epoch"]
+    if first >= options.epochs:  # it was done already
+        accuracy = evaluate(model, test, options)
     progress = Progress((options.epochs - first) * steps * options.batch, is_shown=hvd.rank() == 0)
     for epoch in range(first, options.epochs):
         batches = micro_batches(count, epoch, options)[hvd.rank() :: hvd.size()]

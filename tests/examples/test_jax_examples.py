@@ -28,7 +28,7 @@ def test_gpt() -> None:
 
 def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been(tmp_path: Path) -> None:
     """A small one, in float32: bfloat16 has three digits."""
-    options = ["--layers", 10, "--dtype", "float32", "--num-images", 16, "--batch", 16, "--drop-epochs", 1, "--goal", 0]
+    options = ["--layers", 10, "--dtype", "float32", "--num-images", 32, "--batch", 16, "--lr", 1, "--goal", 0]
     checkpoint = ["--checkpoint", tmp_path / "resnet.msgpack"]
     run("imagenet_resnet50.py", *options, "--epochs", 1, *checkpoint, framework="jax")
     assert_same(

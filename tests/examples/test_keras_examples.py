@@ -9,6 +9,10 @@ from tests.examples.running import assert_same, run
 pytestmark = pytest.mark.timeout(1800)
 
 
+def test_digits() -> None:
+    assert "bit-identical on all ranks: yes" in run("digits.py", np=2, framework="keras", backend="torch")
+
+
 def test_vgg11_learns_the_same_on_one_and_two_ranks() -> None:
     options = ["--num-images", 320]
     assert_same(

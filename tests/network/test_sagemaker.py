@@ -143,7 +143,7 @@ def toolkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(directory)
     pip = [sys.executable, "-m", "pip", "--python", str(directory / "bin/python")]
     command = [*pip, "install", "-q", "--no-compile", "sagemaker-training", "mpi4py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     if done.returncode:
         pytest.skip(f"sagemaker-training cannot be installed: {done.stderr.strip().splitlines()[-1]}")
     return directory

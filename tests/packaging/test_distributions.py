@@ -124,7 +124,10 @@ def find_interpreters() -> dict[str, str]:
     found: dict[str, str] = {}
     for place in places:  # pyenv's may be scripts for versions that are not chosen
         code = "import ensurepip, sys, venv; print(*sys.version_info[:2], sys.executable)"
-        done = subprocess.run([place, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        try:
+            done = subprocess.run([place, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        except OSError:  # a link to one that is gone
+            continue
         if done.returncode == 0:
             major, minor, executable = done.stdout.strip().split(" ", 2)
             if (3, 11) <= (int(major), int(minor)) != sys.version_info[:2]:

@@ -70,7 +70,7 @@ class Finder:
     """Finds torchvision, and no other module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torchvision" or _kept or (found := PathFinder.find_spec(name)) is None:
+        if name != "torchvision" or (found := PathFinder.find_spec(name)) is None:
             return None
         import torch
 
@@ -78,7 +78,8 @@ class Finder:
             for each in found.submodule_search_locations or ():
                 torch.ops.load_library(Path(each) / "_C.so")
         except OSError:
-            define_operators()
+            if not _kept:
+                define_operators()
             assert found.loader is not None
             found.loader = WithoutOperators(found.loader)
         return found

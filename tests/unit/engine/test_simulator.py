@@ -1,6 +1,7 @@
 """Negotiation under thousands of random schedules: orders, delays, process sets, joins, mismatches, lost ranks.
 
-REIGEN_SIM_SEED=<seed> replays one of them, REIGEN_TEST_SCHEDULES=<number> plays so many instead of 12,000.
+REIGEN_SIM_SEED=<seed> replays one of them, REIGEN_TEST_SCHEDULES=<number> plays so many instead of 12,000 (in portions
+of 4,000).
 """
 
 from __future__ import annotations
