@@ -67,6 +67,24 @@ def test_batch_normalisation_sees_the_whole_batch(integration_pools: Pools) -> N
         assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-4)
 
 
+def test_a_layer_that_the_program_has_put_in_the_place_of_a_batch_norm_stays(integration_pools: Pools) -> None:
+    def replace_layers() -> bool:
+        import torch
+
+        from reigen.lightning.strategy import _find_batch_norms, _restore_batch_norms
+        from reigen.torch.sync_batch_norm import SyncBatchNorm
+
+        first, *_ = model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(3) for _ in range(3)))
+        places = _find_batch_norms(model)
+        SyncBatchNorm.convert_sync_batchnorm(model)
+        model[1] = other = torch.nn.Identity()
+        del model[2]
+        _restore_batch_norms(places)
+        return list(model) == [first, other]
+
+    assert integration_pools(1).run(replace_layers, timeout=300) == [True]
+
+
 def test_a_compiled_network_in_the_module_trains_and_a_compiled_module_is_refused_by_lightning(
     integration_pools: Pools,
 ) -> None:

@@ -158,6 +158,7 @@ def test_ranks_of_mpirun_report_their_metrics(tmp_path: Path) -> None:
     ranks = ("--launcher", "mpi", "-np", "3", "--metrics-file", str(path), "--top")
     status, _, err = launcher.run(*ranks, sys.executable, "-c", code)
     assert status == 0, err
+    assert "mean nothing to Reigen" not in err
     *processes, end = map(json.loads, path.read_text().splitlines())
     steps = {each["rank"]: each["metrics"]["reigen_steps_total"] for each in processes if each["final"]}
     assert steps == {0: 7, 1: 7, 2: 7}

@@ -212,7 +212,9 @@ def _find_batch_norms(model: torch.nn.Module) -> list[_Place]:
 def _restore_batch_norms(places: list[_Place]) -> None:
     """Put layers back into their places, with the parameters, buffers and mode of those that were there meanwhile."""
     for parent, name, layer in places:
-        trained = parent.get_submodule(name)
+        trained = parent._modules.get(name)
+        if not isinstance(trained, SyncBatchNorm):
+            continue  # the program has put something else there
         layer._parameters, layer._buffers = trained._parameters, trained._buffers
         layer.train(trained.training)
         parent.add_module(name, layer)

@@ -32,13 +32,18 @@ def line(call):
 @pytest.mark.parametrize("is_wanted", [False, True])
 def test_ranks_elsewhere_are_told_where_to_report_their_metrics_and_no_token(monkeypatch, tmp_path, is_wanted):
     monkeypatch.setattr(launcher, "find_mpirun", lambda environ: Mpirun("/x/mpirun", MpirunFamily.OPEN_MPI_5, ""))
-    monkeypatch.setattr(launcher, "choose_own_address", lambda *_: ("10.0.0.1", "the way there"))
+
+    def choose(*_):
+        assert is_wanted, "nobody calls this host: mpirun may know hosts that have no address here"
+        return "10.0.0.1", "the way there"
+
+    monkeypatch.setattr(launcher, "choose_own_address", choose)
     metrics = MetricsOptions(file=tmp_path / "m.jsonl" if is_wanted else None)
     options = LaunchOptions(COMMAND, 2, hosts=(HostInfo("h9.invalid", 2),), metrics=metrics)
     environ = {"REIGEN_METRICS_TOKEN": "x", "REIGEN_METRICS_SERVICE": "another:1", "SEED": "5"}
     with contextlib.closing(launcher.MpiLauncher(options, environ)) as mpi:
         plan = mpi.allocate(lambda seconds: None)
-    assert plan.report_address == "10.0.0.1"
+    assert plan.report_address == ("10.0.0.1" if is_wanted else "127.0.0.1")
     (spec,) = plan.processes
     command = list(spec.command)
     names = {command[place + 1] for place, word in enumerate(command) if word == "-x"}

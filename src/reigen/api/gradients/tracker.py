@@ -19,8 +19,10 @@ some plan for one pass and calls :meth:`GradientTracker.abandon` after it: the n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from reigen.api.gradients.bucket_plan import BucketPlan
 from reigen.errors import ArgumentError, StepOrderError
@@ -161,7 +163,7 @@ class GradientTracker:
             ArgumentError: ``passes`` is not a positive integer.
             StepOrderError: complete gradients are waiting for ``step()`` or ``synchronize()``.
         """
-        check_passes(passes)
+        passes = check_passes(passes)
         if self.outstanding:
             raise StepOrderError("backward_passes_per_step cannot change between backward() and step()")
         self._passes = passes
@@ -187,7 +189,7 @@ class GradientTracker:
 
 
 def check_passes(passes: object) -> int:
-    """``passes`` itself; raises ArgumentError if ``backward_passes_per_step`` cannot be that."""
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes <= 0:
+    """``passes`` as an int; raises ArgumentError if ``backward_passes_per_step`` cannot be that."""
+    if not isinstance(passes, SupportsIndex) or isinstance(passes, bool) or operator.index(passes) <= 0:
         raise ArgumentError(f"backward_passes_per_step must be a positive integer, got {passes!r}")
-    return passes
+    return operator.index(passes)

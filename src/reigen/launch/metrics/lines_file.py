@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -130,13 +131,19 @@ def format_end(at: float, exit_code: int, failure: str, verdict: str) -> bytes:
 
 
 def append_verdict(path: Path, verdict: str) -> None:
-    """Add a line about a job whose file is closed: a verdict that could only be found then.
+    """Add a line about a job whose file is closed: a verdict that could only be found then. Raises nothing.
 
-    Raises:
-        OSError: it cannot be written.
+    A disk that hangs is waited for as long as at the job's end.
     """
-    descriptor = open_to_append(path, mode=0o666)
-    try:
-        os.write(descriptor, format_end(time.time(), 0, "", verdict))
-    finally:
-        os.close(descriptor)
+    writer = threading.Thread(target=_append, args=(path, format_end(time.time(), 0, "", verdict)), daemon=True)
+    writer.start()
+    writer.join(_LAST_SECONDS)
+
+
+def _append(path: Path, line: bytes) -> None:
+    with suppress(OSError):
+        descriptor = open_to_append(path, mode=0o666)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)

@@ -52,7 +52,8 @@ class MpiLauncher:
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         self._mpirun = find_mpirun(environ)
         environ = report_environ(options.metrics, environ)
-        self._address = _choose_address(options)
+        is_called = options.servers is not None or options.metrics.is_wanted  # mpirun knows hosts that nobody else does
+        self._address = _choose_address(options) if is_called else _LOOPBACK
         # mpirun ends all that it has started when one of them dies: a server cannot be started again
         servers = None if options.servers is None else replace(options.servers, num=1, environ={})
         self.options = replace(

@@ -76,8 +76,6 @@ class TorchTraining:
         self._states: dict[str, Any] = {}
         #: of what this rank has given to others, which has not changed since; empty: none
         self._sent_digest = b""
-        #: of the fixed parameters that this rank has given to others, as they were then; empty: of those of now
-        self._fixed_digest = b""
 
     def _prepare_optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """Return the optimizer as this training uses it; raises ArgumentError."""
@@ -218,21 +216,19 @@ class TorchTraining:
     ) -> OverlappedTransfer | None:
         """Implement `TrainingState.transfer`."""
         receives = rank() in receivers
-        self._sent_digest = self._fixed_digest = b""
+        self._sent_digest = b""
         self._transfer_buffers(source, receives=receives)
         states, install = share_optimizer_state(self._optimizer, source, receives=receives)
-        fixed = [each.detach() for each in self._fixed_parameters()]
-        tensors = [*(each.detach() for each in self._parameters()), *states]
+        tensors = [*(each.detach() for each in (*self._fixed_parameters(), *self._parameters())), *states]
+        where = *_memory_of(tensors), source, receivers
         overlapped = None
         if may_overlap and self._is_overlap_worth_it():
-            if fixed:  # the program may change these before its update, which the others would not notice
-                self._send(fixed, source, receivers, self._note_fixed_digest)
-            where = *_memory_of(tensors), source, receivers
-            overlapped = begin_overlapped_transfer(*where, self._trained_contents, self._version)
-            if overlapped is None:
-                broadcast_tensors(tensors, source, "elastic.state")
+            overlapped = begin_overlapped_transfer(*where, self._contents, self._version)
+            is_sent = overlapped is not None
         else:
-            self._send([*fixed, *tensors], source, receivers, self._note_digest)
+            is_sent = read_from_source(*where, self._note_digest)
+        if not is_sent:
+            broadcast_tensors(tensors, source, "elastic.state")
         install()
         for parameter in self._parameters():
             parameter.grad = None
@@ -246,14 +242,6 @@ class TorchTraining:
             others = {n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in others.items()}
         broadcast_parameters(others, source)
 
-    @staticmethod
-    def _send(
-        tensors: list[torch.Tensor], source: int, receivers: frozenset[int], during_read: Callable[[], object]
-    ) -> None:
-        """Collective: receivers get these tensors of the source, by reading or by a broadcast; all wait for it."""
-        if not read_from_source(*_memory_of(tensors), source, receivers, during_read):
-            broadcast_tensors(tensors, source, "elastic.state")
-
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""
         sent, self._sent_digest = self._sent_digest, b""
@@ -262,10 +250,11 @@ class TorchTraining:
     def _is_overlap_worth_it(self) -> bool:
         """Return whether members may go on while newcomers read the state; the same on all ranks.
 
-        Weights that exist once a host move when a step begins. Normalization over all ranks needs all in `forward`,
-        which newcomers without samples do not call.
+        Weights that exist once a host move when a step begins. Newcomers without samples do not call `forward`, in
+        which normalization over all ranks needs all, and which may change parameters that the optimizer does not have:
+        those of a moving average, say.
         """
-        if isinstance(self._optimizer, SharedParametersOptimizer):
+        if isinstance(self._optimizer, SharedParametersOptimizer) or any(True for _ in self._fixed_parameters()):
             return False
         if any(isinstance(each, SyncBatchNorm | torch.nn.SyncBatchNorm) for each in self._model.modules()):
             return False
@@ -275,11 +264,6 @@ class TorchTraining:
     def _contents(self) -> Iterator[NDArray[np.uint8]]:
         return map(tensor_bytes, itertools.chain(self._fixed_parameters(), self._tensors()))
 
-    def _trained_contents(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield contents by which an overlapped transfer is compared; of fixed parameters, sent before, a digest."""
-        yield np.frombuffer(self._fixed_digest or digest_of(map(tensor_bytes, self._fixed_parameters())), np.uint8)
-        yield from map(tensor_bytes, self._tensors())
-
     def _version(self) -> list[tuple[int, int]]:
         """Return versions of weights and optimizer state, and where they lie: others after each change."""
         return [(each.data_ptr(), each._version) for each in self._tensors()]
@@ -288,10 +272,6 @@ class TorchTraining:
         """Compute the digest while others read the state, so that they need not wait for it."""
         self._sent_digest = b""
         self._sent_digest = self.digest()
-
-    def _note_fixed_digest(self) -> None:
-        """Compute the digest of the fixed parameters while others read them: the program may change them then."""
-        self._fixed_digest = digest_of(map(tensor_bytes, self._fixed_parameters()))
 
     def small_state(self) -> Any:
         """Implement `TrainingState.small_state`."""
@@ -330,10 +310,7 @@ class TorchTraining:
             yield from group["params"]
 
     def _fixed_parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the model's parameters that the optimizer does not have; the program may change them all the same.
-
-        That of a moving average, say, in the model. In the same order on all ranks.
-        """
+        """Yield the model's parameters that the optimizer does not have, in the same order on all ranks."""
         trained = {id(each) for each in self._parameters()}
         yield from (each for _, each in sorted(self._model.named_parameters()) if id(each) not in trained)
 

@@ -134,7 +134,7 @@ class OptimizerReducer(ABC):
             ArgumentError: not a positive integer.
             StepOrderError: complete gradients wait for a step, or are on their way.
         """
-        check_passes(passes)
+        passes = check_passes(passes)
         for tracker in sorted(self.trackers, key=lambda each: not each.outstanding):  # one that refuses comes first
             tracker.set_backward_passes_per_step(passes)
         self.backward_passes_per_step = passes
@@ -222,8 +222,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._adopt_groups()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before = {id(each) for each in self._parameters()} if "param_groups" in self.__dict__ else set()
         super().__setstate__(state)
-        self._adopt_groups()
+        if not before.issuperset(map(id, self._parameters())):
+            self._adopt_groups()
 
     def _adopt_groups(self) -> None:
         if (reducer := self.__dict__.get("_reducer")) is not None:
