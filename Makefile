@@ -12,7 +12,7 @@
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
 #   make docs       the documentation site, in build/site: open build/site/index.html, or `python -m http.server -d build/site`
-#   make bench      Reigen and its peers, alternately, in one run
+#   make bench      Reigen and its peers, alternately, in one run; tables, and JSON and pictures in build/benchmarks
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -129,14 +129,20 @@ nightly-faults: $(VENV)/.stamp-dev
 	REIGEN_TEST_FAULTS=100000 REIGEN_TEST_FAULT_SECONDS=$${SECONDS_EACH:-3600} $(BIN)/python -m pytest -s -n 0 --timeout=0 \
 	  tests/elastic/test_fault_loop.py tests/network/test_elastic_fault_loop.py
 
+# What is found goes to RESULTS, too, as JSON and as pictures. BENCH_OPTIONS="--rounds 2" is a short run.
+RESULTS := build/benchmarks
 bench: $(VENV)/.stamp-bench
-	$(BIN)/reigen bench allreduce --np $(NP)
-	$(BIN)/reigen bench calls --np $(NP)
-	$(BIN)/reigen bench train-step --np $(NP)
-	$(BIN)/reigen bench startup --np $(NP)
+	@mkdir -p $(RESULTS)
+	$(BIN)/reigen bench allreduce --np $(NP) --json $(RESULTS)/allreduce.json $(BENCH_OPTIONS)
+	$(BIN)/reigen bench calls --np $(NP) --json $(RESULTS)/calls.json $(BENCH_OPTIONS)
+	$(BIN)/reigen bench train-step --np $(NP) --json $(RESULTS)/train-step.json $(BENCH_OPTIONS)
+	$(BIN)/reigen bench startup --np $(NP) --json $(RESULTS)/startup.json $(BENCH_OPTIONS)
+	$(BIN)/python -m tools.docs.charts $(RESULTS)
 
 bench-network: $(VENV)/.stamp-bench
-	$(BIN)/python -m benchmarks.network
+	@mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.network --json $(RESULTS)/network.json
+	$(BIN)/python -m tools.docs.charts $(RESULTS)
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

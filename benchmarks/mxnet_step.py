@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 MODELS = ("mlp", "resnet18")
@@ -125,18 +127,35 @@ def ways(model: str, steps: int) -> dict[str, Callable[[], str]]:
     }
 
 
+def save(measured: Mapping[str, Mapping[str, list[float]]], file: Path, rounds: int) -> None:
+    """Write seconds by model and way, as other benchmarks do."""
+    from importlib.metadata import version
+
+    from benchmarks.harness.figures import summarize
+    from benchmarks.harness.report import Document, Row
+
+    document = Document(shlex.join(["python", "-m", "benchmarks.mxnet_step", *sys.argv[1:]]), RANKS, rounds)
+    document.versions["mxnet"] = version("mxnet")
+    for model, ways in measured.items():
+        modes = {way: summarize([[each] for each in seconds]) for way, seconds in ways.items()}
+        document.rows.append(Row(model, 0, modes, "alone"))
+    document.save(file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--rank", metavar="WAY", help="internal: be a rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there, too")
     options = parser.parse_args()
     if options.rank:
         train(options.rank, options.model, options.steps)
         return
+    everything: dict[str, dict[str, list[float]]] = {}
     for model in [options.model] if options.model else MODELS:
-        measured: dict[str, list[float]] = {}
+        measured = everything[model] = {}
         for _ in range(options.rounds):
             for name, start in ways(model, options.steps).items():
                 measured.setdefault(name, []).append(float(start()))
@@ -146,6 +165,8 @@ def main() -> None:
             spread = f"{1e3 * min(seconds):.0f}-{1e3 * max(seconds):.0f}"
             median = 1e3 * statistics.median(seconds)
             print(f"  {name:10} {median:7.0f} ms ({spread:>9})   {statistics.median(ratios):.2f} x alone")
+    if options.json is not None:
+        save(everything, options.json, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Parameter servers and the ring, on hosts whose network is the bottleneck (needs root; stand-in machines).
 
     python -m benchmarks.ps_vs_ring                              about 8 minutes
-    python -m benchmarks.ps_vs_ring --hosts 2,4 --picture out.svg
+    python -m benchmarks.ps_vs_ring --hosts 2,4 --json out.json
 
 One worker on each host trains the same network on real images (scikit-learn's digits) through `reigen.torch.Trainer`,
 and only the store differs: one server, as many servers as workers, twice as many, each on a worker's host; or the ring.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
 import shlex
 import statistics
@@ -27,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.figures import summarize
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.report import markdown
+from benchmarks.harness.report import Document, Row, markdown
 from benchmarks.harness.servers import Seat, parameter_servers, worker_starts
 from reigen.cluster.environ import SECRET_VARIABLE
 from reigen.net.auth import SECRET_BYTES
@@ -36,6 +36,7 @@ from tests.lab import HostProcess, Hosts, MachineError, Unavailable
 
 ONE, EQUAL, DOUBLE, RING = "one server", "servers = workers", "servers = 2 x workers", "ring"
 MODES = (ONE, EQUAL, DOUBLE, RING)
+ALONE = "a worker alone"
 _PORT = 9200
 _BATCH = 32
 _WIDTH = 1024
@@ -157,6 +158,7 @@ def run(num_hosts: Sequence[int], settings: Settings) -> list[dict[str, Any]]:
                     "mode": mode,
                     "servers": num_servers(mode, count),
                     "step_seconds": seconds,
+                    "rounds": steps[mode],
                     "samples_per_second": count * _BATCH / seconds,
                     "efficiency": settings.compute_seconds / seconds,
                     "busiest_host_sends_mib": sent[mode],
@@ -185,38 +187,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def draw(rows: Sequence[dict[str, Any]], settings: Settings, file: Path) -> None:
-    """The picture: columns are samples a second, lines the efficiency of scaling."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "reigen"  # the same picture for the same figures
-    from matplotlib import pyplot as plt
-
-    counts = sorted({row["workers"] for row in rows})
-    figure, left = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    right = left.twinx()
-    width = 0.8 / len(MODES)
-    for index, mode in enumerate(MODES):
-        of_mode = [next(row for row in rows if row["mode"] == mode and row["workers"] == count) for count in counts]
-        places = [place + (index - (len(MODES) - 1) / 2) * width for place in range(len(counts))]
-        columns = left.bar(places, [row["samples_per_second"] for row in of_mode], width, label=mode, alpha=0.45)
-        color = columns.patches[0].get_facecolor()[:3]
-        right.plot(
-            places,
-            [100 * row["efficiency"] for row in of_mode],
-            "o-",
-            color=color,
-            linewidth=2,
-            markeredgecolor="black",
-        )
-    left.set_xticks(range(len(counts)), [f"{count} workers" for count in counts])
-    left.set_ylabel("samples a second (columns)")
-    right.set_ylabel("scaling efficiency, % (lines)")
-    right.set_ylim(0, 100)
-    left.set_title(f"{settings.rate_bits / 1e6:g} Mbit/s a host; a worker alone: {settings.compute_seconds:g} s a step")
-    figure.legend(loc="outside lower center", ncols=len(MODES))
-    figure.savefig(file, metadata={"Date": None})
+def document(rows: Sequence[Mapping[str, Any]], settings: Settings, command: str) -> Document:
+    """What was found, as other benchmarks write it: a row for each number of workers."""
+    found = Document(command, max(row["workers"] for row in rows), settings.rounds)
+    for count in dict.fromkeys(row["workers"] for row in rows):
+        modes = {ALONE: summarize([[settings.compute_seconds]])}
+        modes |= {row["mode"]: summarize([[each] for each in row["rounds"]]) for row in rows if row["workers"] == count}
+        found.rows.append(Row(f"{count} workers", 0, modes, ALONE))
+    for row in rows:
+        sent = f"{row['busiest_host_sends_mib']:.1f} MiB"
+        found.notes.append(f"{row['workers']} workers, {row['mode']}: the busiest host sends {sent} in a step")
+    return found
 
 
 # -- a worker ---------------------------------------------------------------------------------------------------------
@@ -266,7 +247,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--compute", type=float, default=0.5, metavar="S", help="seconds of a worker's own part (0.5)")
     parser.add_argument("--steps", type=int, default=10, metavar="K", help="steps of each job (10)")
     parser.add_argument("--rounds", type=int, default=2, metavar="K", help="jobs of each kind (2)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it, too (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     chosen = parser.parse_args(arguments)
     settings = Settings(1e6 * chosen.rate, chosen.compute, chosen.steps, chosen.rounds)
@@ -278,9 +258,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     print(f"{command}\n{this_machine()}\n\n{table(rows)}")
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"command": command, "cores": os.cpu_count(), "rows": rows}, indent=1))
-    if chosen.picture is not None:
-        draw(rows, settings, chosen.picture)
+        document(rows, settings, command).save(chosen.json)
     return 0
 
 

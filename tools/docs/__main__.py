@@ -1,7 +1,8 @@
 """Writes all pages of the documentation site: ``python -m tools.docs [DIRECTORY]``, by default build/pages.
 
 They are those of docs/ with links that lead out of it changed, those that are made of the code, and those that show
-files of the repository. What is written is plain Markdown, so that any generator can make the site of it.
+files of the repository. What is written is plain Markdown, so that any generator can make the site of it. Pictures of
+benchmarks are drawn from docs/data.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tools.docs import code_pages, links
+from tools.docs import charts, code_pages, links
 
 ROOT = Path(__file__).parents[2]
 #: The repository's pages, and what is written beside them.
@@ -28,9 +29,10 @@ def write_pages(directory: Path) -> None:
     """Write the pages, and the pictures and style sheets of docs/."""
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(DOCS, directory, ignore=shutil.ignore_patterns("*.md"))
+    charts.draw_all(charts.DATA, directory / charts.PICTURES.relative_to(DOCS))
     for name, text in read_pages().items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        shown = links.inline_drawings(ROOT, name, links.lead_to_source_pages(ROOT, name, text))
+        shown = links.inline_drawings(directory, name, links.lead_to_source_pages(ROOT, name, text))
         (directory / name).write_text(shown, encoding="utf-8")
 
 

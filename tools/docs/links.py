@@ -66,16 +66,23 @@ def make_source_pages(root: Path, texts: Mapping[str, str]) -> dict[str, str]:
     return pages
 
 
-def inline_drawings(root: Path, page: str, markdown: str) -> str:
+def inline_drawings(directory: Path, page: str, markdown: str) -> str:
     """Return a page's text with its drawings in it: only what is part of a page can have its colour.
 
     Drawings are the pictures in SVG whose class says so; in the repository they follow the reader's colour scheme.
+
+    Args:
+        directory: the pages, and beside them their pictures.
+        page: the page's path there.
+        markdown: its text.
     """
 
     def inlined(match: re.Match[str]) -> str:
-        path = root / "docs" / posixpath.dirname(page) / match[1]
+        path = directory / posixpath.dirname(page) / match[1]
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        return f'<figure class="drawing">\n{text.rstrip()}\n</figure>' if 'class="drawing"' in text else match[0]
+        if not text.startswith('<svg class="drawing'):
+            return match[0]
+        return f'<figure class="drawing">\n{text.rstrip()}\n</figure>'
 
     return re.sub(r"(?m)^!\[[^\]]*\]\(([^)\s]+\.svg)\)$", inlined, markdown)
 

@@ -1,0 +1,196 @@
+"""Pictures of benchmarks: they are drawn from what benchmarks write, and hold its figures and those of the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from benchmarks import allreduce, calls, frameworks, kv, mxnet_step, ps_vs_ring, train_step
+from benchmarks.harness.figures import Overhead, summarize
+from benchmarks.harness.report import Document, Row
+from tools.docs import charts
+from tools.docs.charts import CHARTS, DATA, PICTURES, ROOT, Chart, describe, groups_of
+from tools.docs.results import ResultsError, read_results
+
+BY_NAME = {chart.name: chart for chart in CHARTS}
+
+
+def drawn(results: Path, pictures: Path) -> dict[str, str]:
+    """The pictures of a directory, drawn by a process of its own: matplotlib keeps its fonts open."""
+    pytest.importorskip("matplotlib")
+    subprocess.run([sys.executable, "-m", "tools.docs.charts", results, pictures], cwd=ROOT, check=True, timeout=300)
+    return {path.stem: path.read_text(encoding="utf-8") for path in pictures.glob("*.svg")}
+
+
+def written(path: Path, rows: dict[str, dict[str, float]], nbytes: int = 0) -> Path:
+    """A file as a benchmark writes it."""
+    document = Document("reigen bench x", 2, 1)
+    for title, modes in rows.items():
+        document.rows.append(Row(title, nbytes, {name: summarize([[each]]) for name, each in modes.items()}, "reigen"))
+        document.overheads[title] = {name: Overhead(each, (each,), 0.0) for name, each in modes.items()}
+    document.save(path)
+    return path
+
+
+def test_what_a_benchmark_writes_is_what_a_picture_reads(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.json", {"mlp": {"one rank alone": 0.5, "reigen": 0.75, "ddp": 2.0}})
+    found = read_results(file)
+    assert (found.command, found.num_ranks, found.source) == ("reigen bench x", 2, "")
+    assert found.machine.num_cores >= 1
+    assert found.versions["python"]
+    (group,) = groups_of(BY_NAME["train-step"], found)
+    assert {series.label: value for series, value in group.values.items()} == {
+        "one rank alone": 0.5, "Reigen, 2 ranks": 0.75, "DDP, 2 ranks": 2.0
+    }  # fmt: skip
+    assert "Reigen, 2 ranks: mlp: 25 M parameters 750 ms." in describe(BY_NAME["train-step"], found, [group])
+
+
+def test_of_several_settings_of_a_peer_the_fastest_is_drawn(tmp_path: Path) -> None:
+    modes = {"ddp": 2.0, "ddp, gradients as bucket views": 1.0}
+    (group,) = groups_of(BY_NAME["train-step"], read_results(written(tmp_path / "a.json", {"cnn": modes})))
+    assert list(group.values.values()) == [1.0]
+
+
+def test_sizes_are_lines_and_other_rows_are_not(tmp_path: Path) -> None:
+    rows = {"1 KiB": {"gloo": 1.0}, "1 KiB, loopback": {"gloo": 2.0}, "ResNet-50, 161 gradients": {"gloo": 3.0}}
+    found = read_results(written(tmp_path / "a.json", rows, nbytes=1024))
+    assert [(each.nbytes, *each.values.values()) for each in groups_of(BY_NAME["allreduce"], found)] == [(1024, 1.0)]
+    assert [(each.nbytes, *each.values.values()) for each in groups_of(BY_NAME["network"], found)] == [(1024, 2.0)]
+
+
+def test_efficiency_is_the_time_alone_in_that_of_a_step(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.json", {"4 workers": {"a worker alone": 0.5, "ring": 2.0}})
+    (group,) = groups_of(BY_NAME["ps_vs_ring"], read_results(file))
+    assert list(group.values.values()) == [25.0]
+
+
+def test_overheads_may_be_negative(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.json", {"mlp, jax": {"reigen.jax": 0.5}})
+    content = json.loads(file.read_text())
+    content["overheads"]["mlp, jax"]["reigen.jax"]["median"] = -0.001
+    file.write_text(json.dumps(content))
+    (group,) = groups_of(BY_NAME["frameworks"], read_results(file))
+    assert list(group.values.values()) == [-0.001]
+
+
+#: Modes and rows of the benchmarks, by the file that each writes.
+_SERVERS = [kv.Store(system, count).name for system in (kv.REIGEN, kv.MXNET) for count in (1, 2)]
+KNOWN: dict[str, set[str]] = {
+    "allreduce.json": {
+        *(allreduce.REGISTERED, allreduce.ORDINARY, allreduce.COPY, allreduce.GLOO_SUM, allreduce.MPI_SUM),
+        *(allreduce.BUCKETS, allreduce.SEPARATE, allreduce.GLOO_BUCKETS, allreduce.GLOO_SEPARATE),
+        allreduce.MPI_SEPARATE,
+    },
+    "calls.json": {calls.SEPARATE, calls.GROUPED, calls.GLOO_SEPARATE, calls.GLOO_BUCKETS},
+    "train-step.json": {train_step.ALONE, train_step.REIGEN, train_step.DDP_DEFAULT, train_step.DDP_VIEW},
+    "frameworks.json": {
+        *(frameworks.TAPE, frameworks.FIT, frameworks.OPTAX, frameworks.STRATEGY, frameworks.STRATEGY_FIT),
+        *(frameworks.JAX_GLOO, frameworks.JAX_FLAT),
+    },
+    "network.json": {"reigen", "gloo"},
+    "kv.json": {*_SERVERS, kv.COPYING},
+    "mxnet-step.json": {"alone", *mxnet_step.ways("mlp", 1)},
+    "ps_vs_ring.json": {*ps_vs_ring.MODES, ps_vs_ring.ALONE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
+def test_pictures_and_published_files_use_the_names_of_the_benchmarks(chart: Chart) -> None:
+    names = {name for series in chart.series for name in series.names} | ({chart.alone} - {""})
+    assert names <= KNOWN[chart.data]
+    found = read_results(DATA / chart.data)
+    modes = {name for row in found.rows for name in row.modes} | {n for row in found.overheads.values() for n in row}
+    assert names & modes, "nothing is drawn"
+    others = {
+        *(allreduce.BACKEND, calls.UNCACHED, frameworks.TORCH, "reigen, 2 servers, sgd", "ps-lite, 2 servers, sgd"),
+        "reigen, 1 server, 2bit",
+    }  # fmt: skip
+    assert modes <= KNOWN[chart.data] | others
+
+
+def test_a_published_figure_stands_in_the_page() -> None:
+    page = (DATA.parent / "benchmarks.md").read_text(encoding="utf-8")
+    scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    times = re.findall(r"(\d+(?:\.\d+)?) (us|ms|s)\b", page)
+    stated = {round(float(number) * scales[unit], 9) for number, unit in times}
+    bare = {round(float(number) * 1e-3, 9) for number in re.findall(r"(?<=[| ])(\d+(?:\.\d+)?)(?= \||[;,])", page)}
+    for path in DATA.glob("*.json"):
+        found = read_results(path)
+        for row in found.rows:
+            missing = {name for name, each in row.modes.items() if round(each.median, 9) not in stated}
+            assert missing - {"alone", ps_vs_ring.ALONE} == set(), (path.name, row.title)
+        for title, row_modes in found.overheads.items():
+            missing = {name for name, each in row_modes.items() if round(each.median, 9) not in bare}
+            assert missing == set(), (path.name, title)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "not JSON": ("{", "truncated"),
+    "another document": ({"found": []}, r"missing required field `command`"),
+    "no times": ({"rows": [{"title": "mlp", "nbytes": 0, "modes": {"ddp": {}}}]}, r"`median` - at `\$.rows"),
+    "a text": ({"rows": [{"title": "mlp", "nbytes": 0, "modes": {"ddp": {"median": "5 ms"}}}]}, "got `str`"),
+    "no time at all": ({"rows": [{"title": "mlp", "nbytes": 0, "modes": {"ddp": {"median": 0}}}]}, "> 0"),
+    "other rows": ({"rows": [{"title": "ml", "nbytes": 0, "modes": {"ddp": {"median": 1}}}]}, r"\['mlp', .*'ml'"),
+    "other modes": ({"rows": [{"title": "mlp", "nbytes": 0, "modes": {"dp": {"median": 1}}}]}, r"'ddp', .*'dp'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, case: str) -> None:
+    content, reason = BAD[case]
+    file = written(tmp_path / "train-step.json", {"mlp": {"ddp": 1.0}})
+    whole = {} if "found" in content else json.loads(file.read_text())
+    file.write_text(content if isinstance(content, str) else json.dumps(whole | content))
+    with pytest.raises(ResultsError, match=reason) as caught:
+        draw_or_read(file)
+    assert case.startswith("other") or str(file) in str(caught.value)
+
+
+def draw_or_read(file: Path) -> None:
+    groups_of(BY_NAME["train-step"], read_results(file))
+
+
+def test_a_directory_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert charts.main([str(tmp_path)]) == 1
+    assert f"{tmp_path}: there are no results; they are called ['allreduce.json'" in capsys.readouterr().err
+    assert charts.main([]) == 2
+    with pytest.raises(ResultsError, match="No such file"):
+        read_results(tmp_path / "kv.json")
+
+
+def test_a_bad_file_ends_the_drawing_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "calls.json").write_text("{}")
+    assert charts.main([str(tmp_path)]) == 1
+    assert f"charts: {tmp_path / 'calls.json'} is not what `reigen bench --json` writes" in capsys.readouterr().err
+
+
+def test_a_picture_is_a_part_of_its_page(tmp_path: Path) -> None:
+    written(tmp_path / "train-step.json", {"mlp": {"one rank alone": 0.5, "reigen": 0.75, "ddp": 2.0}})
+    text = drawn(tmp_path, tmp_path)["train-step"]
+    tree = ET.fromstring(text)
+    assert "750 ms" in tree.attrib["aria-label"]
+    assert {"viewBox", "role", "class"} <= tree.attrib.keys()
+    assert not {"width", "height"} & tree.attrib.keys()
+    letters = "".join(each.text or "" for each in tree.iter("{http://www.w3.org/2000/svg}text"))
+    assert all(word in letters for word in ("one rank alone", "Reigen, 2 ranks", "750 ms", "2.00 s"))
+    assert "currentColor" in text
+    assert charts._INK not in text
+    assert "#ffffff" not in text, "the page's ground is seen"
+
+
+def test_the_repository_has_the_pictures_of_its_files(tmp_path: Path) -> None:
+    found = drawn(DATA, tmp_path)
+    assert found == {path.stem: path.read_text(encoding="utf-8") for path in PICTURES.glob("*.svg")}
+    assert set(found) == set(BY_NAME)
+
+
+def test_every_picture_is_in_the_page() -> None:
+    page = (DATA.parent / "benchmarks.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\(images/benchmarks/([\w-]+)\.svg\)", page)) == set(BY_NAME)

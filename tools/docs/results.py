@@ -1,0 +1,87 @@
+"""Results of benchmarks: the files that ``--json`` of `reigen bench` and of ``python -m benchmarks.NAME`` writes.
+
+Of `benchmarks.harness.report.Document`, which writes them, this is what pictures need. The files in docs/data hold the
+figures of docs/benchmarks.md; those that were in the page before there were files have medians alone, rounded as there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+
+class ResultsError(Exception):
+    """A file cannot be used; the message says which one, and what is wrong with it."""
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """What one mode took, in seconds: a median."""
+
+    median: float
+
+
+class PositiveFigure(msgspec.Struct, frozen=True):
+    """What one mode took, in seconds: a median that is a time."""
+
+    median: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class ResultRow(msgspec.Struct, frozen=True):
+    """What several modes did in the same rounds.
+
+    Attributes:
+        title: what.
+        nbytes: of data on each rank; 0 where that says nothing.
+        modes: what each took.
+    """
+
+    title: str
+    nbytes: int
+    modes: dict[str, PositiveFigure]
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where it was measured: the processor's model, and how many logical ones there were."""
+
+    cpu: str
+    num_cores: int
+
+
+class Results(msgspec.Struct, frozen=True):
+    """The figures of a run.
+
+    Attributes:
+        command: what was run.
+        created: when, in ISO 8601.
+        machine: where.
+        versions: of Reigen, Python and the peers.
+        num_ranks: how many processes each mode had.
+        rows: times.
+        overheads: what a step took longer than one rank alone: model -> mode -> seconds.
+        source: where the figures come from, if not from the run itself.
+    """
+
+    command: str
+    created: str
+    machine: Machine
+    versions: dict[str, str]
+    num_ranks: int
+    rows: list[ResultRow]
+    overheads: dict[str, dict[str, Figure]] = {}
+    source: str = ""
+
+
+def read_results(path: Path) -> Results:
+    """Read a file of results.
+
+    Raises:
+        ResultsError: it cannot be read, or is no file of results.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Results)
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ResultsError(f"{path} is not what `reigen bench --json` writes: {error}") from None
