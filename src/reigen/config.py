@@ -112,57 +112,75 @@ def _knob(default: object, kind: _Kind, names: str) -> Any:
 class Config:
     """Knobs of one job.
 
+    The reference shows what is said of each here (`tools.docs.code_pages`).
+
     Attributes:
-        deadline_seconds: how long a collective may wait for its last rank, and for the ranks to do their part.
-        start_timeout_seconds: how long init() waits for the other ranks.
+        deadline_seconds: seconds that a collective may wait for its last rank, and a rank for the others' part in it.
+        start_timeout_seconds: seconds that init() waits for the other ranks.
         fusion_threshold_bytes: allreduces of up to so many bytes in all travel together; 0 turns fusion off.
         disable_group_fusion: a group travels by itself, not together with other tensors.
         cache_capacity: operations whose negotiation is remembered; 0 turns the response cache off.
-        bucket_bytes: size of a gradient bucket, or None to choose by the backend.
+        bucket_bytes: size of a gradient bucket. None: 16 MiB on one host, or 64 MiB with reigen.torch where ranks have
+            one processor each; 4 MiB between hosts.
         dynamic_process_sets: process sets may be added and removed after init().
         timeline: file into which the timeline is written, ``DYNAMIC`` to start it by a call, None for none.
         timeline_mark_cycles: mark the engine's turns in the timeline.
         stall_check_disable: do not look for stalled collectives.
-        stall_check_seconds: how long a collective may wait before a warning.
-        stall_shutdown_seconds: how long before the job is ended because of it; 0 for never.
-        autotune: choose the fusion threshold, the size of buckets and the parameters of the network while the job runs.
-        autotune_log: file for what it measures, None for none; what an earlier job has found there is tried first.
+        stall_check_seconds: seconds that a collective may wait before a warning.
+        stall_shutdown_seconds: seconds until the job is ended because of it; 0 for never.
+        autotune: choose the fusion threshold, the size of buckets and the parameters of the network while the job runs;
+            needs ``reigen[autotune]``.
+        autotune_log: CSV file for what it measures, None for none; what an earlier job has found there is tried first.
         autotune_warmup_samples: samples that are thrown away at the beginning.
         autotune_steps_per_sample: steps of a sample, at most.
         autotune_bayes_opt_max_samples: points that are tried, at most.
         autotune_gaussian_process_noise: noise of measurements, in units of their spread; None: as it is measured.
-        autotune_seconds: seconds that tuning takes, at most.
-        autotune_allow_ring: sums may go around a ring, in another order: tuning may change results.
-        check_replicas: compare the parameters of all ranks every so many steps; 0 for never.
+        autotune_seconds: seconds that tuning takes, at most, from the first step on.
+        autotune_allow_ring: sums may go around a ring among many hosts, which adds in another order: tuning may change
+            results.
+        check_replicas: compare the parameters of all ranks before the first step, and every so many steps; 0: only warn
+            where they begin differently. Of shared parameters, also look who else has changed them.
         thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: any.
-        backend: backend to use, or None to choose.
-        network_interfaces: names of the interfaces through which hosts may talk to each other, the first that exists
-            is used; empty: the one of the route to the others.
-        tls: encrypt every connection between hosts.
-        tcp_algorithm: how the TCP backend reduces.
-        tcp_sockets: connections between two ranks of different hosts.
-        control_tree_ranks: jobs of so many ranks on several hosts negotiate through a tree by hosts; 0 for none.
-        peer_timeout_seconds: how long another host may be silent before it counts as lost.
-        notice_grace_seconds: in an elastic job: from SIGTERM to the end of a process, which leaves in good order.
+        backend: what carries data between hosts, and on one host between all ranks: ``tcp`` or ``mpi``. ``shm`` is for
+            jobs of one host, ``null`` for those of one rank. None to choose.
+        network_interfaces: names of the interfaces through which hosts may talk to each other, the first that exists is
+            used; empty: the one of the route to the others.
+        tls: encrypt every connection between hosts; needs ``reigen[tls]``.
+        tcp_algorithm: how the TCP backend reduces; with ``ordered``, which is else like ``auto``, sums of all sizes are
+            taken in rank order.
+        tcp_sockets: connections between two ranks of different hosts; as many for each direction where both have one
+            address.
+        control_tree_ranks: jobs of so many ranks on several hosts negotiate through a tree by hosts; 0: never, each
+            rank reports to rank 0 itself.
+        peer_timeout_seconds: seconds that another host may be silent before it counts as lost.
+        notice_grace_seconds: in an elastic job: seconds from SIGTERM to the end of a process, which leaves in good
+            order; 0 for at once.
         host_id: replaces the host's identity: with different ones, ranks of one host count as ranks of several.
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
-        tensorflow_native: collectives in graphs of TensorFlow are operations of our own: ``0`` never, ``1`` without a
-            self-test, ``auto`` where they are known to work, or a self-test succeeds.
-        jax_native: the same of collectives inside jax.jit, which are operations of XLA; else they are host callbacks.
+        tensorflow_native: collectives in graphs of TensorFlow are operations of our own: ``1`` without a self-test,
+            ``auto`` with versions of TensorFlow that are known to work, or after a self-test, ``0`` never: functions of
+            Python take their place.
+        jax_native: collectives inside jax.jit are operations of XLA: ``1`` without a self-test, ``auto`` with versions
+            of jaxlib that are known to work, or after a self-test, ``0`` never: they are host callbacks, which take
+            longer.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
-        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by the transport.
-        kv_threads: threads of a server that compute; None to choose by how many processors it may use.
+        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes. None: 4 MiB on one host, 12 MiB on
+            one with fewer processors than workers and servers, 1 MiB between hosts.
+        kv_threads: threads of a server that compute. None: one less than it may use processors, 1 to 4, and 4 with
+            snapshots.
         kv_shared_memory: values travel through shared memory where worker and server are on one host.
         kv_verbose: 1: members of the job and their connections are logged; 2: every message, too.
         kv_resend: a message whose receipt is not acknowledged is sent again.
         kv_resend_timeout_ms: milliseconds until then.
         kv_drop_percent: percent of the received messages that are thrown away, for tests of losses.
-        kv_heartbeat_seconds: how often workers and servers send the scheduler a heartbeat; 0 for never.
-        kv_heartbeat_timeout_seconds: how long one may be silent before it counts as lost; 0 for ever.
-        kv_on_worker_loss: policy for the loss of a worker.
+        kv_heartbeat_seconds: seconds between two heartbeats of a worker or server to the scheduler; 0 for none.
+        kv_heartbeat_timeout_seconds: seconds that a worker or server may be silent before it counts as lost; 0 for
+            ever.
+        kv_on_worker_loss: what becomes of a job that has lost a worker: ``abort``; ``continue`` with the others;
+            ``wait`` for a replacement; ``elastic``, which elastic jobs set: others join in free places.
         kv_snapshot_dir: directory for servers' snapshots, None for none.
-        kv_snapshot_seconds: how often; 0: before every acknowledgement.
-        kv_replicas: 2: what a server holds is also in the memory of another one.
+        kv_snapshot_seconds: seconds between two snapshots; 0: one before every acknowledgement.
+        kv_replicas: 2: what a server holds is also in the memory of another one, as with ``--replicate-servers``.
         kv_update_on_kvstore: a Trainer without that argument lets the store update the weights.
         log_level: the least severe messages that are shown.
         log_hide_time: messages do not begin with the time.
@@ -284,7 +302,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 }
 
 #: Reasons why known variables of Horovod (without the prefix) have no effect.
-_WITHOUT_EFFECT = {
+_REASONS = {
     "nothing waits for a cycle: an operation starts when its last rank has come": "CYCLE_TIME",
     "ranks of a host share its memory, then hosts talk: there is no other way": "HIERARCHICAL_ALLREDUCE "
     "HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE",
@@ -294,13 +312,15 @@ _WITHOUT_EFFECT = {
     "REIGEN_PLANE says what carries data, and there is one way to control a job": "CONTROLLER CPU_OPERATIONS "
     "MPI_THREADS_DISABLE CCL_CACHE ADASUM_MPI_CHUNK_SIZE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
 }
-_REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
+#: Variables of Horovod that are known, and have no effect -> why.
+WITHOUT_EFFECT = {f"HOROVOD_{name}": reason for reason, names in _REASONS.items() for name in names.split()}
 
 #: Variables that are no knobs: the place in the job, services, other tools, Horovod's build and its integrations.
 _OTHER_VARIABLES = re.compile(
     r"(REIGEN|HOROVOD)_(LOCAL_|CROSS_)?(RANK|SIZE)"
     r"|REIGEN_(RENDEZVOUS(_PORT)?|SECRET(_FILE)?|TERMINAL|PREFIXED|ORIGINS|TORCHRUN_ENV|CREW|SLURM_STEPS|NODES|GRACE)"
-    r"|(REIGEN|HOROVOD)_ELASTIC(_TIMEOUT)?|REIGEN_(ELASTIC_CANDIDATE|SLOT|INCARNATION|M(IN|AX)_SIZE|VOTER_FD)"
+    r"|(REIGEN|HOROVOD)_ELASTIC(_TIMEOUT)?|REIGEN_(ELASTIC_CANDIDATE|SLOT|INCARNATION|M(IN|AX)_SIZE|FIRST_WORKERS)"
+    r"|REIGEN_((VOTER|ENDED|LEFT)_FD|PORT_IS_HELD|NODE_INDEX|LEADER|SPARK_GPUS_PER_TASK)"
     r"|REIGEN_(WITNESS|STRAGGLERS|METRICS_(SECONDS|TOKEN|SERVICE|SECRET)|DASHBOARD_TOKEN|YARN_MASTER_FD|(BENCH|TEST|SIM)_.*)"
     r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
     r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"
@@ -350,12 +370,12 @@ def format_changed_knobs(config: Config) -> list[str]:
 
 def format_ignored_variables(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each variable of Horovod that is set and known, but has no effect here."""
-    return [f"{name} has no effect: {reason}" for name, reason in _REASONS.items() if environ.get(name)]
+    return [f"{name} has no effect: {reason}" for name, reason in WITHOUT_EFFECT.items() if environ.get(name)]
 
 
 def format_unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return unknown REIGEN_* and HOROVOD_* variables, each with the closest name of a known one."""
-    known = {*_REASONS, *(variable for variables in VARIABLES.values() for variable in variables)}
+    known = {*WITHOUT_EFFECT, *(variable for variables in VARIABLES.values() for variable in variables)}
     found = []
     for name in sorted(environ):
         if name.startswith(("REIGEN_", "HOROVOD_")) and name not in known and not _OTHER_VARIABLES.fullmatch(name):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import reigen
 from reigen.config import VARIABLES as NAMES
 from reigen.config import Config, format_changed_knobs, format_ignored_variables, format_unknown_variables, load_config
 from reigen.errors import ConfigError
@@ -122,16 +125,28 @@ def test_every_variable_of_every_knob_is_tried_above() -> None:
     assert set(NAMES) == {f.name for f in fields(Config)} - {"origins"}
 
 
-def test_the_table_in_the_docs_is_that_of_the_code() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
-    rows = re.findall(r"^\| ((?:REIGEN|HOROVOD)_[A-Z_, ]+) \| (\S+) \|", text.split("### Knobs")[1], re.MULTILINE)
-    documented = {tuple(names.split(", ")): default for names, default in rows}
-    assert set(documented) == set(NAMES.values())
-    for knob, names in NAMES.items():
-        default, words = getattr(Config(), knob), {None: "none", (): "none", False: "0", True: "1"}
-        assert documented[names] == (
-            words[default] if default in words else f"{default:g}" if isinstance(default, float) else str(default)
-        )
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    package = Path(reigen.__file__).parent
+    yield from ((path.relative_to(package), ast.parse(path.read_text())) for path in sorted(package.rglob("*.py")))
+
+
+def test_every_variable_in_the_code_is_a_knobs_or_known_to_be_none() -> None:
+    named = {
+        node.value
+        for _, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and re.fullmatch(r"(REIGEN|HOROVOD)_[A-Z0-9_]+", str(node.value))
+    }
+    assert {"REIGEN_RENDEZVOUS", "HOROVOD_RANK", "REIGEN_DEADLINE"} <= named
+    assert format_unknown_variables(dict.fromkeys(named, "1")) == []
+
+
+def test_every_knob_is_read_of_a_configuration() -> None:
+    attributes = [node for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {each.attr for each in attributes if re.search(r"(^|[._])config$|\bload_config\(", ast.unparse(each.value))}
+    own = [each for path, tree in sources() if path.name == "config.py" for each in ast.walk(tree)]
+    read |= {each.attr for each in own if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"}
+    assert set(NAMES) - read == set()
 
 
 def test_reigens_variable_wins() -> None:

@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 import yaml
 
-from reigen.config import VARIABLES
+from reigen.config import VARIABLES, WITHOUT_EFFECT
 from reigen.migrate.public_names import attribute_names, call_parameters, definition, find_module
 from tests.docs.blocks import FENCE, blocks, parse, written_pages
 from tests.docs.programs import ELSEWHERE, PROGRAMS
@@ -96,7 +96,8 @@ def test_the_reference_has_every_knob_and_command() -> None:
     knobs = pages()["reference/knobs.md"]
     for names in VARIABLES.values():
         assert all(f"`{name}`" in knobs for name in names)
-    assert set(code_pages.knob_descriptions()) >= set(VARIABLES)
+    assert set(code_pages.knob_descriptions()) == {*VARIABLES, "origins"}
+    assert all(f"| `{name}` | " in knobs for name in WITHOUT_EFFECT)
     for command, parser in command_parsers().items():
         text = pages()[f"reference/commands/{command.split()[0]}.md"]
         shown = [action for _, actions in code_pages.actions_of(parser) for action in actions]

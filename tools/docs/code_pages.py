@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import cache
 
 from reigen.cli.main import COMMANDS
-from reigen.config import VARIABLES, Config
+from reigen.config import VARIABLES, WITHOUT_EFFECT, Config
 from reigen.migrate.public_names import find_module, place_of_definition, star_names
 from tools.docs.parsers import actions_of, command_parsers
 
@@ -69,9 +69,11 @@ _SAME = (
 _PRECEDENCE = (
     "Environment variables of a job's processes. `REIGEN_*` wins over `HOROVOD_*` and the other names, and these "
     "over a configuration file (`reigen run --config-file`). An option of `reigen run` sets the variable of all ranks. "
-    "`REIGEN_LOG=info` prints each knob that was set, and what set it; a variable that begins with `REIGEN_` and is "
-    "not known is named in a warning."
+    "Sizes may be written as `64MiB` or `64m` (2^20 bytes each), or as `64MB` (10^6). "
+    "`REIGEN_LOG=info` prints each knob that differs from its default, and what set it; a variable that is misspelt "
+    "is named in a warning, and a value that makes no sense is an error."
 )
+_WITHOUT_EFFECT = "Variables of Horovod's that are known; `REIGEN_LOG=info` says why they have no effect."
 
 
 def make_pages() -> dict[str, str]:
@@ -212,6 +214,9 @@ def _knobs_text() -> str:
         if others:
             lines.append(f"- Also: {', '.join(f'`{name}`' for name in others)}")
         lines.append("")
+    lines += ["## Without effect", "", _WITHOUT_EFFECT, "", "| variable | why it has no effect |", "|---|---|"]
+    lines += [f"| `{name}` | {_cell(reason)} |" for name, reason in WITHOUT_EFFECT.items()]
+    lines.append("")
     return "\n".join(lines)
 
 
