@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import posixpath
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
 import yaml
 
 from reigen.config import VARIABLES, WITHOUT_EFFECT
@@ -20,7 +17,7 @@ from tests.docs.programs import ELSEWHERE, PROGRAMS
 from tools.docs import code_pages
 from tools.docs.__main__ import ROOT, read_pages
 from tools.docs.links import find_links, lead_to_source_pages, repository_path
-from tools.docs.parsers import command_parsers, option_names
+from tools.docs.parsers import command_parsers
 
 _HEADING = re.compile(r"^#{1,6} (.+?)(?: \{ ?#([\w.-]+) ?\})?$", re.MULTILINE)
 
@@ -199,80 +196,6 @@ def test_python_blocks_use_names_that_exist() -> None:
         tree = parse(block)
         known[block.page] = known.get(block.page, {}) | aliases(tree)  # what an earlier block of the page has imported
         if found := sorted(unknown_names(tree, known[block.page])):
-            failed[str(block)] = found
-    assert failed == {}
-
-
-def command_lines(text: str) -> Iterator[list[str]]:
-    """The calls of `reigen` in a block of shell commands, in words."""
-    text = re.sub(r"\\\n\s*", " ", text)
-    for line in text.splitlines():
-        found = re.search(r"(?:^|[\s&|;($]|-m )reigen ((?:[a-z]+ ?)+.*)$", line.removeprefix("$ "))
-        if found is None or line.lstrip().startswith("#"):
-            continue
-        lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|;&()<>")
-        lexer.whitespace_split = True
-        words: list[str] = []
-        try:
-            for word in lexer:
-                if re.fullmatch(r"[|;&()<>]+", word):
-                    break
-                words.append(word)
-        except ValueError:
-            continue  # a line of output with an apostrophe
-        yield words
-
-
-def unknown_options(words: list[str]) -> Iterator[str]:
-    """Options of a command line that its parser does not know."""
-    parsers = command_parsers()
-    if not words or words[0] not in parsers:
-        return
-    command, rest = words[0], words[1:]
-    while rest and f"{command} {rest[0]}" in parsers:
-        command, rest = f"{command} {rest[0]}", rest[1:]
-    parser = parsers[command]
-    ends = any(action.nargs in {argparse.REMAINDER, argparse.PARSER} for action in parser._actions)
-    by_name = {name: action for action in parser._actions for name in action.option_strings}
-    position = 0
-    while position < len(rest):
-        word, position = rest[position], position + 1
-        if not word.startswith("-") or word == "--":
-            if ends:
-                return
-            continue
-        name = word.partition("=")[0]
-        if name not in option_names(parser):
-            if not any(name.startswith(short) and len(short) == 2 for short in by_name):  # -n2
-                yield f"{command} {name}"
-            continue
-        action = by_name[name]
-        takes = action.nargs != 0 and "=" not in word
-        if takes and action.nargs is None and position < len(rest):
-            position += 1
-        elif takes and action.nargs in {"?", "*", "+"}:
-            while position < len(rest) and not rest[position].startswith("-") and action.nargs != "?":
-                position += 1
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("reigen run -np 2 --bind cores python a.py --no-such", []),
-        ("X=1 reigen run -np 2 --bnd cores python a.py", ["run --bnd"]),
-        ("cd a && reigen launch -n 4 -s 2 --sync python a.py | tee -x", ["launch --sync"]),
-        ("reigen bench allreduce --np 2 --no-such-option", ["bench allreduce --no-such-option"]),
-    ],
-)
-def test_unknown_options_are_found(line: str, found: list[str]) -> None:
-    assert [option for words in command_lines(line) for option in unknown_options(words)] == found
-
-
-def test_commands_in_the_docs_have_options_that_exist() -> None:
-    failed = {}
-    for block in blocks("", "bash", "sh", "console", "text"):
-        found = [option for words in command_lines(block.text) for option in unknown_options(words)]
-        if found:
             failed[str(block)] = found
     assert failed == {}
 

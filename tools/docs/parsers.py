@@ -45,11 +45,6 @@ def actions_of(parser: argparse.ArgumentParser) -> list[tuple[str, list[argparse
     return groups
 
 
-def option_names(parser: argparse.ArgumentParser) -> set[str]:
-    """Return every spelling of every option, those that `--help` does not show, too."""
-    return {name for action in parser._actions for name in action.option_strings}
-
-
 def _make_parser(command: str) -> argparse.ArgumentParser:
     def stop(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
         raise _MadeParser(self)
