@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -72,6 +73,47 @@ def transfer_where_memory_may_not_be_read(who: int) -> bool:
 def test_all_know_if_one_may_not_read(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(3).run(transfer_where_memory_may_not_be_read, 1, init=True) == [False] * 3
     assert rank_pool(3).run(transfer_where_memory_may_not_be_read, 0, init=True) == [True] * 3
+
+
+def transfer_beside(far: frozenset[int], holders: frozenset[int], *, may_overlap: bool) -> tuple[bool, str, list[int]]:
+    """Rank 3 cannot read memory of ranks that are far away. Returns what `transfer` does, and whom it has read."""
+    pids, read = reigen.allgather_object(os.getpid()), []
+    readable, reading = state_transfer._is_readable, state_transfer.read_process_memory
+
+    def is_readable(found: state_transfer._StateAddress) -> bool:
+        return pids.index(found.pid) not in far and readable(found)
+
+    def note_and_read(pid: int, *ranges: object) -> None:
+        read.append(pids.index(pid))
+        reading(pid, *ranges)
+
+    state_transfer._is_readable, state_transfer.read_process_memory = is_readable, note_and_read
+    receivers = frozenset(range(4)) - holders
+    try:
+        if may_overlap:
+            told, found = overlap(receivers)
+            return bool(told), found, read
+        return *transfer(1, receivers, {}), read
+    finally:
+        state_transfer._is_readable, state_transfer.read_process_memory = readable, reading
+
+
+@pytest.mark.parametrize("may_overlap", [False, True])
+def test_who_cannot_read_the_source_reads_a_member_of_its_host(
+    rank_pool: Callable[[int], RankPool], may_overlap: bool
+) -> None:
+    beside = functools.partial(transfer_beside, may_overlap=may_overlap)
+    found = rank_pool(4).run(beside, frozenset({0, 1}), frozenset({0, 1, 2}), init=True)
+    assert len({digest for _, digest, _ in found}) == 1
+    assert set(found[3][2]) == {2}, "not the source, which is rank 1"
+    found = rank_pool(4).run(beside, frozenset(), frozenset({0, 1, 2}), init=True)
+    assert set(found[3][2]) == {1}, "the source, where that can be read"
+
+
+def test_nobody_reads_from_another_newcomer(rank_pool: Callable[[int], RankPool]) -> None:
+    beside = functools.partial(transfer_beside, may_overlap=False)
+    found = rank_pool(4).run(beside, frozenset({0, 1}), frozenset({0, 1}), init=True)
+    assert [has_read for has_read, _, _ in found] == [False] * 4
 
 
 def overlap(

@@ -359,22 +359,20 @@ def _publish_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: 
 
 def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting: _WaitLimits) -> list[bytes]:
     """Get the values of ``prefix/RANK``, in the order of ``ranks``."""
+    keys = {f"{prefix}/{peer}": peer for peer in ranks}
     found: dict[int, bytes] = {}
-    for peer in ranks:
-        loss: PeerLostError | None = None
-        while peer not in found:
-            try:
-                left = waiting.until - time.monotonic()
-                found[peer] = rendezvous.get(f"{prefix}/{peer}", max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
-            except TimeoutError:
-                if loss is not None:
-                    raise loss from None
-                loss = waiting.loss()  # all may have come before it ended: look once more
-                if time.monotonic() >= waiting.until:
-                    break  # are others missing, too?
-    missing = [peer for peer in ranks if peer not in found]
-    if missing:
-        raise init_timeout_error(missing, waiting.timeout_seconds)
+    loss: PeerLostError | None = None
+    while missing := [key for key, peer in keys.items() if peer not in found]:
+        seconds = max(_LOOK_SECONDS, min(_SLICE_SECONDS, waiting.until - time.monotonic()))
+        values = rendezvous.get_all(missing, seconds)
+        found.update((keys[key], value) for key, value in values.items())
+        if len(values) == len(missing):
+            break
+        if loss is not None:
+            raise loss
+        loss = waiting.loss()  # all may have come before it ended: look once more
+        if loss is None and time.monotonic() >= waiting.until:
+            raise init_timeout_error([peer for peer in ranks if peer not in found], waiting.timeout_seconds)
     return [found[peer] for peer in ranks]
 
 

@@ -53,6 +53,7 @@ class HeldState:
         update: of the following step, if the program can go on behind it.
         is_in_step: it has begun a step that it has not applied.
         digest: of the state that a newcomer has read during this step, or that its source had; empty: not known here.
+        description: digest of what must be the same on all members (`digest_description`); empty: not known here.
     """
 
     number: int
@@ -62,6 +63,7 @@ class HeldState:
     update: UpdateAtHand | None = None
     is_in_step: bool = False
     digest: bytes = b""
+    description: bytes = b""
 
     @property
     def reached(self) -> int:
@@ -142,6 +144,17 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     if completing:
         return CatchUpPlan(source, partial_receivers=frozenset(partial), completing=frozenset(completing))
     return CatchUpPlan(source, frozenset(receivers), frozenset(partial))
+
+
+def are_alike(held: Sequence[HeldState], plan: CatchUpPlan) -> bool:
+    """Return whether receivers are known to have the model, optimizer and data of their source.
+
+    Args:
+        held: by all ranks of the view, in order.
+        plan: made of that.
+    """
+    expected = held[plan.source].description
+    return bool(expected) and all(held[rank].description == expected for rank in plan.receivers)
 
 
 def may_overlap_transfer(held: Sequence[HeldState], plan: CatchUpPlan) -> bool:

@@ -58,6 +58,7 @@ from reigen.elastic.catch_up import (
     HeldState,
     SumsAtHand,
     UpdateAtHand,
+    are_alike,
     confirm_newcomers,
     find_outcome,
     is_step_redone,
@@ -66,6 +67,7 @@ from reigen.elastic.catch_up import (
     plan_updates,
 )
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
+from reigen.elastic.description import check_description, digest_description
 from reigen.elastic.state import Departure
 from reigen.elastic.training import TrainingState
 from reigen.errors import (
@@ -651,16 +653,16 @@ class BaseJob(ABC):
         """Collective: all members of a view come to hold the state of those who are furthest."""
         arrival, self._arrival = self._arrival, None
         digest = arrival[0].digest() if arrival is not None and self._is_summed else b""
-        if self._elastic is not None:
+        if self._elastic is not None:  # behind this nobody fills a bucket, or changes a weight, of the view before
             self._process_sets = follow_members(self._process_sets)
-            if self.size > 1:
-                barrier()  # nobody fills a bucket, or changes a weight, of the view before any more
         mark = self._mark
         is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
         update = self._update_at_hand()
         is_member = mark.is_member and (update is not None or not self._has_begun_update())
         is_in_step = self._step is not None and not self._step.is_applied
-        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update, is_in_step, digest)
+        has_newcomers = self._elastic is None or len(self._elastic.renumbered) < self.size
+        described = digest_description(self._describe()) if has_newcomers else b""
+        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update, is_in_step, digest, described)
         held = confirm_newcomers(allgather_object(own, "elastic.held"))
         if held[self.rank].is_member:
             with self._lock:
@@ -684,7 +686,7 @@ class BaseJob(ABC):
             self._resolve_step(is_redone=is_step_redone(plan, self.rank, mark.number, self._base_number))
         self.training.enter_view(keeps_gradients=is_completing)
         if plan.receivers or plan.partial_receivers:
-            self._receive(plan, may_overlap=may_overlap)
+            self._receive(plan, held, may_overlap=may_overlap)
         self._is_whole = True  # or nobody has more
         self._is_stable = not plan.completing
         self._is_awaited = bool(plan.waiting)
@@ -727,14 +729,14 @@ class BaseJob(ABC):
             step.is_applied = True  # elsewhere
         self._is_whole = is_redone
 
-    def _receive(self, plan: CatchUpPlan, *, may_overlap: bool) -> None:
+    def _receive(self, plan: CatchUpPlan, held: Sequence[HeldState], *, may_overlap: bool) -> None:
         """Collective: receivers get the state of the source; who was a member keeps its own if that fails.
 
         Partial receivers get what of the small state is the same on all members.
         """
         source, receives = plan.source, self.rank in plan.receivers
-        if plan.receivers:
-            self._check_alike(source)
+        if plan.receivers and not are_alike(held, plan):
+            check_description(self._describe(), source)
         backup = self.training.backup() if receives and self._mark.is_member else None
         try:
             if plan.receivers:
@@ -824,19 +826,9 @@ class BaseJob(ABC):
         text = f"rank(s) {format_ranks(wrong)} have another state than rank {source}, which has sent them its own"
         return PeerLostError(text, ranks=tuple(wrong))
 
-    def _check_alike(self, source: int) -> None:
-        """Raise ArgumentError if model, optimizer or data are not those of the source; here alone."""
-        own = {**self.training.describe(), "data": self.data.describe()}
-        others: dict[str, list[str]] = broadcast_object(own, source, "elastic.description")
-        for name in sorted(own.keys() | others.keys()):
-            own_lines, source_lines = own.get(name, []), others.get(name, [])
-            if own_lines != source_lines:
-                pairs = zip([*own_lines, "nothing more"], [*source_lines, "nothing more"], strict=False)
-                line, other = next((pair for pair in pairs if pair[0] != pair[1]), ("nothing", "something"))
-                raise ArgumentError(
-                    f"{name} of this rank is not like that of rank {source}, whose state it is to get: {line} here, "
-                    f"{other} there. Start this process with the same program and options as the others"
-                )
+    def _describe(self) -> dict[str, list[str]]:
+        """Return what must be the same on all members, by name, in lines."""
+        return {**self.training.describe(), "data": self.data.describe()}
 
     def _settle(self) -> None:
         """Collective: return when all members are known to have applied the last step."""

@@ -1,13 +1,13 @@
-"""Reading of a training's state from the memory of the member that is its source, by newcomers on the same host.
+"""Reading of a training's state from the memory of a member, by newcomers on the same host.
 
-a. All ranks exchange in which process their arrays lie, and where (`_StateAddress`). The source's stay as they are
-   until (c).
-b. Each receiver that may read the source's memory does so: one copy, straight to where it belongs, by as many threads
-   as it has processors, and no work for anybody else (`reigen.net.process_memory`).
-c. All ranks exchange who has read everything. Who has not (it is on another host, the kernel does not let it, the
-   source has died) needs the state in another way.
+a. All ranks exchange in which process their arrays lie, and where (`_StateAddress`). They stay as they are until (c).
+b. Each receiver reads the memory of the source or, if that is on another host, of the first other member whose memory
+   it may read: one copy, straight to where it belongs, by as many threads as it has processors, and no work for
+   anybody else (`reigen.net.process_memory`).
+c. All ranks exchange who has read everything. Who has not (there is no member on its host, the kernel does not let it,
+   the member has died) needs the state in another way.
 
-Where the source's state is not changed for a while, (b) need not be waited for (`OverlappedTransfer`):
+Where members' state is not changed for a while, (b) need not be waited for (`OverlappedTransfer`):
 
 d. Instead of (c) all ranks exchange who may read. If all receivers may, the others go on with the next step, up to its
    update. Receivers take no samples of it; when they have read everything, they add to its sums, of nothing. So nobody
@@ -15,9 +15,9 @@ d. Instead of (c) all ranks exchange who may read. If all receivers may, the oth
 e. Before the update all ranks exchange digests: the source computes its own meanwhile, and says so if the state was
    changed since. Who does not have what the source had needs the state in another way, and everybody waits.
 
-There is one source, and not a part from each member: members may differ in what is not trained (statistics of
-BatchNorm), and the memory of a host is not faster for being of several processes. Whether what was read is what the
-source holds is for digests to say.
+A receiver reads from one member, and not a part from each: the memory of a host is not faster for being of several
+processes. What is read is weights and optimizer state, which all members have alike; what is not trained (statistics of
+BatchNorm) comes from the source. Whether what was read is what the source holds is for digests to say.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def read_from_source(
     receivers: frozenset[int],
     during_read: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Collective: receivers read the state of the source.
+    """Collective: receivers read the state of the source, from it or another member.
 
     Args:
         arrays: this rank's memory of the state, where the tensors themselves lie: read, or written if it receives.
         layout: describes the arrays: only between ranks with the same text bytes are copied. Empty: not at all.
-        source: rank whose state it is.
+        source: rank whose state it is; all that do not receive it have the same.
         receivers: ranks that get it.
-        during_read: called on the source while the others read; it changes nothing.
+        during_read: called on the source while the receivers read; it changes nothing.
 
     Returns:
         All receivers have it. If not, nobody should rely on what is in their arrays.
@@ -112,7 +112,7 @@ class OverlappedTransfer:
     """Transfer of a state whose receivers read it while the other members go on with a step, up to its update.
 
     Args:
-        source: where it is read.
+        source: where this rank reads it.
         arrays: see `read_from_source`; of a receiver.
         contents: returns what the digest is of, on source and receivers.
         version: returns something else when the state has been changed.
@@ -195,13 +195,17 @@ def _find_source(
     source: int,
     receivers: frozenset[int],
 ) -> tuple[_StateAddress, bool]:
-    """Collective: return where the source's state lies, and whether this rank may read it, if it has to."""
+    """Collective: return where this rank can read the source's state, and whether it may, if it has to."""
     own = _StateAddress(os.getpid(), probe.ctypes.data, probe.tobytes(), layout, _ranges_of(arrays))
     addresses: list[_StateAddress] = allgather_object(own, "elastic.addresses")
-    found = addresses[source]
-    is_receiver = context.current().rank in receivers
-    may_read = not is_receiver or bool(layout and found.layout == layout and _is_readable(found))
-    return found, may_read
+    if context.current().rank not in receivers:
+        return addresses[source], True
+    others = (address for rank, address in enumerate(addresses) if rank != source and rank not in receivers)
+    if layout and addresses[source].layout == layout:
+        for found in (addresses[source], *others):
+            if found.layout == layout and _is_readable(found):
+                return found, True
+    return addresses[source], False
 
 
 def _is_readable(source: _StateAddress) -> bool:

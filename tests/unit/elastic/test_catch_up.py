@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from reigen.cluster.membership.views.history import StepOutcome
 from reigen.elastic.catch_up import (
     CatchUpPlan,
     HeldState,
     SumsAtHand,
     UpdateAtHand,
+    are_alike,
     find_outcome,
     may_overlap_transfer,
     plan_catch_up,
 )
+from reigen.elastic.description import digest_description
 
 
 def member(number: int, *, is_whole: bool = True) -> HeldState:
@@ -61,6 +65,23 @@ def test_outcome_for_the_step_that_was_under_way() -> None:
     assert outcome(*waiting) == (StepOutcome.COMPLETED, 5)
     assert outcome(member(5), member(5)) == (StepOutcome.NOTHING, 5), "behind the last step, or between two"
     assert outcome(member(5), HeldState(0, is_member=False, is_in_step=True)) == (StepOutcome.NOTHING, 5)
+
+
+def described(each: HeldState, description: dict[str, list[str]]) -> HeldState:
+    return replace(each, description=digest_description(description))
+
+
+def test_newcomers_like_their_source_are_known_by_digests() -> None:
+    one, another = {"model": ["a", "b"], "data": ["c"]}, {"model": ["a"], "data": ["b", "c"]}
+
+    def alike(*held: HeldState) -> bool:
+        return are_alike(held, plan_catch_up(held))
+
+    assert alike(described(member(5), one), described(other(), one), described(other(), one))
+    assert alike(described(member(5), one), member(5), described(other(), dict(reversed(one.items()))))
+    assert not alike(described(member(5), one), described(other(), one), described(other(), another))
+    assert not alike(described(member(5), one), other()), "it has not told"
+    assert not alike(member(5), other()), "nobody has told"
 
 
 def may_overlap(*held: HeldState) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,7 +34,11 @@ from reigen.net.connection import Connection, open_connection
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
+#: So many keys one client waits for at a time: the service bounds what waits there, of all clients together.
+MAX_WAITING_GETS = 8
+
 __all__ = [
+    "MAX_WAITING_GETS",
     "LocalRendezvous",
     "PrefixRendezvous",
     "ReconnectingRendezvous",
@@ -64,6 +70,15 @@ class Rendezvous(ABC):
         if value is None:
             raise WireError("the rendezvous answered a Get without a value")
         return value
+
+    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
+        """Return the values of all keys, waited for; keys without a value in time are missing."""
+        found: dict[str, bytes] = {}
+        until = time.monotonic() + timeout_seconds
+        for key in keys:
+            with suppress(TimeoutError):
+                found[key] = self.get(key, max(0.0, until - time.monotonic()))
+        return found
 
     def peek(self, key: str) -> bytes | None:
         """The value of ``key`` if there is one now."""
@@ -129,6 +144,11 @@ class PrefixRendezvous(Rendezvous):
         else:
             message = msgspec.structs.replace(message, key=f"{self._name}/{message.key}")
         return self._rendezvous.request(message, timeout_seconds)
+
+    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
+        """Return the values of all keys of this room; see `Rendezvous.get_all`."""
+        whole = {f"{self._name}/{key}": key for key in keys}
+        return {whole[key]: value for key, value in self._rendezvous.get_all(list(whole), timeout_seconds).items()}
 
     def close(self) -> None:
         """Leave the whole rendezvous."""
@@ -216,9 +236,41 @@ class RendezvousClient(Rendezvous):
         with self._lock:
             self._num_requests += 1
             reply = self._call(msgspec.structs.replace(message, request=self._num_requests), seconds)
-        if reply.problem:
-            raise ArgumentError(f"rendezvous key {_key_of(message)!r}: {reply.problem}")
+        _check_reply(reply, _key_of(message))
         return reply.value
+
+    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
+        """Return the values of all keys, which are asked for together: one round trip for all, not one for each.
+
+        Raises:
+            ArgumentError: a key is too large, or the service is full.
+            PeerLostError: the launcher has gone.
+        """
+        for key in keys:
+            check_entry(GetValue(0, key))
+        deadline = time.monotonic() + timeout_seconds
+        left, found = deque(keys), dict[str, bytes]()
+        #: keys by the numbers of requests that are not answered yet
+        asked: dict[int, str] = {}
+        with self._lock:
+            try:
+                while left or asked:
+                    while left and len(asked) < MAX_WAITING_GETS:
+                        self._num_requests += 1
+                        asked[self._num_requests] = left.popleft()
+                        request = GetValue(self._num_requests, asked[self._num_requests])
+                        self._stream.send(REQUEST_CODEC.encode(request), deadline)
+                    reply = STORE_REPLY_CODEC.decode(self._stream.receive(deadline))
+                    if (answered := asked.pop(reply.request, None)) is not None:
+                        found[answered] = _value_of(reply, answered)
+            except TimeoutError:
+                pass
+            except OSError as error:
+                raise self._lost(error) from None
+            finally:
+                for number in asked:
+                    self._give_up(number)
+        return found
 
     def close(self) -> None:
         """Leave; all values stay. May be called twice."""
@@ -276,6 +328,19 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not (port.isascii() and port.isdigit()):
         raise ConfigError(f"the rendezvous address {address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_reply(reply: StoreReply, key: str) -> None:
+    if reply.problem:
+        raise ArgumentError(f"rendezvous key {key!r}: {reply.problem}")
+
+
+def _value_of(reply: StoreReply, key: str) -> bytes:
+    """Return the value that answers a Get which has waited."""
+    _check_reply(reply, key)
+    if reply.value is None:
+        raise WireError("the rendezvous answered a Get without a value")
+    return reply.value
 
 
 def _key_of(message: PutValue | GetValue | ForgetKeys) -> str:
