@@ -119,7 +119,6 @@ def check_timeline(names: Names) -> None:
         path = Path(names["directory"], "timeline.json")
         assert json.loads(path.read_text())
         path.unlink()
-        path.parent.rmdir()
 
 
 def given_shared_parameters() -> Names:

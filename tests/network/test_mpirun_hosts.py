@@ -37,8 +37,8 @@ STAYS = (sys.executable, "-c", _STAYS)
 KINDS = {PYPI: MpirunFamily.OPEN_MPI_5, DEBIAN: MpirunFamily.OPEN_MPI_4, MPICH: MpirunFamily.HYDRA}
 _REPORT = re.compile(r"\[\d+, \d+, \d+, [\d.]+\]$")
 HOSTS = (HostInfo("h1", 2), HostInfo("h2", 2))
-#: Misses a host sooner than with our own options.
-SSH = SshOptions(("ssh", "-o", "ServerAliveInterval=1"))
+#: Misses a host sooner than with our own options, and later than its ranks, whose words mpirun forwards until then.
+SSH = SshOptions(("ssh", "-o", "ServerAliveInterval=3"))
 
 Start = Callable[..., Job]
 
