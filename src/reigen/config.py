@@ -20,7 +20,7 @@ from reigen.errors import ConfigError
 TCP_ALGORITHMS = ("auto", "ordered", "direct", "ring", "latency")
 #: Connections between two ranks: each is a descriptor, and a handshake before the first collective.
 MAX_TCP_SOCKETS = 64
-#: Policies of the parameter server for the loss of a worker; see docs/kv.md.
+#: Policies of the parameter server for the loss of a worker; see docs/kv-failures.md.
 WORKER_LOSS_POLICIES = ("abort", "continue", "wait", "elastic")
 #: Connections between two ranks of different hosts that a tuned job makes, to use as many of them as is best.
 MAX_TUNED_SOCKETS = 4
