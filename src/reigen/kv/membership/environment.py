@@ -107,8 +107,8 @@ def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole
         raise ConfigError(
             "a store of type dist_* needs servers, and nothing tells of any. Start the job with them: `reigen run -np "
             "4 -s 2 COMMAND`; or by hand: `reigen scheduler`, `reigen server` and the workers, with "
-            f"{', '.join(_VARIABLES[1:])} set for all of them and DMLC_ROLE for the workers (docs/kv-launch.md). Without "
-            "servers there are the types local, device and ring"
+            f"{', '.join(_VARIABLES[1:])} set for all of them and DMLC_ROLE for the workers (docs/kv-launch.md). "
+            "Without servers there are the types local, device and ring"
         )
     problems: list[str] = []
     role = role or _parse_role(environ, problems)
