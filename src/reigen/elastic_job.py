@@ -466,6 +466,11 @@ class ElasticJob(Generic[_Context]):
             self._driver.note = explained
             self._driver.directory.tell_change(explained)
 
+    def announce_pause(self, seconds: float, num_bytes: int, receivers: Sequence[int]) -> None:
+        """Tell the launcher that all members are about to wait, while some ranks get the state."""
+        slots = [self.view.members[rank].slot for rank in receivers]
+        self._driver.directory.tell_pause(seconds, num_bytes, slots)
+
     def reserve_memory(self, nbytes: int) -> None:
         """Make registered memory ahead of its first use, as much as a view will need: members wait for it then."""
         if nbytes:

@@ -21,6 +21,7 @@ __all__ = [
     "ELASTIC_CHANGE_KEY",
     "ELASTIC_FINISHED_KEY",
     "ELASTIC_LEAVING_KEY",
+    "ELASTIC_PAUSE_KEY",
     "ELASTIC_STRAGGLER_KEY",
     "ELASTIC_TIMEOUT_VARIABLE",
     "ELASTIC_VARIABLE",
@@ -82,6 +83,8 @@ ELASTIC_LEAVING_KEY = "elastic/leaving"
 ELASTIC_CHANGE_KEY = "elastic/change"
 #: Under this one rank 0 names a member that makes all steps slower.
 ELASTIC_STRAGGLER_KEY = "elastic/straggler"
+#: Under this one a member says that all are about to wait until others have the state.
+ELASTIC_PAUSE_KEY = "elastic/pause"
 #: Set to 1 where the launcher writes its rank before each line of a process's output.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
 #: Set to 1 where the launcher holds the scheduler's port against other users (`launch.supervision.spawn.reserve_port`).

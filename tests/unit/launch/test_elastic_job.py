@@ -31,6 +31,7 @@ from reigen.launch.elastic.job import (
     MemberFinished,
     MemberLeaving,
     MemberStraggles,
+    PauseAnnounced,
     SayToUser,
     StartServers,
     StartSlots,
@@ -910,3 +911,9 @@ def test_members_are_those_of_views_where_the_program_announces_some() -> None:
     assert job.state.members == ((0, 0), (1, 0), (2, 0))
     job.handle(MemberFinished(0))
     assert job.state.finished == {0}
+
+
+def test_a_pause_is_said_when_it_is_announced() -> None:
+    job = Job(options(), ("h1", 4))
+    job.handle(PauseAnnounced(2.13, 5 << 29, (3,)))
+    assert job.texts == ["members wait about 2.1 s while slot 3 gets the state (2.5 GiB)"]

@@ -7,7 +7,13 @@ import time
 
 import pytest
 
-from reigen.cluster.environ import ELASTIC_CHANGE_KEY, ELASTIC_FINISHED_KEY, ELASTIC_STRAGGLER_KEY, ELASTIC_VIEW_KEY
+from reigen.cluster.environ import (
+    ELASTIC_CHANGE_KEY,
+    ELASTIC_FINISHED_KEY,
+    ELASTIC_PAUSE_KEY,
+    ELASTIC_STRAGGLER_KEY,
+    ELASTIC_VIEW_KEY,
+)
 from reigen.cluster.membership.views.history import CHANGE_NOTE_CODEC, ChangeNote, StepOutcome
 from reigen.errors import ConfigError, ReigenError, WireError
 from reigen.launch.base import PolledHost
@@ -20,7 +26,7 @@ from reigen.launch.elastic.discovery import (
     discovery_command,
     parse_discovered,
 )
-from reigen.launch.elastic.job import ChangeExplained, MemberFinished, MemberStraggles, SlotStart
+from reigen.launch.elastic.job import ChangeExplained, MemberFinished, MemberStraggles, PauseAnnounced, SlotStart
 from reigen.launch.elastic.options import (
     MOST_RANKS,
     NEVER,
@@ -318,7 +324,9 @@ def test_announcements() -> None:
     assert parse_announcement(ELASTIC_FINISHED_KEY, b"12") == MemberFinished(12)
     straggler = MemberStraggles(2, 0, 150, 50, 3, 0.25, 0.1)
     assert parse_announcement(ELASTIC_STRAGGLER_KEY, b"2 0 150 50 3 0.25 0.1") == straggler
+    assert parse_announcement(ELASTIC_PAUSE_KEY, b"2.13 2400000000 3 4") == PauseAnnounced(2.13, 2400000000, (3, 4))
     bad = [(ELASTIC_STRAGGLER_KEY, value) for value in (b"", b"2 0 150 50 3 0.25", b"2 0 150 50 3 0.25 x")]
+    bad += [(ELASTIC_PAUSE_KEY, value) for value in (b"", b"1", b"x 1 1", b"1 1.5 1", b"1 1 x")]
     for key, value in (*bad, (ELASTIC_FINISHED_KEY, b"x"), (ELASTIC_VIEW_KEY, b"x"), (ELASTIC_VIEW_KEY, b"")):
         with pytest.raises((ReigenError, ValueError)):
             parse_announcement(key, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
-from reigen.launch.elastic.view_line import ViewLine, describe_view
+from reigen.launch.elastic.view_line import ViewLine, describe_pause, describe_view
 
 BEFORE = ((0, 0), (1, 0), (2, 0), (3, 0))
 
@@ -56,3 +56,8 @@ def test_outcomes() -> None:
         ),
     }
     assert ChangeNote(2, outcome=StepOutcome.UNDONE, step=7).describe_outcome() == "step 7 is undone and run again"
+
+
+def test_a_pause_is_said_with_its_length_if_that_is_known() -> None:
+    assert describe_pause(2.13, 5 << 29, [3]) == "members wait about 2.1 s while slot 3 gets the state (2.5 GiB)"
+    assert describe_pause(0, 1 << 30, [3, 4]) == "members wait while slots 3, 4 get the state (1.0 GiB)"

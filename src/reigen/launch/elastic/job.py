@@ -44,7 +44,7 @@ from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
-from reigen.launch.elastic.view_line import ViewLine, describe_view
+from reigen.launch.elastic.view_line import ViewLine, describe_pause, describe_view
 from reigen.launch.exit_report import describe_exit
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import (
@@ -164,6 +164,14 @@ class MemberStraggles(JobMessage, frozen=True):
     median_seconds: float
 
 
+class PauseAnnounced(JobMessage, frozen=True):
+    """All members are about to wait for so many ``seconds`` (0: not known), while ``slots`` get so many bytes."""
+
+    seconds: float
+    num_bytes: int
+    slots: tuple[int, ...]
+
+
 class HostNoticed(JobMessage, frozen=True):
     """Engine has announced the end of a host, by ``signum``, at ``seconds`` on some steady clock."""
 
@@ -238,6 +246,7 @@ ElasticEvent = (
     | MemberFinished
     | MemberLeaving
     | MemberStraggles
+    | PauseAnnounced
     | WorkerEntered
     | WorkersBegan
     | WorkerDeparted
@@ -362,7 +371,7 @@ class ElasticJobState(JobState):
                 instructions += self._host_lost(self.slots.hosts[host], reason)
             case HostNoticed():
                 instructions += self._noticed(event)
-            case MemberLeaving() | MemberStraggles():
+            case MemberLeaving() | MemberStraggles() | PauseAnnounced():
                 instructions += self._heard_of_member(event)
             case (
                 MemberFinished()
@@ -459,7 +468,11 @@ class ElasticJobState(JobState):
             numbers.append(slot.number)
         return [*_ask_to_end(numbers)]
 
-    def _heard_of_member(self, event: MemberLeaving | MemberStraggles) -> list[JobInstruction | ElasticInstruction]:
+    def _heard_of_member(
+        self, event: MemberLeaving | MemberStraggles | PauseAnnounced
+    ) -> list[JobInstruction | ElasticInstruction]:
+        if isinstance(event, PauseAnnounced):
+            return [SayToUser(describe_pause(event.seconds, event.num_bytes, event.slots))]
         slot = self.slots[event.slot] if self.slots.has(event.slot) else None
         if slot is None or slot.state is not SlotState.RUNNING or slot.incarnation != event.incarnation:
             return []

@@ -21,6 +21,7 @@ from reigen.cluster.environ import (
     ELASTIC_CHANGE_KEY,
     ELASTIC_FINISHED_KEY,
     ELASTIC_LEAVING_KEY,
+    ELASTIC_PAUSE_KEY,
     ELASTIC_STRAGGLER_KEY,
     ELASTIC_VIEW_KEY,
     SECRET_VARIABLE,
@@ -56,6 +57,7 @@ from reigen.launch.elastic.job import (
     MemberFinished,
     MemberLeaving,
     MemberStraggles,
+    PauseAnnounced,
     SayToUser,
     SlotStart,
     StartServers,
@@ -90,6 +92,7 @@ _ANNOUNCED_KEYS = {
     ELASTIC_CHANGE_KEY,
     ELASTIC_FINISHED_KEY,
     ELASTIC_LEAVING_KEY,
+    ELASTIC_PAUSE_KEY,
     ELASTIC_STRAGGLER_KEY,
     ELASTIC_VIEW_KEY,
 }
@@ -684,7 +687,7 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
 
     Raises:
         WireError: it is no view, or no note about a change.
-        ValueError: it is no number of a slot, or not what says which process leaves, or is late.
+        ValueError: it is no number of a slot, or not what says which process leaves, or is late, or how long all wait.
     """
     if key == ELASTIC_FINISHED_KEY:
         return MemberFinished(int(value))
@@ -699,6 +702,9 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
         return MemberStraggles(
             slot, incarnation, step, num_steps, min_ranks, float(work_seconds), float(median_seconds)
         )
+    if key == ELASTIC_PAUSE_KEY:
+        seconds, num_bytes, *slots = value.split()
+        return PauseAnnounced(float(seconds), int(num_bytes), tuple(map(int, slots)))
     view = _VIEW_CODEC.decode(value)
     members = tuple((member.slot, member.incarnation) for member in view.members)
     return ViewAnnounced(view.epoch, members, view.base.target, view.base.completes)

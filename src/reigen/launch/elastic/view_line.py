@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from reigen.cluster.membership.views.history import ChangeNote, describe_moves
 from reigen.errors import format_ranks
+from reigen.launch.metrics.live_table import format_bytes
 
 Members = Sequence[tuple[int, int]]
 
@@ -77,6 +78,19 @@ def describe_view(
     parts += [describe_moves(moved)] if moved else []
     is_explained = bool(by_reason or joined) and "" not in by_reason
     return ViewLine(epoch, head, tuple(parts), is_explained, outcome, seconds is not None, due)
+
+
+def describe_pause(seconds: float, num_bytes: int, slots: Sequence[int]) -> str:
+    """Describe a pause that is about to begin.
+
+    Args:
+        seconds: how long it will be; 0: not known.
+        num_bytes: that are sent meanwhile.
+        slots: who get them.
+    """
+    who = f"slot{'s' * (len(slots) > 1)} {format_ranks(slots)}"
+    how_long = f" about {seconds:.1f} s" if seconds else ""
+    return f"members wait{how_long} while {who} get{'s' * (len(slots) == 1)} the state ({format_bytes(num_bytes)})"
 
 
 def _describe_gone(slots: Sequence[int], reason: str) -> str:

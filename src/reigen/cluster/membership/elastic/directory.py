@@ -10,6 +10,7 @@ All of it is at the rendezvous of the launcher:
 ``elastic/finished``   slot of a member whose program is done, the latest one of them
 ``elastic/leaving``    slot and incarnation of a process that leaves, the latest one of them
 ``elastic/straggler``  a member that makes all steps slower, the latest one of them
+``elastic/pause``      for how long all members are about to wait, with bytes and slots, by who gives the state
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -28,6 +29,7 @@ from reigen.cluster.environ import (
     ELASTIC_CHANGE_KEY,
     ELASTIC_FINISHED_KEY,
     ELASTIC_LEAVING_KEY,
+    ELASTIC_PAUSE_KEY,
     ELASTIC_STRAGGLER_KEY,
     ELASTIC_VIEW_KEY,
 )
@@ -188,6 +190,12 @@ class ViewDirectory:
         numbers = f"{slot} {incarnation} {straggler.step} {straggler.num_steps} {min_size}"
         seconds = f"{straggler.work_seconds:.6g} {straggler.median_seconds:.6g}"
         self._tell(ELASTIC_STRAGGLER_KEY, f"{numbers} {seconds}".encode(), lambda: None)
+
+    def tell_pause(self, seconds: float, num_bytes: int, slots: Sequence[int]) -> None:
+        """Put that all members are about to wait while these slots get so many bytes; 0 s: not known for how long."""
+        self._tell(
+            ELASTIC_PAUSE_KEY, " ".join([f"{seconds:.6g}", str(num_bytes), *map(str, slots)]).encode(), lambda: None
+        )
 
     def _tell(self, key: str, data: bytes, done: Callable[[], None]) -> None:
         def tell() -> None:
