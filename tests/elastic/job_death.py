@@ -1,12 +1,14 @@
-"""The end of a process by its own hand, at one point of one step of a job."""
+"""The end of a process by its own hand, at one point of one step of a job; and others that hesitate until they know."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 from reigen import context
+from reigen.errors import PeerLostError
 
 
 class Death:
@@ -22,7 +24,10 @@ class Death:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_changes(self, jobs: Any, job: Any) -> None:
-        """Die in a change of members, too, which exchanges objects; `digest`: when newcomers have read the state."""
+        """Die in a change of members, too, which exchanges objects.
+
+        `digest`: when newcomers have read the state; `compared`: when all know of that.
+        """
         exchange = jobs.allgather_object
 
         def exchange_or_die(obj: object, name: str | None = None) -> list[object]:
@@ -31,6 +36,39 @@ class Death:
                 self.at("change", job.number)
             if name == "elastic.digest" and job._arrival is not None:
                 self.at("digest", self.number)
+                found = exchange(obj, name)
+                self.at("compared", self.number)
+                hesitate(job, "digests")
+                return found
             return exchange(obj, name)
 
         jobs.allgather_object = exchange_or_die
+        begin_update, transfer = job.begin_update, job.training.transfer
+
+        def begin_update_late() -> None:
+            hesitate(job, f"update:{job.number}")
+            begin_update()
+
+        def transfer_or_die(source: int, *args: Any, **options: Any) -> Any:
+            if job.rank == source and elastic_epoch() > 1:
+                self.at("sends", self.number)
+            return transfer(source, *args, **options)
+
+        job.begin_update, job.training.transfer = begin_update_late, transfer_or_die
+
+
+def elastic_epoch() -> int:
+    elastic = context.elastic_job()
+    return 0 if elastic is None else elastic.epoch
+
+
+def hesitate(job: Any, place: str) -> None:
+    """Wait there, once, until the view has ended, if ``HESITATES`` says so; with ``MISSES``, as if nothing had come."""
+    misses = place == os.environ.get("MISSES")
+    if misses or place == os.environ.get("HESITATES"):
+        del os.environ["MISSES" if misses else "HESITATES"]
+        epoch = elastic_epoch()
+        while job._mark.revoked < epoch:
+            time.sleep(0.001)
+        if misses:
+            raise PeerLostError("a member has died before all had everything")

@@ -3,8 +3,9 @@
 It dies by its own hand where ``DIES_AT`` says, ``POINT:NUMBER`` of the step: so others are in a state that is known.
 
 Lines: ``TRY number view rank size epoch indices`` before gradients are computed; ``STEP number view rank size digest
-time`` when the weights have changed; ``SETTLED`` with the same fields and ``DONE`` at the end. So the samples of each
-step that was applied are known, whoever died in it. Arguments: epochs, samples, seconds a step.
+time`` when the weights have changed; ``BEHIND number view rank size is_applied digest`` behind the block, of what is
+not trained; ``SETTLED`` with the fields of ``STEP`` and ``DONE`` at the end. So the samples of each step that was
+applied are known, whoever died in it. Arguments: epochs, samples, seconds a step.
 """
 
 import hashlib
@@ -27,14 +28,17 @@ from reigen.backends.shm.region_cache import RegionCache
 from reigen.elastic import job as jobs
 from reigen.elastic.cursor import Part, SampleInterval
 from reigen.elastic.state_transfer import OverlappedTransfer
-from reigen.errors import SharedMemoryError
+from reigen.errors import SharedMemoryError, StepOrderError
 from reigen.torch.elastic import training
 from reigen.torch.shared_parameters import update_chunks
 from tests.elastic.job_death import Death
 
 
 class Model(torch.nn.Module):
-    """With what a step changes besides weights, if ``KIND`` says so: running statistics, random numbers."""
+    """With what a step changes besides weights, if ``KIND`` says so: running statistics, random numbers, a count.
+
+    `counts`: calls of `forward` are counted by a parameter that the optimizer does not have, with `data` unseen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +46,12 @@ class Model(torch.nn.Module):
         width = int(os.environ.get("WIDTH", "16"))
         more = [torch.nn.BatchNorm1d(width)] * ("norm" in kinds) + [torch.nn.Dropout(0.2)] * ("dropout" in kinds)
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, width), *more, torch.nn.Tanh(), torch.nn.Linear(width, 1))
+        self.is_seen = "data" not in kinds
+        self.count = torch.nn.Parameter(torch.zeros(1), requires_grad=False) if "counts" in kinds else None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.count is not None:
+            (self.count if self.is_seen else self.count.data).add_(1)
         return self.layers(inputs)
 
 
@@ -52,8 +60,9 @@ class JobDeath(Death):
 
     def watch(self, job: hvd.elastic.Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Die between the gradients of a step, or around the update of the weights, or in a change of members."""
-        names = ["last", *["middle"] * (len(list(model.parameters())) - 2), "first"]  # backward begins with the last
-        for name, parameter in zip(names, model.parameters(), strict=True):
+        parameters = list(model.layers.parameters())
+        names = ["last", *["middle"] * (len(parameters) - 2), "first"]  # backward begins with the last
+        for name, parameter in zip(names, parameters, strict=True):
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.at(name, job.number))
         optimizer.register_step_pre_hook(lambda *_: self.at("before", job.number))
         optimizer.register_step_post_hook(lambda *_: self.at("after", job.number))
@@ -72,9 +81,16 @@ class JobDeath(Death):
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     found = hashlib.sha256()
-    for parameter in model.parameters():
+    for parameter in model.layers.parameters():
         found.update(parameter.detach().numpy().tobytes())
         found.update(optimizer.state[parameter]["momentum_buffer"].numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def digest_untrained(model: torch.nn.Module) -> str:
+    found = hashlib.sha256()
+    for tensor in (*model.buffers(), *(each for each in model.parameters() if not each.requires_grad)):
+        found.update(tensor.numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -162,6 +178,24 @@ def overlap_transfers() -> None:
     OverlappedTransfer._read_all = read_later
 
 
+def try_to_save(job: hvd.elastic.Job) -> None:
+    """Ask for the state before the first step, if ``SAVES_FIRST`` says where it would go."""
+    if not (path := os.environ.get("SAVES_FIRST")):
+        return
+    try:
+        print(f"HAS {job.state_dict()['number']}", flush=True)
+    except StepOrderError as error:
+        print(f"HAS NOTHING: {error}", flush=True)
+    job.checkpoint(path)
+
+
+def save(job: hvd.elastic.Job) -> None:
+    """Write a checkpoint after ``EVERY`` steps."""
+    every = int(os.environ.get("EVERY", "0"))
+    if every and job.number % every == 0 and Path(os.environ["CHECKPOINTS"]).exists():
+        job.checkpoint(Path(os.environ["CHECKPOINTS"]) / f"{job.number}.pt")
+
+
 def change_weights(model: torch.nn.Module) -> None:
     """Do in a step what only the optimizer is to do, if ``CHANGES_WEIGHTS`` says so."""
     if os.environ.get("CHANGES_WEIGHTS") == "1":
@@ -193,15 +227,15 @@ def main() -> None:
     inputs = torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(5))
     targets = inputs.sum(1, keepdim=True)
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.05, momentum=0.9)
     if os.environ.get("SHARE") == "1":
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), share_parameters=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=os.environ.get("SCALER") == "1")
-    every = int(os.environ.get("EVERY", "0"))
     with make_job(num_samples, model, optimizer, scheduler, scaler) as job:
         death = JobDeath()
         death.watch(job, model, optimizer)
+        try_to_save(job)
         for step in job.steps(num_epochs):
             elastic = context.elastic_job()
             place = f"{step.number} {elastic.epoch if elastic else 0} {hvd.rank()} {hvd.size()}"
@@ -231,8 +265,8 @@ def main() -> None:
                 print(f"STEP {place} {digest(model, optimizer)} {time.monotonic()}", flush=True)
                 time.sleep(seconds / 2)
                 scheduler.step()
-            if every and job.number % every == 0 and Path(os.environ["CHECKPOINTS"]).exists():
-                job.checkpoint(Path(os.environ["CHECKPOINTS"]) / f"{job.number}.pt")
+            print(f"BEHIND {place} {step.is_applied} {digest_untrained(model)}", flush=True)
+            save(job)
         print(f"SETTLED {job.number} {optimizer.param_groups[0]['lr']} {scaler.get_scale()}", flush=True)
     print(f"DONE {hvd.rank()} {hvd.size()} {digest(model, optimizer)} {job.num_undone}", flush=True)
 

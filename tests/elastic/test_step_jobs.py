@@ -5,6 +5,7 @@ The ledger of samples is the test's: what processes have written before they com
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -299,7 +300,7 @@ def test_a_death_while_newcomers_read_the_state_costs_no_sample(server: ForkServ
 def test_a_death_when_newcomers_have_read_the_state_undoes_no_step(server: ForkServer, dead: str):
     """All sums are there: those who are left, newcomers too, go on with them in the next view."""
     dies = {"DIES_AT": "digest:0"}
-    with ElasticProcesses("2", "400", "0.01", max_size=4, server=server, OVERLAP="1", KIND="norm") as job:
+    with ElasticProcesses("8", "400", "0.01", max_size=4, server=server, OVERLAP="1", KIND="norm") as job:
         members = [*job.start_first(3, {1: dies} if dead == "member" else {})]
         job.wait_for("STEP 3 ", members)
         newcomer = job.start_candidate(3, **(dies if dead == "newcomer" else {}))
@@ -308,9 +309,102 @@ def test_a_death_when_newcomers_have_read_the_state_undoes_no_step(server: ForkS
         finish(job, [member for member in job.members if member is not victim])
         ledger = Ledger()
         ledger.read(job.members)
-        ledger.check(2, 400)
+        ledger.check(8, 400)
         ends = [line for member in job.members for line in member.lines if line.startswith("DONE")]
     assert {line.split()[-1] for line in ends} == {"0"}, "a step was undone"
+
+
+@pytest.mark.parametrize(
+    ("victim", "missing", "goes_on"),
+    [(1, 3, False), (0, 3, False), (1, 2, False), (1, 3, True)],
+    ids=["newcomer has not", "newcomer has not, and the source died", "member has not", "others have applied the step"],
+)
+def test_a_death_when_some_have_compared_what_newcomers_read_undoes_no_step(
+    server: ForkServer, victim: int, missing: int, goes_on: bool
+):
+    """Who has compared the state answers for its source, and nobody gets the state again."""
+    waits = {} if goes_on else {"HESITATES": "digests"}
+    variables = dict.fromkeys(range(4), waits) | {missing: {"MISSES": "digests"}, victim: {"DIES_AT": "compared:0"}}
+    with ElasticProcesses("8", "400", "0.01", max_size=4, server=server, OVERLAP="1", KIND="norm") as job:
+        members = [*job.start_first(3, {slot: variables[slot] for slot in range(3)})]
+        job.wait_for("STEP 3 ", members)
+        newcomer = job.start_candidate(3, **variables[3])
+        assert members[victim].wait() == -signal.SIGKILL
+        finish(job, [member for member in job.members if member is not members[victim]])
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(8, 400)
+    assert sum("READING" in line for line in newcomer.lines) == 1
+    if not goes_on:
+        ends = [line for member in job.members for line in member.lines if line.startswith("DONE")]
+        assert {line.split()[-1] for line in ends} == {"0"}, "a step was undone"
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_a_newcomer_gives_away_no_state_that_was_not_compared(server: ForkServer, tmp_path: Path, overlap: str):
+    """Before its first step; and what it asks for then disturbs nobody."""
+    path = tmp_path / "never.pt"
+    with ElasticProcesses("9", "160", "0.01", max_size=3, server=server, OVERLAP=overlap, UNTIL="40") as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ", members)
+        newcomer = job.start_candidate(2, SAVES_FIRST=str(path))
+        finish(job, [*members, newcomer])
+        ledger = Ledger()
+        ledger.read(job.members)
+    has = next(line for line in newcomer.lines if line.startswith("HAS"))
+    if overlap == "1":
+        assert "is compared with that of its source in its first step: call state_dict() behind that step" in has
+    else:
+        assert has == f"HAS {first_step_of(newcomer)}"
+    assert not path.exists()
+    assert {at: found for at, found in ledger.digests.items() if len(found) > 1} == {}
+    assert all(line.endswith(" 0") for line in members[0].lines if line.startswith("DONE")), "a step was undone"
+
+
+@pytest.mark.parametrize("kind", ["counts", "counts data"])
+def test_parameters_that_forward_changes_and_the_optimizer_does_not_have_are_undone_with_a_step(
+    server: ForkServer, kind: str
+):
+    """Also in the first step, and in a newcomer's first one."""
+    with ElasticProcesses("1", "960", "0.01", max_size=6, server=server, KIND=kind) as job:
+        deaths = {0: {"DIES_AT": "forward:0"}, 1: {"DIES_AT": "middle:3"}, 2: {"DIES_AT": "forward:6"}}
+        members = job.start_first(5, deaths)
+        job.wait_for("STEP 8 ", members[3:])
+        newcomer = job.start_candidate(5)
+        job.wait_for("TRY", [newcomer])
+        members[3].kill()
+        finish(job, [members[4], newcomer])
+        ledger = Ledger()
+        ledger.read(job.members)
+        ledger.check(1, 960)
+    for member in job.members:
+        behind = [line.split()[1:] for line in member.lines if line.startswith("BEHIND")]
+        for number, *_, is_applied, found in behind:
+            count = torch.tensor([int(number) + (is_applied == "True")], dtype=torch.float32)
+            assert found == hashlib.sha256(count.numpy().tobytes()).hexdigest()[:16], (number, is_applied)
+    assert any(" False " in line for line in members[4].lines if line.startswith("BEHIND")), "no step was undone"
+
+
+def test_a_step_whose_result_dies_with_its_only_member_is_undone_and_told_to_be_applied_later(server: ForkServer):
+    """Rank 0 alone has applied it, and dies when it gives the state to the others."""
+    variables = {"KIND": "norm", "PARTS": "4"}
+    deaths = {0: {"DIES_AT": "sends:0"}, 1: {"DIES_AT": "before:5"}}
+    with ElasticProcesses("1", "160", "0", server=server, **variables) as job:
+        members = job.start_first(4, {**deaths, 2: {"HESITATES": "update:5"}, 3: {"HESITATES": "update:5"}})
+        finish(job, members[2:])
+        ledger = Ledger()
+        ledger.read(job.members)
+    with ElasticProcesses("1", "160", "0", server=server, **variables) as job:
+        (alone,) = job.start_first(1)
+        finish(job, [alone])
+    assert ledger.digests[5, 1] == ledger.digests[5, 3], "rank 0 had applied it"
+    expected = [line.split()[-1] for line in alone.lines if line.startswith("BEHIND")]
+    for member in members[2:]:
+        behind = [line.split()[1:] for line in member.lines if line.startswith("BEHIND")]
+        assert [(words[0], words[4]) for words in behind[5:7]] == [("5", "False"), ("5", "True")]
+        assert [words[-1] for words in behind if words[4] == "True"] == expected, "buffers are those of steps made once"
+        assert member.says("DONE")
+        assert next(line for line in member.lines if line.startswith("DONE")).endswith(" 1")
 
 
 def test_a_program_that_changes_weights_in_a_step_has_newcomers_get_the_state_again(server: ForkServer):

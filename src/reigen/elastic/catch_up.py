@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from reigen.cluster.membership.views.history import StepOutcome
@@ -41,6 +41,19 @@ class UpdateAtHand:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrivedState:
+    """State that newcomers read during a step.
+
+    Attributes:
+        number: steps that the weights have had in it.
+        digest: of it.
+    """
+
+    number: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class HeldState:
     """State of a member that enters a view.
 
@@ -52,7 +65,8 @@ class HeldState:
         sums: of the following step, if the program waits for them, and can go on with them.
         update: of the following step, if the program can go on behind it.
         is_in_step: it has begun a step that it has not applied.
-        digest: of the state that a newcomer has read during this step, or that its source had; empty: not known here.
+        arrived: what a newcomer has read during the present step or the one before, what its source had then, or what
+            all have compared; None: not known here.
         description: digest of what must be the same on all members (`digest_description`); empty: not known here.
     """
 
@@ -62,7 +76,7 @@ class HeldState:
     sums: SumsAtHand | None = None
     update: UpdateAtHand | None = None
     is_in_step: bool = False
-    digest: bytes = b""
+    arrived: ArrivedState | None = None
     description: bytes = b""
 
     @property
@@ -97,11 +111,17 @@ class CatchUpPlan:
 def confirm_newcomers(held: Sequence[HeldState]) -> list[HeldState]:
     """Count newcomers as members if they hold the state of their source.
 
+    A member that knows of it may be a step ahead: it has applied the step during which they have read.
+
     Args:
         held: by all ranks of the view, in order.
     """
-    known = {(each.number, each.digest) for each in held if each.is_member and each.digest}
-    return [replace(each, is_member=True) if (each.number, each.digest) in known else each for each in held]
+    known = {each.arrived for each in held if each.is_member and each.arrived is not None}
+    return [replace(each, is_member=True) if _has_read_one_of(each, known) else each for each in held]
+
+
+def _has_read_one_of(each: HeldState, states: Collection[ArrivedState]) -> bool:
+    return each.arrived is not None and each.arrived.number == each.number and each.arrived in states
 
 
 def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:

@@ -31,7 +31,8 @@ i. They take no samples of that step (`BaseJob.deal`), and are no members, for v
    state. Whoever dies meanwhile has the next view begin with (c), where they get it anew.
 j. Before the update all exchange digests. Where one is wrong everybody waits until the state has been sent again: the
    weights are still those of the step before. Who dies here leaves whole sums behind: the others look at the digests in
-   the next view (`confirm_newcomers`), and go on with the update there, as in (f).
+   the next view (`confirm_newcomers`), and go on with the update there, as in (f). Who had all digests before that
+   death has compared them, and answers for the source, even if it has applied the step (`ArrivedState`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
 from reigen.elastic import membership
 from reigen.elastic.catch_up import (
+    ArrivedState,
     CatchUpPlan,
     HeldState,
     SumsAtHand,
@@ -277,6 +279,8 @@ class BaseJob(ABC):
         self._num_late = 0
         #: see (i): the transfer, and its plan
         self._arrival: tuple[OverlappedTransfer, CatchUpPlan] | None = None
+        #: see (j): what newcomers have read, as far as it is known here; others may not have compared it yet
+        self._arrived: ArrivedState | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -348,10 +352,18 @@ class BaseJob(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the state, with the cursor in it, as all members have it; between steps.
 
-        It holds the model's own tensors, as ``state_dict()`` of a model does. On a newcomer before its first step that
-        is what it has read, which is compared with what its source had only before the update of that step.
+        It holds the model's own tensors, as ``state_dict()`` of a model does.
+
+        Raises:
+            StepOrderError: this process is a newcomer, and what it has read is compared with what was sent only in its
+                first step; or a step is under way.
         """
         self._settle()
+        if self._is_arriving:
+            raise StepOrderError(
+                "this process has come to the running job, and the state that it has read is compared with that of its "
+                "source in its first step: call state_dict() behind that step"
+            )
         return {
             "number": self._mark.number,
             "data": self.data.state_dict(),
@@ -374,10 +386,14 @@ class BaseJob(ABC):
         """Collective: write a checkpoint, on rank 0, as a whole or not at all; between steps.
 
         It holds what all members have applied, and nothing else. Should rank 0 die while it writes, there is none.
+        A newcomer writes nothing.
 
         Raises:
             OSError: it cannot be written.
         """
+        self._settle()
+        if self._is_arriving:  # and not rank 0
+            return
         state = self.state_dict()
         if self.rank == 0:
             self.save(state, path)
@@ -413,6 +429,11 @@ class BaseJob(ABC):
         if self.rank not in ranks:
             return ()
         return self.data.deal(interval, ranks.index(self.rank), len(ranks), self.num_parts)
+
+    @property
+    def _is_arriving(self) -> bool:
+        """The state that this rank has read is not yet known to be that of its source; see (i)."""
+        return self._arrival is not None and self.rank in self._arrival[1].receivers
 
     def dealt_ranks(self) -> list[int]:
         """Return the ranks that take samples of the next step, in order."""
@@ -652,7 +673,8 @@ class BaseJob(ABC):
     def _catch_up(self) -> None:
         """Collective: all members of a view come to hold the state of those who are furthest."""
         arrival, self._arrival = self._arrival, None
-        digest = arrival[0].digest() if arrival is not None and self._is_summed else b""
+        if arrival is not None:
+            self._note_arrived(arrival[0].digest() if self._is_summed else b"")
         if self._elastic is not None:  # behind this nobody fills a bucket, or changes a weight, of the view before
             self._process_sets = follow_members(self._process_sets)
         mark = self._mark
@@ -662,7 +684,8 @@ class BaseJob(ABC):
         is_in_step = self._step is not None and not self._step.is_applied
         has_newcomers = self._elastic is None or len(self._elastic.renumbered) < self.size
         described = digest_description(self._describe()) if has_newcomers else b""
-        own = HeldState(mark.number, is_member, is_whole, self._sums_at_hand(), update, is_in_step, digest, described)
+        at_hand = self._sums_at_hand()
+        own = HeldState(mark.number, is_member, is_whole, at_hand, update, is_in_step, self._arrived, described)
         held = confirm_newcomers(allgather_object(own, "elastic.held"))
         if held[self.rank].is_member:
             with self._lock:
@@ -683,7 +706,7 @@ class BaseJob(ABC):
         self._is_counted = is_completing and self._base_number > mark.number
         self._has_renewed = not is_completing
         if not is_completing:
-            self._resolve_step(is_redone=is_step_redone(plan, self.rank, mark.number, self._base_number))
+            self._end_step(is_redone=is_step_redone(plan, self.rank, mark.number, self._base_number))
         self.training.enter_view(keeps_gradients=is_completing)
         if plan.receivers or plan.partial_receivers:
             self._receive(plan, held, may_overlap=may_overlap)
@@ -714,20 +737,22 @@ class BaseJob(ABC):
                 update.finish(*share)
         barrier()
 
-    def _resolve_step(self, *, is_redone: bool) -> None:
-        """Decide what comes of a step that was cut off: it is undone here, or others have applied it."""
+    def _end_step(self, *, is_redone: bool) -> None:
+        """End a step that was cut off: it is undone here, or its result comes from others.
+
+        In the latter case it is this rank's step until the result is there: should those die who have it, it is undone.
+        """
         step, self._step = self._step, None
         self._is_summed = False
         if step is None or step.is_applied:
             self.training.drop_gradients()
-            return
-        if is_redone:
+        elif is_redone:
             self.num_undone += 1
             self.training.undo_step()
+            self._is_whole = True
         else:
             self.training.drop_gradients()
-            step.is_applied = True  # elsewhere
-        self._is_whole = is_redone
+            self._step, self._step_context = step, None  # without sums, so that it is not completed
 
     def _receive(self, plan: CatchUpPlan, held: Sequence[HeldState], *, may_overlap: bool) -> None:
         """Collective: receivers get the state of the source; who was a member keeps its own if that fails.
@@ -738,6 +763,8 @@ class BaseJob(ABC):
         if plan.receivers and not are_alike(held, plan):
             check_description(self._describe(), source)
         backup = self.training.backup() if receives and self._mark.is_member else None
+        if receives:
+            self._arrived = None
         try:
             if plan.receivers:
                 self._transfer(plan, may_overlap=may_overlap)
@@ -756,6 +783,9 @@ class BaseJob(ABC):
                 self._is_whole = False
         if receives or self.rank in plan.partial_receivers:
             self.training.load_small_state(small)
+        if receives and self._step is not None:
+            self._step.is_applied = True  # elsewhere
+            self._step = None
         if receives and self._arrival is not None:
             self._arrival[0].read()
 
@@ -774,7 +804,13 @@ class BaseJob(ABC):
             if overlapped is not None:
                 self._arrival = overlapped, plan
                 return
-            if not (wrong := self._find_wrong(self.training.digest() if is_compared else b"", source, attempt)):
+            own = self.training.digest() if is_compared else b""
+            if num_before:
+                self._note_arrived(own)
+            wrong, found = self._compare(own, source, attempt)
+            if not wrong:
+                if num_before:
+                    self._note_arrived(found)
                 return
         self._is_wrong = self.rank in wrong
         with suppress(CollectiveError):
@@ -782,24 +818,31 @@ class BaseJob(ABC):
         raise self._explain_wrong_state(wrong, source)
 
     @staticmethod
-    def _find_wrong(own: bytes, source: int, attempt: int) -> list[int]:
-        """Collective: return the ranks that have received another state than the source's, by their digests."""
+    def _compare(own: bytes, source: int, attempt: int) -> tuple[list[int], bytes]:
+        """Collective: return ranks that have received another state than the source's, by digests, and the source's."""
         digests = allgather_object(own, "elastic.digest")
         wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
         if wrong:
             _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
-        return wrong
+        return wrong, digests[source]
+
+    def _note_arrived(self, digest: bytes) -> None:
+        """Take note of the state that newcomers have read; who dies may leave others that have not compared it."""
+        self._arrived = ArrivedState(self._mark.number, digest) if digest else None
 
     def _confirm_arrival(self) -> None:
         """Collective: return when newcomers have the state of which the next step is, and are members."""
         if self._arrival is None:
             return
         overlapped, plan = self._arrival
-        if self._find_wrong(overlapped.digest(), plan.source, 0):
+        wrong, found = self._compare(overlapped.digest(), plan.source, 0)
+        if wrong:
             gradients = self.training.gradients()
-            self._arrival = None  # the digests are of what was sent first
+            self._arrival = self._arrived = None  # the digests are of what was sent first
             self._transfer(plan, num_before=1)
             self.training.set_gradients(gradients)
+        else:
+            self._note_arrived(found)
         with self._lock:
             self._arrival, self._mark.is_member = None, True
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from reigen.elastic.catch_up import (
+    ArrivedState,
     CatchUpPlan,
     HeldState,
     SumsAtHand,
@@ -31,7 +34,8 @@ def test_nobody_finishes_sums_that_all_have() -> None:
 
 
 def arrived(number: int, rank: int, digest: bytes, *, is_member: bool = False) -> HeldState:
-    return HeldState(number, is_member, sums=SumsAtHand(2, rank, True, True), digest=digest)
+    state = ArrivedState(number, digest) if digest else None
+    return HeldState(number, is_member, sums=SumsAtHand(2, rank, True, True), arrived=state)
 
 
 def test_newcomers_that_hold_what_their_source_does_complete_the_step() -> None:
@@ -47,6 +51,50 @@ def test_newcomers_of_whose_state_nothing_is_known_get_it_again() -> None:
     assert plan_catch_up(confirm_newcomers([source, other, arrived(3, 3, b"")])) == again
     assert plan_catch_up(confirm_newcomers([source, other, arrived(2, 3, b"a")])) == again
     assert plan_catch_up(confirm_newcomers([other, other, arrived(3, 3, b"a")])) == again, "the source has died"
+
+
+#: How far a process had come when others died: it had exchanged no digests, had all of them, or had applied the step.
+WAITED, COMPARED, APPLIED = range(3)
+
+
+def survivor(rank: int, how_far: int, own: bytes, *, is_newcomer: bool) -> HeldState:
+    """Of a step 3 in which rank 2 has read the state of rank 0."""
+    if how_far == WAITED:
+        return arrived(3, rank, own, is_member=not is_newcomer)
+    confirmed = arrived(3, rank, b"a", is_member=True)
+    return confirmed if how_far == COMPARED else HeldState(4, is_member=True, arrived=confirmed.arrived)
+
+
+def surviving_groups() -> list[list[tuple[int, int]]]:
+    """Return the ways in which some of source 0, member 1 and newcomer 2 may be left: rank, and how far it was."""
+    return [
+        [(rank, how_far) for rank, how_far in enumerate(each) if how_far is not None]
+        for each in itertools.product([None, WAITED, COMPARED, APPLIED], repeat=3)
+        if any(how_far is not None for how_far in each[:2])
+    ]
+
+
+@pytest.mark.parametrize("group", surviving_groups(), ids=str)
+def test_no_step_is_undone_if_one_is_left_that_can_answer_for_the_state_of_newcomers(group: list[tuple[int, int]]):
+    digests = {0: b"a", 1: b"", 2: b"a"}
+    held = [survivor(rank, how_far, digests[rank], is_newcomer=rank == 2) for rank, how_far in group]
+    plan = plan_catch_up(confirm_newcomers(held))
+    late = frozenset(at for at, (_, how_far) in enumerate(group) if how_far != APPLIED)
+    is_known = any(rank == 0 or how_far != WAITED for rank, how_far in group)
+    if is_known or not any(rank == 2 for rank, _ in group):
+        assert not plan.receivers
+        assert plan.completing == late
+    else:
+        assert plan == CatchUpPlan(0, receivers=frozenset({1}))
+
+
+def test_a_wrong_state_is_sent_again_though_others_have_compared_theirs():
+    held = [survivor(0, COMPARED, b"a", is_newcomer=False), survivor(2, WAITED, b"unread", is_newcomer=True)]
+    assert plan_catch_up(confirm_newcomers(held)).receivers == {1}
+    held[0] = survivor(0, APPLIED, b"a", is_newcomer=False)
+    assert plan_catch_up(confirm_newcomers(held)).receivers == {1}
+    held[1] = HeldState(2, is_member=False, arrived=ArrivedState(3, b"a"))
+    assert plan_catch_up(confirm_newcomers(held)).receivers == {1}, "that is not what it holds now"
 
 
 def test_a_step_comes_again_where_nobody_applies_it() -> None:

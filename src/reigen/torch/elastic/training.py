@@ -34,6 +34,7 @@ from reigen.torch.elastic.state import (
     align_gradient_sets,
     copy_state,
 )
+from reigen.torch.elastic.untrained_parameters import UntrainedParameters
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
@@ -75,6 +76,7 @@ class TorchTraining:
         self._buffers: dict[str, torch.Tensor] = {}
         self._options: list[dict[str, Any]] = []
         self._states: dict[str, Any] = {}
+        self._untrained = UntrainedParameters(self._named_fixed_parameters)
         #: of what this rank has given to others, which has not changed since; empty: none
         self._sent_digest = b""
         self._readings = TransferPauses(announces_unknown=False)
@@ -124,6 +126,7 @@ class TorchTraining:
         self._generators = _generator_states()
         for name, buffer in self._model.named_buffers():
             self._buffers[name] = copy_state(buffer, self._buffers.get(name))
+        self._untrained.begin_step()
         self._options = _copy_options(self._optimizer)
         for name, each in self._objects.items():
             self._states[name] = copy_state(each.state_dict(), self._states.get(name))
@@ -149,7 +152,8 @@ class TorchTraining:
         self.drop_gradients()
         self._restore_generators()
         self._restore_buffers()
-        self.load_small_state((self._options, self._states))
+        self._untrained.undo_step()
+        self._load_options_and_states(self._options, self._states)
 
     def _clear_gradients(self) -> None:
         self._optimizer.zero_grad()
@@ -213,6 +217,7 @@ class TorchTraining:
         self._optimizer.state.clear()
         self._optimizer.state.update(states)
         _set_options(self._optimizer, options)
+        self._untrained.keep_state()
 
     def transfer(
         self, source: int, receivers: frozenset[int], *, may_overlap: bool = False
@@ -283,11 +288,16 @@ class TorchTraining:
 
     def small_state(self) -> Any:
         """Implement `TrainingState.small_state`."""
-        return _copy_options(self._optimizer), {name: each.state_dict() for name, each in self._objects.items()}
+        states = {name: each.state_dict() for name, each in self._objects.items()}
+        return _copy_options(self._optimizer), states, self._untrained.moving
 
     def load_small_state(self, small: Any) -> None:
         """Implement `TrainingState.load_small_state`."""
-        options, states = small
+        options, states, moving = small
+        self._load_options_and_states(options, states)
+        self._untrained.follow(moving)
+
+    def _load_options_and_states(self, options: list[dict[str, Any]], states: Mapping[str, Any]) -> None:
         for name, each in self._objects.items():
             each.load_state_dict(copy_state(states[name], None))
         _set_options(self._optimizer, options)
@@ -319,8 +329,11 @@ class TorchTraining:
 
     def _fixed_parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's parameters that the optimizer does not have, in the same order on all ranks."""
+        yield from (each for _, each in self._named_fixed_parameters())
+
+    def _named_fixed_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         trained = {id(each) for each in self._parameters()}
-        yield from (each for _, each in sorted(self._model.named_parameters()) if id(each) not in trained)
+        yield from ((n, each) for n, each in sorted(self._model.named_parameters()) if id(each) not in trained)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield weights and the optimizer's state, in the same order on all ranks."""
