@@ -80,6 +80,17 @@ def test_overheads_may_be_negative(tmp_path: Path) -> None:
     assert list(group.values.values()) == [-0.001]
 
 
+def test_benchmarks_with_rows_of_their_own_write_the_same_files(tmp_path: Path) -> None:
+    rows = [
+        {"workers": 2, "mode": mode, "rounds": [seconds, seconds], "busiest_host_sends_mib": 4.7}
+        for mode, seconds in ((ps_vs_ring.ONE, 2.0), (ps_vs_ring.RING, 1.0))
+    ]
+    settings = ps_vs_ring.Settings(2e8, 0.5, 10, 2)
+    ps_vs_ring.document(rows, settings, "python").save(tmp_path / "ps_vs_ring.json")
+    (group,) = groups_of(BY_NAME["ps_vs_ring"], read_results(tmp_path / "ps_vs_ring.json"))
+    assert {series.label: value for series, value in group.values.items()} == {"ring": 50.0, "one server": 25.0}
+
+
 #: Modes and rows of the benchmarks, by the file that each writes.
 _SERVERS = [kv.Store(system, count).name for system in (kv.REIGEN, kv.MXNET) for count in (1, 2)]
 KNOWN: dict[str, set[str]] = {
