@@ -348,6 +348,7 @@ class Engine:
     def give_up(self, error: BaseException) -> None:
         """Fail outstanding and later operations of all ranks, this one too, with this error: this rank cannot go on."""
         known = interruption_error(error, self._backend.rank)
+        self._exit_grace.end()
         self._watch.abort(known)  # seen here, too, by the thread that drives
         with self._driver:
             if self.is_operational:

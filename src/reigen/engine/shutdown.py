@@ -90,11 +90,15 @@ class PeerExitGrace:
         self._watch, self._outstanding = watch, outstanding
         self._lock, self._is_over = threading.Lock(), False
 
+    def end(self) -> None:
+        """Wait no more, in no thread: this rank knows that it cannot go on, whatever others come to."""
+        self._is_over = True
+
     def give(self, error: PeerLostError) -> None:
         """Prepare for an error that is about to be raised. Any thread."""
         with self._lock:
             if not self._is_over:
-                self._watch.linger(error.ranks, lambda: self._outstanding.closed)
+                self._watch.linger(error.ranks, lambda: self._is_over or self._outstanding.closed)
                 self._is_over = True
 
     def give_if_outstanding(self, error: CollectiveError) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from reigen.engine.counters import EngineCounters
 from reigen.engine.engine import Engine
 from reigen.engine.handle import Handle, TensorTableEntry
 from reigen.engine.messages import MAX_NOTE_BYTES, Operation, OperationKind, Response, SubmitRequest, Topic
-from reigen.engine.transport import SingleRankTransport
+from reigen.engine.shutdown import PeerExitGrace
+from reigen.engine.tensor_queue import TensorQueue
+from reigen.engine.transport import PeerMonitor, SingleRankTransport
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 from reigen.types import DTYPES, ReduceOp
 from tests.multiprocess.launcher import until
@@ -202,6 +205,41 @@ def test_who_leaves_is_waited_for_only_where_somebody_is_let_down(monkeypatch: p
     between(3, act)
     assert before == []
     assert sorted(lingered) == [0, 1]
+
+
+def test_who_gives_up_by_itself_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows why; in an elastic job each moment counts. What others tell it meanwhile is no reason to wait either."""
+    lingered: list[int] = []
+    monkeypatch.setattr(LocalPeers, "linger", lambda self, ranks, over: lingered.append(self.rank))
+    given_up = threading.Barrier(2)
+
+    def act(job: Context) -> None:
+        reduce(job, "t")
+        job.give_up(PeerLostError("rank 2 is dead"))
+        given_up.wait(60.0)
+        with pytest.raises(PeerLostError):
+            reduce(job, "u")
+
+    between(2, act)
+    assert lingered == []
+
+
+def test_who_waits_for_the_ends_of_others_waits_no_more_when_it_gives_up() -> None:
+    waits = threading.Event()
+
+    class Watch:
+        def linger(self, ranks: Sequence[int], over: Callable[[], bool]) -> None:
+            assert ranks == (1,)
+            waits.set()
+            until(over)
+
+    grace = PeerExitGrace(cast(PeerMonitor, Watch()), TensorQueue())
+    thread = threading.Thread(target=grace.give, args=(PeerLostError("rank 1 has gone", ranks=(1,)),))
+    thread.start()
+    waits.wait(60.0)
+    grace.end()
+    thread.join(60.0)
+    assert not thread.is_alive()
 
 
 def test_a_broken_engine_rests_though_names_have_expired() -> None:
