@@ -191,7 +191,7 @@ def document(rows: Sequence[Mapping[str, Any]], settings: Settings, command: str
     """What was found, as other benchmarks write it: a row for each number of workers."""
     found = Document(command, max(row["workers"] for row in rows), settings.rounds)
     for count in dict.fromkeys(row["workers"] for row in rows):
-        modes = {ALONE: summarize([[settings.compute_seconds]])}
+        modes = {ALONE: summarize([[settings.compute_seconds]] * settings.rounds)}
         modes |= {row["mode"]: summarize([[each] for each in row["rounds"]]) for row in rows if row["workers"] == count}
         found.rows.append(Row(f"{count} workers", 0, modes, ALONE))
     for row in rows:
