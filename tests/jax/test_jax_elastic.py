@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import reigen.jax as rj
 from reigen import context
 from reigen.elastic import membership
+from tests.multiprocess.launcher import until
 from tests.torch.elastic_membership import WrittenViews
 
 STEPS = 8
@@ -58,3 +61,23 @@ def trains() -> list[int]:
 
 def test_ranks_come_and_an_error_goes_back(rank_pool):
     assert rank_pool(2).run(trains) == [[1, 2, 2], [2, 2]]
+
+
+def commits_what_fails(directory: str) -> float:
+    dispatched = Path(directory) / "dispatched"
+    state = rj.elastic.JaxState(w=jnp.ones(100_000))
+    if rj.rank() == 1:
+        until(dispatched.exists)
+        context.current().give_up(ValueError("on purpose"))
+        return 1.0
+    state.w = jax.jit(lambda x: 5 * rj.allreduce(x, name="late"))(state.w)
+    dispatched.touch()
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="on purpose"):
+        state.commit()
+    state.restore()
+    return float(state.w.mean())
+
+
+def test_a_commit_keeps_no_array_whose_program_fails(rank_pool, tmp_path):
+    """JAX copies an array whose program is still running into another one that will fail, too."""
+    assert rank_pool(2).run(commits_what_fails, str(tmp_path), init=True) == [1.0, 1.0]

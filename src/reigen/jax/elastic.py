@@ -59,6 +59,17 @@ class JaxState(ObjectState):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(broadcast_object, rank, **kwargs)
 
+    def save(self) -> None:
+        """Keep copies of the attributes, when they have been computed.
+
+        A copy of an array whose program is still running would fail with it, later, and be what a restore goes back to.
+
+        Raises:
+            JaxRuntimeError: a program of which they were to be computed has failed; what had been saved stays.
+        """
+        jax.block_until_ready([getattr(self, name) for name in self._names])
+        super().save()
+
 
 class TreeTraining(ArrayTraining):
     """A `reigen.elastic.training.TrainingState` of pytrees, which are values: who keeps them can undo a step.
