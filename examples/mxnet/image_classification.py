@@ -117,8 +117,10 @@ def main() -> int:
             metric.update(labels, outputs)
             if step % options.log_interval == 0:
                 rate = step * options.batch_size / (time.perf_counter() - start)
+                steps = (options.epochs - epoch) * (train.num_data // options.batch_size) - step
+                eta = f"ETA {steps * options.batch_size / rate:.0f} s"
                 loss = np.mean([each.mean().asscalar() for each in losses])
-                seen = f"loss={loss:.4f} accuracy={metric.get()[1]:.4f}"
+                seen = f"loss={loss:.4f} accuracy={metric.get()[1]:.4f}  {eta}"
                 print(f"{me} Epoch[{epoch}] Batch [{step}] Speed: {rate:.2f} samples/sec  {seen}", flush=True)
         accuracy = evaluate(net, test, contexts)
         print(f"{me} Epoch[{epoch}] Validation-accuracy={accuracy:.4f}", flush=True)

@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-import datasets
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.contrib import amp
+from progress import Progress
+from record_data import draw, records
 
 import reigen.mxnet as hvd
-
-_MEAN = dict(zip(("mean_r", "mean_g", "mean_b"), (123.68, 116.779, 103.939), strict=True))
-_STD = dict(zip(("std_r", "std_g", "std_b"), (58.393, 57.12, 57.375), strict=True))
 
 
 def parse() -> argparse.Namespace:
@@ -56,35 +54,12 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def records(file: Path, options: argparse.Namespace, *, train: bool) -> mx.io.DataIter:
-    """This rank's part of a record file."""
-    size = options.image_size
-    crop = {"random_resized_crop": True, "min_random_area": 0.08, "min_aspect_ratio": 3 / 4, "max_aspect_ratio": 4 / 3}
-    changed = {"shuffle": True, "rand_mirror": True, **crop} if train else {"resize": size * 8 // 7}
-    return mx.io.ImageRecordIter(
-        path_imgrec=str(file),
-        path_imgidx=str(file.with_suffix(".idx")),
-        data_shape=(3, size, size),
-        batch_size=options.batch_size,
-        preprocess_threads=options.data_nthreads,
-        num_parts=hvd.size(),
-        part_index=hvd.rank(),
-        **changed,
-        **_MEAN,
-        **_STD,
-    )
+def device() -> mx.Context:
+    return mx.gpu(hvd.local_rank()) if mx.context.num_gpus() else mx.cpu()
 
 
-def drawn(directory: Path, options: argparse.Namespace) -> tuple[Path, Path]:
-    """Record files for those who have none."""
-    size = options.image_size * 8 // 7
-    datasets.write_records(directory / "train", options.num_examples, size, seed=1)
-    datasets.write_records(directory / "val", options.num_examples // 2, size, seed=2)
-    return directory / "train.rec", directory / "val.rec"
-
-
-def make_net(options: argparse.Namespace, context: mx.Context) -> gluon.HybridBlock:
-    net = gluon.model_zoo.vision.get_model(options.model, classes=options.num_classes)
+def make_net(options: argparse.Namespace) -> gluon.HybridBlock:
+    context, net = device(), gluon.model_zoo.vision.get_model(options.model, classes=options.num_classes)
     net.initialize(mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2), ctx=context)
     for stage in net.features:
         for unit in stage if isinstance(stage, gluon.nn.HybridSequential) else ():
@@ -99,67 +74,61 @@ def make_net(options: argparse.Namespace, context: mx.Context) -> gluon.HybridBl
 def make_trainer(params: gluon.ParameterDict, options: argparse.Namespace, steps: int) -> gluon.Trainer:
     """SGD whose rate grows with the number of ranks, and in the first steps."""
     rate = options.lr * options.batch_size * hvd.size() / 256
-    warmup = int(options.warmup_epochs * steps)
-    schedule = mx.lr_scheduler.CosineScheduler(options.num_epochs * steps, rate, warmup_steps=warmup)
+    warmup = {"warmup_steps": int(options.warmup_epochs * steps)}
+    schedule = mx.lr_scheduler.CosineScheduler(options.num_epochs * steps, rate, **warmup)
     sgd = {"momentum": options.momentum, "wd": options.wd, "lr_scheduler": schedule, "multi_precision": True}
     trainer = hvd.DistributedTrainer(params, "sgd", sgd)
-    if options.dtype == "mixed":
-        amp.init_trainer(
-            trainer
-        )  # gradients that overflow do so in the sum, on all ranks alike: all leave out that step
+    if options.dtype == "mixed":  # gradients that overflow do so in the sum: all ranks leave out that step
+        amp.init_trainer(trainer)
     return trainer
 
 
-def train_epoch(
-    net: gluon.Block, trainer: gluon.Trainer, data: mx.io.DataIter, options: argparse.Namespace, context: mx.Context
-) -> None:
+def train_epoch(net: Any, trainer: Any, data: mx.io.DataIter, options: argparse.Namespace, progress: Progress) -> None:
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
     others = options.label_smoothing / options.num_classes
-    start = time.perf_counter()
     for step, batch in enumerate(data, start=1):
-        images, labels = batch.data[0].as_in_context(context), batch.label[0].as_in_context(context)
+        images, labels = (part[0].as_in_context(device()) for part in (batch.data, batch.label))
         smooth = labels.one_hot(options.num_classes, 1 - options.label_smoothing + others, others)
         with autograd.record():
             loss = loss_of(net(images), smooth)
             with amp.scale_loss(loss, trainer) if options.dtype == "mixed" else nullcontext(loss) as scaled:
                 autograd.backward(scaled)
         trainer.step(options.batch_size)
+        progress.add(options.batch_size * hvd.size(), 0.0)
         if step % options.log_interval == 0:
             mean = hvd.allreduce(loss.mean(), name="loss").asscalar()
-            rate = step * options.batch_size * hvd.size() / (time.perf_counter() - start)
             if hvd.rank() == 0:
-                seen = f"loss={mean:.4f} lr={trainer.learning_rate:.4f}"
-                print(f"Batch [{step}] Speed: {rate:.2f} images/sec  {seen}", flush=True)
+                seen = f"loss={mean:.4f} lr={trainer.learning_rate:.4f}  {progress.eta}"
+                print(f"Batch [{step}] Speed: {progress.rate:.2f} images/sec  {seen}", flush=True)
 
 
-def evaluate(net: gluon.Block, data: mx.io.DataIter, context: mx.Context) -> float:
+def evaluate(net: gluon.Block, data: mx.io.DataIter) -> float:
     """The share of right answers, over the parts of all ranks."""
-    right = seen = 0
+    counts = np.zeros(2)
     for batch in data:
         count = len(batch.label[0]) - batch.pad
-        guesses = net(batch.data[0].as_in_context(context)).argmax(axis=1).asnumpy()
-        right += np.sum(guesses[:count] == batch.label[0].asnumpy()[:count])
-        seen += count
-    right, seen = hvd.allreduce(mx.nd.array([right, seen]), op=hvd.Sum, name="counts").asnumpy()
+        guesses = net(batch.data[0].as_in_context(device())).argmax(axis=1).asnumpy()
+        counts += np.sum(guesses[:count] == batch.label[0].asnumpy()[:count]), count
+    right, seen = hvd.allreduce(mx.nd.array(counts), op=hvd.Sum, name="counts").asnumpy()
     return float(right / seen)
 
 
-def train(options: argparse.Namespace, files: tuple[Path, Path | None], context: mx.Context) -> float:
+def train(options: argparse.Namespace, files: tuple[Path, Path | None]) -> float:
     """The accuracy in the end."""
     steps = options.num_examples // hvd.size() // options.batch_size
     mx.random.seed(hvd.rank())
-    net = make_net(options, context)
-    params = net.collect_params()
-    hvd.broadcast_parameters(params, root_rank=0)
-    trainer = make_trainer(params, options, steps)
+    net = make_net(options)
+    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    trainer = make_trainer(net.collect_params(), options, steps)
     # The parts of a record file differ in length. Every rank makes as many steps, and begins anew where its part ends.
-    data = mx.io.ResizeIter(records(files[0], options, train=True), steps)
+    data = mx.io.ResizeIter(records(files[0], options, hvd.rank(), hvd.size(), train=True), steps)
+    progress = Progress(options.num_epochs * steps * options.batch_size * hvd.size(), is_shown=False)
     accuracy = 0.0
     for epoch in range(options.num_epochs):
         data.reset()
-        train_epoch(net, trainer, data, options, context)
+        train_epoch(net, trainer, data, options, progress)
         if files[1] is not None:
-            accuracy = evaluate(net, records(files[1], options, train=False), context)
+            accuracy = evaluate(net, records(files[1], options, hvd.rank(), hvd.size(), train=False))
         if hvd.rank() == 0:
             print(f"Epoch[{epoch}] Validation-accuracy={accuracy:.4f}", flush=True)
     return accuracy
@@ -168,12 +137,11 @@ def train(options: argparse.Namespace, files: tuple[Path, Path | None], context:
 def main() -> int:
     options = parse()
     hvd.init()
-    context = mx.gpu(hvd.local_rank()) if mx.context.num_gpus() else mx.cpu()
     if options.dtype == "mixed":
         amp.init("float16" if mx.context.num_gpus() else "bfloat16")
     with tempfile.TemporaryDirectory() as made:
-        files = (options.rec_train, options.rec_val) if options.rec_train else drawn(Path(made), options)
-        accuracy = train(options, files, context)
+        files = (options.rec_train, options.rec_val) if options.rec_train else draw(Path(made), options)
+        accuracy = train(options, files)
     hvd.shutdown()
     return 0 if accuracy >= options.goal else 1
 

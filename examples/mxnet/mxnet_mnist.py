@@ -120,7 +120,8 @@ def main() -> int:
             metric.update([labels], [outputs])
             if step % options.log_interval == 0 and hvd.rank() == 0:  # (*)
                 rate = step * options.batch_size * hvd.size() / (time.perf_counter() - start)
-                seen = f"loss={loss.mean().asscalar():.4f} accuracy={metric.get()[1]:.4f}"
+                left = ((options.epochs - epoch) * steps - step) * options.batch_size * hvd.size() / rate
+                seen = f"loss={loss.mean().asscalar():.4f} accuracy={metric.get()[1]:.4f}  ETA {left:.0f} s"
                 print(f"Epoch[{epoch}] Batch [{step}] Speed: {rate:.2f} samples/sec  {seen}", flush=True)
         accuracy = evaluate(net, test, context)
         if hvd.rank() == 0:  # (*)

@@ -9,7 +9,8 @@ import pytest
 
 from tests.examples.running import ROOT
 
-FILES = [path for name in ("torch", "tensorflow", "keras", "jax") for path in (ROOT / "examples" / name).glob("*.py")]
+FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "mxnet")
+FILES = [path for name in FRAMEWORKS for path in (ROOT / "examples" / name).glob("*.py")]
 SCRIPTS = [path for path in FILES if "__main__" in path.read_text()]
 
 
