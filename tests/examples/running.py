@@ -16,6 +16,14 @@ ROOT = Path(__file__).parents[2]
 #: PyTorch's scripts find torchvision's operators there, where those of its library cannot be loaded.
 OPERATORS = ROOT / "tests" / "torchvision_operators"
 DEADLINE_SECONDS = 580
+VARIABLES = {
+    "PYTHONPATH": f"{ROOT / 'src'}:{OPERATORS}",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise torchvision's replacement of roi_align is compiled first
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # it compiles much longer than it computes
+}
 
 
 def run(
@@ -28,14 +36,7 @@ def run(
     launcher = [sys.executable, "-m", "reigen", "run", "--no-prefix", "-np", str(np)]
     launcher += ["-s", str(servers)] if servers else []
     command = [*(launcher if np > 1 or servers else []), sys.executable, str(ROOT / "examples" / framework / script)]
-    environ = clean_environment() | {
-        "PYTHONPATH": f"{ROOT / 'src'}:{OPERATORS}",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",  # otherwise torchvision's replacement of roi_align is compiled first
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # it compiles much longer than it computes
-    }
+    environ = clean_environment() | VARIABLES
     done = subprocess.run(
         [*command, *map(str, options)],
         env=environ | ({"KERAS_BACKEND": backend} if backend else {}),

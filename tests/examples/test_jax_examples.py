@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.running import assert_same, run
+from tests.examples.running import DEADLINE_SECONDS, ROOT, VARIABLES, assert_same, run
+from tests.multiprocess.launcher import launched, until
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -37,3 +42,51 @@ def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been
         lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, framework="jax"),
         lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, framework="jax", np=2),
     )
+
+
+def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
+    def options(kvstore: str) -> list[object]:
+        return ["--kvstore", kvstore, "--num-images", 128, "--epochs", 1, "--goal", 0]
+
+    assert_same(
+        "norm of the weights",
+        1e-5,
+        lambda: run("cifar10_vgg11.py", *options("local"), framework="jax"),
+        lambda: run("cifar10_vgg11.py", *options("ring"), framework="jax", np=2),
+        lambda: run("cifar10_vgg11.py", *options("dist_sync"), framework="jax", np=2, servers=1),
+    )
+
+
+def test_sync_batch_norm() -> None:
+    options = ["--epochs", 2, "--goal", 0.9]
+    assert_same(
+        "test loss",
+        1e-3,
+        lambda: run("sync_batch_norm.py", *options, framework="jax"),
+        lambda: run("sync_batch_norm.py", *options, framework="jax", np=2),
+    )
+
+
+def test_adasum() -> None:
+    assert "Adasum, 2 rank(s)" in run("adasum.py", framework="jax", np=2)
+
+
+def test_join() -> None:
+    printed = run("join.py", framework="jax", np=2)
+    assert "steps of each rank: [180, 360]" in printed
+    assert "bit-identical on all ranks: yes" in printed
+
+
+def test_elastic_reaches_its_accuracy_though_a_process_dies(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    program = ["-np", "3", "--min-np", "2", sys.executable, str(ROOT / "examples" / "jax" / "elastic.py")]
+    with (
+        output.open("wb") as file,
+        launched(*program, stdout=file, stderr=subprocess.STDOUT, env=VARIABLES) as launcher,
+    ):
+        until(lambda: "epoch   2/" in output.read_text())
+        found = [line.split() for line in output.read_text().splitlines() if " is rank 0 of 3" in line]
+        os.kill(int(found[0][found[0].index("process") + 1]), signal.SIGKILL)
+        assert launcher.process.wait(DEADLINE_SECONDS) == 0, output.read_text()
+    assert "2 ranks go on at epoch" in output.read_text()
+    assert "test accuracy 0.9" in output.read_text()
