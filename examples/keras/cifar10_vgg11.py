@@ -1,4 +1,7 @@
-"""VGG-11 on CIFAR-10 with Keras 3: `KERAS_BACKEND=torch reigen run -np 2 python examples/keras/cifar10_vgg11.py`.
+"""VGG-11 on CIFAR-10 with Keras 3, by allreduce or by parameter servers.
+
+    KERAS_BACKEND=torch reigen run -np 2 python examples/keras/cifar10_vgg11.py --kvstore ring
+    KERAS_BACKEND=torch reigen run -np 2 -s 1 python examples/keras/cifar10_vgg11.py --kvstore dist_sync
 
 Any backend will do: tensorflow, jax or torch. CIFAR-10's binary version (data_batch_1.bin and so on,
 https://www.cs.toronto.edu/~kriz/cifar.html) is read from --data; without it, small pictures are drawn. --batch is that
@@ -7,93 +10,62 @@ of all ranks together, so that their number does not matter.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
+import cifar10_data
 import generated_data
 import keras
 import numpy as np
 from progress import Progress
 
 import reigen.keras as hvd
-
-VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
-RECORD_BYTES = 1 + 3 * 32 * 32
+from reigen import kv, optim
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--data", type=Path, help="where data_batch_1.bin and the others are")
-    add("--num-images", type=int, default=800, help="how many pictures to draw (default: %(default)s)")
-    add("--epochs", type=int, default=2, help="60 for CIFAR-10 (default: %(default)s)")
-    add("--width", type=float, default=0.25, help="factor of all widths: 1 for VGG-11 itself (default: %(default)s)")
-    add("--batch", type=int, default=32, help="images of a step, of all ranks together (default: %(default)s)")
-    add("--lr", type=float, default=0.001, help="falls to a tenth after half and three quarters (default: %(default)s)")
-    add("--goal", type=float, help="exit with 1 below this accuracy (default: 0.8, without --data)")
-    options = parser.parse_args()
-    if options.batch % hvd.size():
-        parser.error(f"--batch must be a multiple of the {hvd.size()} ranks")
-    if options.goal is None:
-        options.goal = 0.0 if options.data else 0.8
-    return options
+class Batches(cifar10_data.Batches, keras.utils.PyDataset):
+    """`cifar10_data.Batches` as ``fit`` wants them."""
+
+    def __init__(self, *args: Any) -> None:
+        keras.utils.PyDataset.__init__(self)
+        cifar10_data.Batches.__init__(self, *args)
 
 
-def read(directory: Path, pattern: str) -> tuple[np.ndarray, np.ndarray]:
-    """The images of all files, as bytes of the shape (number, 32, 32, 3), and their labels."""
-    raw = b"".join(path.read_bytes() for path in sorted(directory.glob(pattern)))
-    if not raw or len(raw) % RECORD_BYTES:
-        raise SystemExit(f"{directory}/{pattern}: {len(raw)} bytes; CIFAR-10 has {RECORD_BYTES} for each image")
-    records = np.frombuffer(raw, np.uint8).reshape(-1, RECORD_BYTES)
-    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0].astype(np.int32)
+class StoreOptimizer(keras.optimizers.Optimizer):
+    """Has the servers of a store update the weights: pushes the gradients and pulls the weights.
 
+    It needs values, so it runs in a step that is not compiled: ``compile(run_eagerly=True)``.
 
-def load(options: argparse.Namespace) -> tuple[np.ndarray, ...]:
-    """Images and labels to train on, images and labels to test with."""
-    with tempfile.TemporaryDirectory() as made:
-        if options.data is None:
-            generated_data.write_cifar10(Path(made), options.num_images, options.num_images // 4)
-        directory = options.data or Path(made)
-        return *read(directory, "data_batch_*.bin"), *read(directory, "test_batch.bin")
+    Args:
+        store: whose sums are of the gradients of all ranks.
+        optimizer: what the servers do with them.
+    """
 
+    def __init__(self, store: kv.KVStore, optimizer: optim.Optimizer) -> None:
+        super().__init__(optimizer.learning_rate)
+        store.set_optimizer(optimizer)
+        self._store = store
 
-def change(image: np.ndarray, epoch: int, number: int) -> np.ndarray:
-    """An image that is perhaps mirrored, and moved by up to four pixels: epoch and number alone decide."""
-    random = np.random.default_rng((epoch, number))
-    return np.roll(image[:, ::-1] if random.random() < 0.5 else image, random.integers(-4, 5, 2), (0, 1))
+    def start(self, variables: list[keras.Variable]) -> None:
+        """Make the keys: rank 0's weights are those of all."""
+        self.build(variables)
+        self._keys = list(range(len(variables)))
+        self._weights = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+        self._store.broadcast(self._keys, self._weights, self._weights)
+        for variable, weight in zip(variables, self._weights, strict=True):
+            variable.assign(weight)
 
-
-class Batches(keras.utils.PyDataset):
-    """This rank's part of each batch of an epoch. What is left over comes in another epoch."""
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray, epoch: int, options: argparse.Namespace) -> None:
-        super().__init__()
-        self._images, self._labels, self._epoch, self._is_changed = images, labels, epoch, bool(options.data)
-        order = np.random.default_rng(epoch).permutation(len(labels))[: len(labels) // options.batch * options.batch]
-        self._batches = order.reshape(-1, options.batch)[:, hvd.rank() :: hvd.size()]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        images = [
-            change(self._images[number], self._epoch, number) if self._is_changed else self._images[number]
-            for number in self._batches[index]
-        ]
-        return scale(np.stack(images)), self._labels[self._batches[index]]
-
-
-def scale(images: np.ndarray) -> np.ndarray:
-    return images.astype(np.float32) / 64 - 2  # about as large as normal numbers
+    def apply(self, grads: list[Any], trainable_variables: list[keras.Variable] | None = None) -> None:
+        gradients = [keras.ops.convert_to_numpy(gradient) for gradient in grads]
+        self._store.pushpull(self._keys, gradients, out=self._weights)
+        for variable, weight in zip(trainable_variables or self._trainable_variables, self._weights, strict=True):
+            variable.assign(np.array(weight))
 
 
 def make_model(factor: float) -> keras.Model:
     """Configuration A of https://arxiv.org/abs/1409.1556 for 32 x 32 pixels: one linear layer, as is usual there."""
     layers: list[Any] = [keras.Input((32, 32, 3))]
-    for width in VGG11:
+    for width in cifar10_data.VGG11:
         if isinstance(width, str):
             layers.append(keras.layers.MaxPooling2D(2))
         else:
@@ -115,28 +87,42 @@ class Show(keras.callbacks.Callback):
 
 def main() -> int:
     hvd.init()
-    options = parse()
+    options = cifar10_data.parse(cifar10_data.make_parser(__doc__, ["ring", "dist_sync"]), hvd.size())
     keras.utils.set_random_seed(0)
     model = make_model(options.width)
-    images, labels, test_images, test_labels = load(options)
+    images, labels, test_images, test_labels = cifar10_data.load(options)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(options.lr)), loss=loss)
-    hvd.broadcast_variables(model.variables, root_rank=0)
-    steps = len(labels) // options.batch
-    drops = {options.epochs // 2, options.epochs * 3 // 4} - {0}
-    progress = Progress(options.epochs * steps * options.batch, is_shown=hvd.rank() == 0)
+    store = None
+    if options.kvstore == "ring":
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(options.lr)), loss=loss)
+        hvd.broadcast_variables(model.variables, root_rank=0)
+    else:
+        store = kv.create(options.kvstore)
+        averaged = {"rescale_grad": 1 / hvd.size(), "epsilon": 1e-7}  # the store adds up; Keras's epsilon
+        by_servers = StoreOptimizer(store, optim.create("adam", learning_rate=options.lr, **averaged))
+        by_servers.start(model.trainable_variables)
+        model.compile(optimizer=by_servers, loss=loss, run_eagerly=True)
+    progress = Progress(options.epochs * (len(labels) // options.batch) * options.batch, is_shown=hvd.rank() == 0)
     callbacks = [hvd.callbacks.MetricAverageCallback(), Show(progress, options.batch)]
     for epoch in range(options.epochs):
-        model.optimizer.learning_rate = options.lr * 0.1 ** sum(epoch >= drop for drop in drops)
-        history = model.fit(Batches(images, labels, epoch, options), verbose=0, shuffle=False, callbacks=callbacks)
-        mean = history.history["loss"][0]
-        accuracy = float((model.predict(scale(test_images), verbose=0).argmax(1) == test_labels).mean())
+        rate = cifar10_data.rate_of(options, epoch)
+        if store is None:
+            model.optimizer.learning_rate = rate
+        else:
+            store.set_learning_rate(rate)
+        batches = Batches(images, labels, options, epoch, hvd.rank(), hvd.size())
+        history = model.fit(batches, verbose=0, shuffle=False, callbacks=callbacks)
+        guesses = model.predict(cifar10_data.scale(test_images), verbose=0).argmax(1)
+        accuracy = float((guesses == test_labels).mean())
         if hvd.rank() == 0:
+            mean = history.history["loss"][0]
             print(f"epoch {epoch + 1}/{options.epochs}  loss {mean:.4f}  accuracy {accuracy:.4f}", flush=True)
     norm = sum(float(np.square(weights.astype(np.float64)).sum()) for weights in model.get_weights()) ** 0.5
     if hvd.rank() == 0:
-        how = f"{keras.backend.backend()}, {hvd.size()} rank(s), {progress.elapsed:.1f} s"
+        how = f"{keras.backend.backend()}, {options.kvstore}, {hvd.size()} rank(s), {progress.elapsed:.1f} s"
         print(f"{how}: test accuracy {accuracy:.4f}, wanted {options.goal}; norm of the weights {norm:.6f}")
+    if store is not None:
+        store.close()
     hvd.shutdown()
     return 0 if accuracy >= options.goal else 1
 
