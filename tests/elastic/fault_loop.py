@@ -145,6 +145,12 @@ def _parent(pid: int) -> int:
         return 0
 
 
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        pid = _parent(pid)
+    return pid == ancestor
+
+
 def until(condition: Callable[[], object], seconds: float) -> bool:
     """Wait for a condition; returns whether it came true."""
     end, pause = time.monotonic() + seconds, threading.Event()
@@ -374,8 +380,9 @@ class FaultLoop:
     # -- faults of other hosts ----------------------------------------------------------------------------------------
 
     def _kill_agent(self) -> None:
-        agents = self.job.agents()
-        if agents:
+        members = [process.pid for process, _ in self.job.members().values()]
+        agents = [each for each in self.job.agents() if not all(_descends(pid, each) for pid in members)]
+        if agents:  # without the last member the job ends
             at = time.time()
             os.kill(self.chances.choice(agents), signal.SIGKILL)
             self._goes_on("kill agent", at)
@@ -398,6 +405,7 @@ class FaultLoop:
 
     def _separate_for_long(self, kind: str) -> None:
         """Disturb the network until one side goes on alone; then those must be gone, or back, that were cut off."""
+        self._wait_for_members(self.job.size)  # so that some are on each side
         at = time.time()
         restore = self.job.disturb(kind, self.chances)
         try:
