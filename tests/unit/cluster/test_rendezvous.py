@@ -10,6 +10,7 @@ import pytest
 
 from reigen.cluster.membership.control_service import (
     MAX_KEYS,
+    MAX_STORE_BYTES,
     MAX_VALUE_BYTES,
     REQUEST_CODEC,
     ControlService,
@@ -146,6 +147,30 @@ def test_get_all_waits_for_all_keys(ranks):
     thread.join()
     assert found == [{key: key.encode() for key in keys[:-1]} | {keys[-1]: b"early"}]
     assert ranks[1].get_all([], 60.0) == {}
+
+
+def test_put_and_get_all_exchanges_values(ranks):
+    keys = [f"room/{number}" for number in range(2 * MAX_WAITING_GETS)]
+    for key in keys[1:]:
+        ranks[1].put(key, key.encode())
+    every = {key: key.encode() for key in keys}
+    assert ranks[0].put_and_get_all(keys[0], b"room/0", keys, 60.0) == every
+    room = PrefixRendezvous(ranks[1], "room")
+    assert room.put_and_get_all("0", b"room/0", ["0", "1"], 60.0) == {"0": b"room/0", "1": b"room/1"}
+    assert ranks[1].put_and_get_all("room/0", b"again", ["missing", "room/0"], 0.02) == {"room/0": b"again"}
+    assert ranks[0].put_and_get_all("more", b"", [], 60.0) == {}
+    assert ranks[1].peek("more") == b""
+    with pytest.raises(ArgumentError):
+        ranks[0].put_and_get_all("k", bytes(MAX_VALUE_BYTES + 1), keys, 60.0)
+
+
+def test_put_and_get_all_where_the_store_is_full(server):
+    server._store._num_bytes = MAX_STORE_BYTES
+    with closing(RendezvousClient(server.address, SECRET, 0, 60.0)) as client:
+        with pytest.raises(ArgumentError, match=r"'key': the rendezvous is full"):
+            client.put_and_get_all("key", b"1", ["key", "other"], 60.0)
+        assert client.peek("key") is None
+        assert server._store._waiting == {}
 
 
 def test_get_all_in_a_room(ranks):

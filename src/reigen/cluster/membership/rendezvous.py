@@ -80,6 +80,11 @@ class Rendezvous(ABC):
                 found[key] = self.get(key, max(0.0, until - time.monotonic()))
         return found
 
+    def put_and_get_all(self, key: str, value: bytes, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
+        """Do what `put` and `get_all` do, one after the other; the value may be among those that are waited for."""
+        self.put(key, value)
+        return self.get_all(keys, timeout_seconds)
+
     def peek(self, key: str) -> bytes | None:
         """The value of ``key`` if there is one now."""
         return self.request(GetValue(0, key, wait=False))
@@ -149,6 +154,12 @@ class PrefixRendezvous(Rendezvous):
         """Return the values of all keys of this room; see `Rendezvous.get_all`."""
         whole = {f"{self._name}/{key}": key for key in keys}
         return {whole[key]: value for key, value in self._rendezvous.get_all(list(whole), timeout_seconds).items()}
+
+    def put_and_get_all(self, key: str, value: bytes, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
+        """Put a value of this room, and return the values of all keys of it; see `Rendezvous.put_and_get_all`."""
+        whole = {f"{self._name}/{each}": each for each in keys}
+        found = self._rendezvous.put_and_get_all(f"{self._name}/{key}", value, list(whole), timeout_seconds)
+        return {whole[each]: known for each, known in found.items()}
 
     def close(self) -> None:
         """Leave the whole rendezvous."""
@@ -246,23 +257,37 @@ class RendezvousClient(Rendezvous):
             ArgumentError: a key is too large, or the service is full.
             PeerLostError: the launcher has gone.
         """
-        for key in keys:
-            check_entry(GetValue(0, key))
+        return self._request_all([GetValue(0, key) for key in keys], timeout_seconds)
+
+    def put_and_get_all(self, key: str, value: bytes, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
+        """Put a value and return the values of all keys, in one round trip; see `get_all`.
+
+        That the value has come there is known when it is among those that are returned.
+        """
+        return self._request_all([PutValue(0, key, value), *(GetValue(0, each) for each in keys)], timeout_seconds)
+
+    def _request_all(self, requests: Sequence[PutValue | GetValue], timeout_seconds: float) -> dict[str, bytes]:
+        """Have requests served in their order, each sent before those before it are answered, a few at a time."""
+        for request in requests:
+            check_entry(request)
         deadline = time.monotonic() + timeout_seconds
-        left, found = deque(keys), dict[str, bytes]()
-        #: keys by the numbers of requests that are not answered yet
-        asked: dict[int, str] = {}
+        left, found = deque(requests), dict[str, bytes]()
+        #: by their numbers: sent, and not answered yet
+        asked: dict[int, PutValue | GetValue] = {}
         with self._lock:
             try:
                 while left or asked:
                     while left and len(asked) < MAX_WAITING_GETS:
                         self._num_requests += 1
-                        asked[self._num_requests] = left.popleft()
-                        request = GetValue(self._num_requests, asked[self._num_requests])
-                        self._stream.send(REQUEST_CODEC.encode(request), deadline)
+                        asked[self._num_requests] = request = left.popleft()
+                        numbered = msgspec.structs.replace(request, request=self._num_requests)
+                        self._stream.send(REQUEST_CODEC.encode(numbered), deadline)
                     reply = STORE_REPLY_CODEC.decode(self._stream.receive(deadline))
-                    if (answered := asked.pop(reply.request, None)) is not None:
-                        found[answered] = _value_of(reply, answered)
+                    answered = asked.pop(reply.request, None)
+                    if isinstance(answered, GetValue):
+                        found[answered.key] = _value_of(reply, answered.key)
+                    elif answered is not None:
+                        _check_reply(reply, answered.key)
             except TimeoutError:
                 pass
             except OSError as error:
