@@ -7,7 +7,7 @@
 #   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
 #   make test-frameworks  the tests of reigen.tensorflow, reigen.keras and reigen.jax, with all of them in one environment
 #   make test-engines     the tests of reigen.ray, reigen.spark, reigen.dask and of YARN, in the same environment (Spark needs Java)
-#   make test-integrations  the tests with Lightning, Hugging Face's libraries, TensorBoard and notebooks, and of the examples that need more than torch
+#   make test-integrations  the tests with Lightning, Hugging Face's libraries, TensorBoard and notebooks, of the examples that need more than torch, and their pages' programs
 #   make lint       everything that reads the code without running it
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
@@ -119,7 +119,7 @@ test-engines: $(FRAMEWORKS_VENV)/.stamp
 	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/engines)
 
 test-integrations: $(INTEGRATIONS_VENV)/.stamp
-	$(call pytest,$(INTEGRATIONS_VENV)/bin/python,$(wildcard tests/examples) tests/integrations)
+	$(call pytest,$(INTEGRATIONS_VENV)/bin/python,$(wildcard tests/examples) tests/integrations tests/docs/test_docs_programs.py)
 
 SCHEDULES ?= 1000000
 nightly-elastic: $(VENV)/.stamp-dev

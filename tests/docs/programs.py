@@ -63,14 +63,17 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "dask": (
         Program("docs/dask.md", "dask", (0,), {'"scheduler:8786"': "cluster", "num_proc=4": "num_proc=2"}),
     ),
+    "integrations": (
+        Program("docs/lightning.md", "lightning"),
+        Program("docs/metrics.md", "tensorboard", (1,)),
+    ),
 }  # fmt: skip
 #: Options of `reigen run` for each group; None: one process, without a launcher.
 LAUNCHERS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(PROGRAMS, ("-np", "2")),
     "servers": ("-np", "2", "-s", "2"),
     "elastic": ("-np", "2", "--min-np", "1"),
-    "alone": None,
-    "dask": None,
+    **dict.fromkeys(("alone", "dask"), None),
 }
 #: Blocks that another test runs: parts of the tutorial's program, and a test.
 ELSEWHERE = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,8 @@ import pytest
 
 import reigen
 from reigen.testing import RankPool
-from reigen.testing.environment import clean_environment
 from tests.docs.blocks import blocks_of
-from tests.docs.programs import LAUNCHERS, PROGRAMS
-from tools.docs.__main__ import ROOT
-
-DEADLINE_SECONDS = 360
+from tests.docs.groups import DEADLINE_SECONDS, check_group
 
 
 def groups_here() -> list[str]:
@@ -27,7 +21,9 @@ def groups_here() -> list[str]:
     if importlib.util.find_spec("mxnet"):
         return ["mxnet"]
     if importlib.util.find_spec("tensorflow"):
-        return ["jax", "keras", "tensorflow", "dask"]
+        return ["jax", "keras", "tensorflow"]  # those of engines: tests/engines/test_docs_engines.py
+    if importlib.util.find_spec("lightning"):
+        return ["integrations"]
     return ["torch", "servers", "elastic", "alone"]
 
 
@@ -35,20 +31,7 @@ def groups_here() -> list[str]:
 @pytest.mark.timeout(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("group", groups_here())
 def test_blocks_run(group: str, tmp_path: Path) -> None:
-    options = LAUNCHERS[group]
-    launcher = [] if options is None else [sys.executable, "-m", "reigen", "run", "--no-prefix", *options]
-    done = subprocess.run(
-        [*launcher, sys.executable, "-m", "tests.docs.run_programs", group],
-        env=clean_environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for program in PROGRAMS[group]:
-        assert f"ran {program.name}" in done.stdout.splitlines(), (program, done.stdout, done.stderr)
+    check_group(group, tmp_path)
 
 
 @pytest.mark.skipif("torch" not in groups_here(), reason="run in the environment of PyTorch")

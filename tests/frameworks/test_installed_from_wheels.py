@@ -48,7 +48,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(tmp_path: Path) -> Iterator[Path]:
     """A virtual environment, which is removed: some are of 2 GB."""
     directory = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     yield directory
     shutil.rmtree(directory)
 
@@ -69,7 +69,7 @@ def test_two_ranks_train(combination: str, wheels: Path, environment: Path, tmp_
     python = environment / "bin" / "python"
     limits = constraints(requirements, tmp_path / "constraints.txt")
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", str(python)]
     # --no-compile: most of the modules are never imported
     install = [*pip, "install", "--no-compile", "--find-links", str(wheels), "-c", str(limits), *requirements]
     subprocess.run(install, check=True, env=environ, stderr=subprocess.DEVNULL)

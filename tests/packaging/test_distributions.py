@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -37,8 +38,12 @@ SMALL_EXTRAS: dict[str, tuple[list[str], dict[str, str]]] = {
     "dashboard": (["--dashboard", "0"], {}),
     "autotune": (["--autotune"], {}),
 }
-#: Extras that no environment of tests has: a part of spark-estimators, and what is needed beside Reigen, not by it.
-NOT_INSTALLED = {"spark", "fuzz", "sagemaker"}
+#: Extras that no environment of tests has, and the test of each.
+TESTED_ALONE = {
+    "fuzz": "tests/packaging/test_distributions.py",
+    "sagemaker": "tests/packaging/test_distributions.py",
+    "spark": "tests/engines/spark/test_spark_alone.py",
+}
 
 
 def build(directory: Path) -> tuple[Path, list[Path]]:
@@ -157,6 +162,19 @@ def test_the_wheel_runs_a_job_on_every_python_that_is_here(
 # ---------------------------------------------------------------- extras
 
 
+def install_beside(bare: Path, directory: Path, *requirements: str) -> Path:
+    """An environment with what ``bare`` has, of which nothing is installed anew, and this; returns its Python."""
+    environment = directory / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    [packages] = environment.glob("lib/python*/site-packages")
+    [beside] = bare.glob("lib/python*/site-packages")
+    (packages / "bare.pth").write_text(f"{beside}\n")
+    install = ["install", "--no-compile", "-c", ROOT / "constraints.txt", *requirements]
+    subprocess.run([*PIP, "--python", python, *install], check=True, stderr=subprocess.DEVNULL)
+    return python
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("extra", SMALL_EXTRAS)
@@ -167,26 +185,63 @@ def test_a_small_extra_brings_what_a_job_lacks_without_it(
     without = run_job(bare / "bin" / "python", tmp_path, *options, **variables)
     lacking = "pip install cryptography" if extra == "tls" else f"reigen[{extra}]"
     assert lacking in without.stdout + without.stderr, without
-    environment = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    python = environment / "bin" / "python"
-    [packages] = environment.glob("lib/python*/site-packages")
-    [beside] = bare.glob("lib/python*/site-packages")
-    (packages / "bare.pth").write_text(f"{beside}\n")  # nothing of it is installed anew
-    install = ["install", "--no-compile", "-c", ROOT / "constraints.txt", f"reigen[{extra}]"]
-    subprocess.run([*PIP, "--python", python, *install], check=True, stderr=subprocess.DEVNULL)
+    python = install_beside(bare, tmp_path, f"reigen[{extra}]")
     done = run_job(python, tmp_path, *options, **variables)
     assert done.returncode == 0, done
     assert done.stdout.count("total [2.0, 2.0, 2.0] []") == 2, done
     assert lacking not in done.stdout + done.stderr, done
 
 
-def test_every_extra_is_in_an_environment_but_for_these() -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_fuzz_extra_fuzzes(bare: Path, tmp_path: Path) -> None:
+    def fuzz(python: Path) -> subprocess.CompletedProcess[str]:
+        command = [
+            python,
+            "-m",
+            "tests.fuzz.explore",
+            "in_between",
+            "-runs=20",
+            "-seed=1",
+            f"-artifact_prefix={tmp_path}/",
+        ]
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+
+    without = fuzz(bare / "bin" / "python")
+    assert "No module named 'atheris'" in without.stderr, without
+    done = fuzz(install_beside(bare, tmp_path, "reigen[fuzz]"))
+    assert done.returncode == 0, done
+    assert "Done 20 runs" in done.stderr, done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_sagemaker_extra_has_the_class_that_ours_is_one_of(tmp_path: Path) -> None:
+    """Without what it needs itself, which is 500 MB: a test of our class runs where all of it is installed."""
+    [requirement] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "sagemaker"
+    ]
+    install = ["install", "--no-deps", "--no-compile", "--target", tmp_path, requirement]
+    subprocess.run([*PIP, *install], check=True, stderr=subprocess.DEVNULL)
+    tree = ast.parse((tmp_path / "sagemaker/train/distributed.py").read_text())
+    [found] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "DistributedConfig"]
+    needed = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+    ours = ast.parse((ROOT / "src/reigen/sagemaker/distributed.py").read_text())
+    [own] = [node for node in ours.body if isinstance(node, ast.ClassDef)]
+    assert needed == {node.name for node in own.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_extra_is_in_an_environment_or_has_a_test() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     environments = re.findall(r"-e '\.\[([\w,-]+)\]'", (ROOT / "Makefile").read_text())
     wheels = (ROOT / "tests/frameworks/test_installed_from_wheels.py").read_text()
     installed = {
         name for group in environments + re.findall(r'"reigen\[([\w,]+)\]"', wheels) for name in group.split(",")
     }
-    assert installed | SMALL_EXTRAS.keys() == extras.keys() - NOT_INSTALLED
+    assert installed | SMALL_EXTRAS.keys() == extras.keys() - TESTED_ALONE.keys()
+    assert all(
+        f"[{name}]" in (ROOT / path).read_text() or f"_{name}_" in (ROOT / path).read_text()
+        for name, path in TESTED_ALONE.items()
+    )
     assert {*extras["spark"]} <= {*extras["spark-estimators"]}
