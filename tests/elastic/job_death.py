@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from reigen import context
+from reigen.elastic import state_transfer
 from reigen.errors import PeerLostError
 
 
@@ -42,7 +43,7 @@ class Death:
                 return found
             return exchange(obj, name)
 
-        jobs.allgather_object = exchange_or_die
+        jobs.allgather_object = state_transfer.allgather_object = exchange_or_die
         begin_update, transfer = job.begin_update, job.training.transfer
 
         def begin_update_late() -> None:

@@ -38,7 +38,6 @@ j. Before the update all exchange digests. Where one is wrong everybody waits un
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +70,7 @@ from reigen.elastic.catch_up import (
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.description import check_description, digest_description
 from reigen.elastic.state import Departure
+from reigen.elastic.state_transfer import OverlappedTransfer, compare_digests, explain_wrong_state
 from reigen.elastic.training import TrainingState
 from reigen.errors import (
     ArgumentError,
@@ -80,13 +80,11 @@ from reigen.errors import (
     PeerLostError,
     SharedMemoryError,
     StepOrderError,
-    format_ranks,
 )
 
 if TYPE_CHECKING:
     import os
 
-    from reigen.elastic.state_transfer import OverlappedTransfer
     from reigen.elastic_job import ElasticJob
 
 _log = logging.getLogger(__name__)
@@ -807,7 +805,7 @@ class BaseJob(ABC):
             own = self.training.digest() if is_compared else b""
             if num_before:
                 self._note_arrived(own)
-            wrong, found = self._compare(own, source, attempt)
+            wrong, found = compare_digests(own, source, attempt)
             if not wrong:
                 if num_before:
                     self._note_arrived(found)
@@ -815,16 +813,7 @@ class BaseJob(ABC):
         self._is_wrong = self.rank in wrong
         with suppress(CollectiveError):
             barrier()  # members that change before those ranks know of it would only be asked for the state again
-        raise self._explain_wrong_state(wrong, source)
-
-    @staticmethod
-    def _compare(own: bytes, source: int, attempt: int) -> tuple[list[int], bytes]:
-        """Collective: return ranks that have received another state than the source's, by digests, and the source's."""
-        digests = allgather_object(own, "elastic.digest")
-        wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
-        if wrong:
-            _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
-        return wrong, digests[source]
+        raise explain_wrong_state(wrong, source, _MAX_TRANSFERS)
 
     def _note_arrived(self, digest: bytes) -> None:
         """Take note of the state that newcomers have read; who dies may leave others that have not compared it."""
@@ -835,7 +824,7 @@ class BaseJob(ABC):
         if self._arrival is None:
             return
         overlapped, plan = self._arrival
-        wrong, found = self._compare(overlapped.digest(), plan.source, 0)
+        wrong, found = compare_digests(overlapped.digest(), plan.source, 0)
         if wrong:
             gradients = self.training.gradients()
             self._arrival = self._arrived = None  # the digests are of what was sent first
@@ -857,17 +846,6 @@ class BaseJob(ABC):
                 if self._elastic is not None and self._elastic.has_finished_members:  # they have seen all digests
                     return
                 self._change(f"members change behind the last step: {error}")
-
-    def _explain_wrong_state(self, wrong: Sequence[int], source: int) -> CollectiveError:
-        """Return the error of a rank whose state is wrong, which leaves the job, or of the others, which go on."""
-        if self.rank in wrong:
-            return CollectiveError(
-                f"rank {source} has sent its weights and optimizer state {_MAX_TRANSFERS} times, and each time other "
-                f"ones have come to rank {self.rank} on host {socket.gethostname()}: this process leaves the job. "
-                "Leave the host out, and check its memory and network"
-            )
-        text = f"rank(s) {format_ranks(wrong)} have another state than rank {source}, which has sent them its own"
-        return PeerLostError(text, ranks=tuple(wrong))
 
     def _describe(self) -> dict[str, list[str]]:
         """Return what must be the same on all members, by name, in lines."""

@@ -22,7 +22,9 @@ BatchNorm) comes from the source. Whether what was read is what the source holds
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +39,10 @@ from reigen.api.functions import allgather_object
 from reigen.api.gradients.replica_check import fingerprint
 from reigen.backends.buffer_list import rank_slice
 from reigen.backends.shm.cross_memory import cut_ranges
+from reigen.errors import CollectiveError, PeerLostError, format_ranks
 from reigen.net.process_memory import AddressRange, can_read_process_memory, read_process_memory
+
+_log = logging.getLogger(__name__)
 
 _PROBE_BYTES = _DIGEST_BYTES = 16
 #: Of no state; members that are neither source nor receiver have an empty digest.
@@ -186,6 +191,33 @@ def begin_overlapped_transfer(
 def _make_probe() -> NDArray[np.uint8]:
     """Return bytes that lie in this process alone; they are needed until all receivers have looked for them."""
     return np.frombuffer(os.urandom(_PROBE_BYTES), np.uint8)
+
+
+def compare_digests(own: bytes, source: int, attempt: int) -> tuple[list[int], bytes]:
+    """Collective: return the ranks that have received another state than the source's, and the digest of that.
+
+    Args:
+        own: digest of the state here; empty on ranks that are neither source nor receiver.
+        source: rank whose state it is.
+        attempt: number of transfers before this one.
+    """
+    digests = allgather_object(own, "elastic.digest")
+    wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
+    if wrong:
+        _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
+    return wrong, digests[source]
+
+
+def explain_wrong_state(wrong: Sequence[int], source: int, num_transfers: int) -> CollectiveError:
+    """Return the error of a rank whose state is wrong, which leaves the job, or of the others, which go on."""
+    if (rank := context.current().rank) in wrong:
+        return CollectiveError(
+            f"rank {source} has sent its weights and optimizer state {num_transfers} times, and each time other "
+            f"ones have come to rank {rank} on host {socket.gethostname()}: this process leaves the job. "
+            "Leave the host out, and check its memory and network"
+        )
+    text = f"rank(s) {format_ranks(wrong)} have another state than rank {source}, which has sent them its own"
+    return PeerLostError(text, ranks=tuple(wrong))
 
 
 def _find_source(
