@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.examples.running import assert_same, run
@@ -37,3 +39,24 @@ def test_vgg11_by_servers_on_other_backends(backend: str) -> None:
     options = ["--num-images", 64, "--epochs", 1, "--goal", 0, "--kvstore", "dist_sync"]
     printed = run("cifar10_vgg11.py", *options, framework="keras", backend=backend, np=2, servers=1)
     assert f"{backend}, dist_sync, 2 rank(s)" in printed
+
+
+def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """A small one, in float32: bfloat16 has three digits."""
+    options = ["--layers", 10, "--dtype", "float32", "--num-images", 32, "--batch", 16, "--lr", 1, "--goal", 0]
+    checkpoint = ["--checkpoint", tmp_path / "resnet.npz"]
+    keras = {"framework": "keras", "backend": "torch"}
+    run("imagenet_resnet50.py", *options, "--epochs", 1, *checkpoint, **keras)
+    assert_same(
+        "last epoch's loss",
+        1e-3,
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, **keras),
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, **keras, np=2),
+    )
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_resnet_on_other_backends_in_mixed_precision_with_synthetic_images(backend: str) -> None:
+    options = ["--layers", 10, "--synthetic", "--num-images", 16, "--batch", 16, "--micro-batch", 4, "--epochs", 1]
+    printed = run("imagenet_resnet50.py", *options, framework="keras", backend=backend, np=2)
+    assert f"{backend}, 2 rank(s), ResNet-10, bfloat16" in printed

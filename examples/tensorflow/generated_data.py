@@ -1,0 +1,1 @@
+../torch/generated_data.py

@@ -1,0 +1,1 @@
+../jax/imagenet_data.py

@@ -1,0 +1,30 @@
+"""The examples for TensorFlow, as a user starts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples.running import assert_same, run
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """A small one, in float32: bfloat16 has three digits."""
+    options = ["--layers", 10, "--dtype", "float32", "--num-images", 32, "--batch", 16, "--lr", 1, "--goal", 0]
+    checkpoint = ["--checkpoint", tmp_path / "resnet"]
+    run("imagenet_resnet50.py", *options, "--epochs", 1, *checkpoint, framework="tensorflow")
+    assert_same(
+        "last epoch's loss",
+        1e-3,
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, framework="tensorflow"),
+        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, framework="tensorflow", np=2),
+    )
+
+
+def test_resnet_in_mixed_precision_with_synthetic_images() -> None:
+    options = ["--layers", 10, "--synthetic", "--num-images", 16, "--batch", 16, "--micro-batch", 4, "--epochs", 1]
+    printed = run("imagenet_resnet50.py", *options, framework="tensorflow", np=2)
+    assert "2 rank(s), ResNet-10, bfloat16" in printed
