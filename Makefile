@@ -13,7 +13,8 @@
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
 #   make docs       the documentation site, in build/site: open build/site/index.html, or `python -m http.server -d build/site`
 #   make bench      Reigen and its peers, alternately, in one run; tables, and JSON and pictures in build/benchmarks
-#   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
+#   make bench-network   the same over several hosts (root; stand-in machines made of namespaces); without BENCH_OPTIONS
+#   make clean      removes builds and caches, and leaves the environments
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv

@@ -4,7 +4,7 @@
     python -m benchmarks.kv --mxnet V/bin/python            about six minutes
 
 Everything runs within one job of processes: each store has its own servers and workers, which sleep while the others
-have their turn (docs/benchmarks.md says how turns are measured). Workers are bound to one core each, servers are not.
+have their turn (docs/benchmarking.md says how turns are measured). Workers are bound to one core each, servers are not.
 Without --mxnet, ps-lite is left out.
 """
 

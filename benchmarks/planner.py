@@ -116,7 +116,7 @@ class Configuration(msgspec.Struct, frozen=True):
 
     @property
     def is_servers_with_delay(self) -> bool:
-        """Return whether it is of the kind that is predicted worst: docs/planner.md says why."""
+        """Return whether it is of the kind that is predicted worst: docs/planner-model.md says why."""
         return self.store in SERVER_STORES and self.delay_ms > 0
 
     @property

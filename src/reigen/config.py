@@ -127,7 +127,7 @@ class Config:
         timeline_mark_cycles: mark the engine's turns in the timeline.
         stall_check_disable: do not look for stalled collectives.
         stall_check_seconds: seconds that a collective may wait before a warning.
-        stall_shutdown_seconds: seconds until the job is ended because of it; 0 for never.
+        stall_shutdown_seconds: seconds that a collective may stall before the job is ended; 0 for never.
         autotune: choose the fusion threshold, the size of buckets and the parameters of the network while the job runs;
             needs ``reigen[autotune]``.
         autotune_log: CSV file for what it measures, None for none; what an earlier job has found there is tried first.
@@ -171,7 +171,7 @@ class Config:
         kv_shared_memory: values travel through shared memory where worker and server are on one host.
         kv_verbose: 1: members of the job and their connections are logged; 2: every message, too.
         kv_resend: a message whose receipt is not acknowledged is sent again.
-        kv_resend_timeout_ms: milliseconds until then.
+        kv_resend_timeout_ms: milliseconds after which a message whose receipt is not acknowledged is sent again.
         kv_drop_percent: percent of the received messages that are thrown away, for tests of losses.
         kv_heartbeat_seconds: seconds between two heartbeats of a worker or server to the scheduler; 0 for none.
         kv_heartbeat_timeout_seconds: seconds that a worker or server may be silent before it counts as lost; 0 for

@@ -87,7 +87,7 @@ def _faults_of(words: Sequence[str]) -> Iterator[str]:
             (place for place, word in enumerate(rest) if re.search(r"(^|/)(reigen|python[\d.]*)$", word)), None
         )
         yield from _faults_of(rest[inner:]) if inner is not None else ()
-    elif re.fullmatch(r"python(3\.\d+)?", program):
+    elif re.fullmatch(r"python(3(\.\d+)?)?", program):
         yield from _faults_of_python(rest)
     elif program in _CHECKS:
         yield from _CHECKS[program](rest)

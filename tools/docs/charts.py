@@ -124,8 +124,8 @@ CHARTS = (
         "Time of a training step; lower is better; each group has its own scale",
         (
             Series("one rank alone", GREY, ("one rank alone",)),
-            Series("Reigen, 2 ranks", TEAL, ("reigen",)),
-            Series("DDP, 2 ranks", ORANGE, ("ddp", "ddp, gradients as bucket views")),
+            Series("Reigen", TEAL, ("reigen",)),
+            Series("DDP", ORANGE, ("ddp", "ddp, gradients as bucket views")),
         ),
         _MODELS,
     ),
@@ -208,7 +208,7 @@ def groups_of(chart: Chart, results: Results) -> list[Group]:
     """Return what a picture shows of results.
 
     Raises:
-        ResultsError: nothing.
+        ResultsError: there is nothing to draw.
     """
     rows = results.overheads if chart.is_overhead else {row.title: row.modes for row in results.rows}
     medians = {title: {name: each.median for name, each in modes.items()} for title, modes in rows.items()}

@@ -291,13 +291,9 @@ def map_local_peers(
     segments: list[ShmSegment] = []
     pidfds: list[int] = []
     try:
-        own_info, problem = _reserve_parts(own, sum(sizes), len(ranks))
-        card = msgspec.msgpack.encode(own_info)
-        if problem is not None:
-            rendezvous.put(f"{generation}/card/{rank}", card)
-            raise problem
+        own_info = _publish_segment(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), len(ranks))
         waiting = _WaitLimits(timeout_seconds, until, ranks, pidfds)
-        found = _exchange(rendezvous, f"{generation}/card", rank, card, waiting)
+        found = _get_all(rendezvous, f"{generation}/card", ranks, waiting)
         infos = [msgspec.msgpack.decode(data, type=_SegmentInfo) for data in found]
         for peer, info in zip(ranks, infos, strict=True):  # all before the first is opened: the reason comes first
             _check_segment_info(peer, own_info, info)
@@ -310,7 +306,8 @@ def map_local_peers(
             raise waiting.loss() or error from None
         arrays = [segment.map(0, sum(sizes)) for segment in segments]
         view = hashlib.sha256(b"".join(found)).digest()
-        _check_mappings(ranks, view, _exchange(rendezvous, f"{generation}/mapped", rank, view, waiting))
+        rendezvous.put(f"{generation}/mapped/{rank}", view)
+        _check_mappings(ranks, view, _get_all(rendezvous, f"{generation}/mapped", ranks, waiting))
     except BaseException:
         for segment in (own, *segments):
             segment.close()
@@ -344,8 +341,8 @@ class _WaitLimits:
         return PeerLostError(f"rank(s) {format_ranks(dead)} died during init()", ranks=dead) if dead else None
 
 
-def _reserve_parts(own: ShmSegment, nbytes: int, size: int) -> tuple[_SegmentInfo, SharedMemoryError | None]:
-    """Make room in this rank's segment; return its place, or the reason why there is none."""
+def _publish_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: int, size: int) -> _SegmentInfo:
+    """Make room in this rank's segment and publish its place, or the reason why there is none."""
     problem: SharedMemoryError | None = None
     try:
         own.grow(nbytes, "staging and control messages", sharers=size)
@@ -354,29 +351,30 @@ def _reserve_parts(own: ShmSegment, nbytes: int, size: int) -> tuple[_SegmentInf
     info = _SegmentInfo(
         os.getpid(), own.fd, own.inode, process_namespace_id(), "" if problem is None else problem.reason
     )
-    return info, problem
+    rendezvous.put(key, msgspec.msgpack.encode(info))
+    if problem is not None:
+        raise problem
+    return info
 
 
-def _exchange(rendezvous: Rendezvous, prefix: str, rank: int, own: bytes, waiting: _WaitLimits) -> list[bytes]:
-    """Put this rank's value at ``prefix/RANK``, and get those of all, in the order of the ranks that are waited for."""
-    ranks, is_put = waiting.ranks, False
-    keys = {f"{prefix}/{peer}": peer for peer in ranks}
+def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting: _WaitLimits) -> list[bytes]:
+    """Get the values of ``prefix/RANK``, in the order of ``ranks``."""
     found: dict[int, bytes] = {}
-    loss: PeerLostError | None = None
-    while missing := [key for key, peer in keys.items() if peer not in found]:
-        seconds = max(_LOOK_SECONDS, min(_SLICE_SECONDS, waiting.until - time.monotonic()))
-        if is_put:
-            values = rendezvous.get_all(missing, seconds)
-        else:
-            values, is_put = rendezvous.put_and_get_all(f"{prefix}/{rank}", own, missing, seconds), True
-        found.update((keys[key], value) for key, value in values.items())
-        if len(values) == len(missing):
-            break
-        if loss is not None:
-            raise loss
-        loss = waiting.loss()  # all may have come before it ended: look once more
-        if loss is None and time.monotonic() >= waiting.until:
-            raise init_timeout_error([peer for peer in ranks if peer not in found], waiting.timeout_seconds)
+    for peer in ranks:
+        loss: PeerLostError | None = None
+        while peer not in found:
+            try:
+                left = waiting.until - time.monotonic()
+                found[peer] = rendezvous.get(f"{prefix}/{peer}", max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
+            except TimeoutError:
+                if loss is not None:
+                    raise loss from None
+                loss = waiting.loss()  # all may have come before it ended: look once more
+                if time.monotonic() >= waiting.until:
+                    break  # are others missing, too?
+    missing = [peer for peer in ranks if peer not in found]
+    if missing:
+        raise init_timeout_error(missing, waiting.timeout_seconds)
     return [found[peer] for peer in ranks]
 
 

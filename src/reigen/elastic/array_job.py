@@ -30,7 +30,7 @@ from reigen.api.operations import ALLREDUCE, BROADCAST, Sum
 from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.elastic.cursor import Cursor, Part
 from reigen.elastic.job import BaseJob
-from reigen.elastic.pauses import TransferPauses
+from reigen.elastic.pauses import BroadcastPauses
 from reigen.elastic.state import Departure
 from reigen.elastic.state_transfer import digest_of, read_from_source
 from reigen.elastic.training import (
@@ -89,8 +89,7 @@ class ArrayTraining(TrainingState, ABC):
         self.backend = backend
         self.update: AbstractContextManager[None] | None = None
         self._generators: dict[str, Any] = {}
-        self._readings = TransferPauses(announces_unknown=False)
-        self._broadcasts = TransferPauses(announces_unknown=True)
+        self._broadcasts = BroadcastPauses()
 
     @abstractmethod
     def read(self) -> Values:
@@ -191,16 +190,12 @@ class ArrayTraining(TrainingState, ABC):
         ]
         layout = "\n".join(f"{array.dtype.name} {array.shape}" for array in arrays)
         contents = list(map(_bytes_of, arrays))
-        num_bytes, is_source = sum(each.nbytes for each in contents), rank() == source
-        self._readings.begin(num_bytes, receivers, is_source=is_source)
-        if read_from_source(contents, layout, source, receivers):
-            self._readings.end()
-        else:
-            self._broadcasts.begin(num_bytes, receivers, is_source=is_source)
+        if not read_from_source(contents, layout, source, receivers):
             names = (f"elastic.state.{number}" for number in range(len(contents)))
-            handles = [_COLLECTIVES.start(BROADCAST, c, source, n) for c, n in zip(contents, names, strict=False)]
-            received = [handle.wait() for handle in handles]
-            self._broadcasts.end()
+            num_bytes = sum(each.nbytes for each in contents)
+            with self._broadcasts.measured(num_bytes, receivers, is_source=rank() == source):
+                handles = [_COLLECTIVES.start(BROADCAST, c, source, n) for c, n in zip(contents, names, strict=False)]
+                received = [handle.wait() for handle in handles]
             if receives:
                 arrays = [r.view(each.dtype).reshape(each.shape) for r, each in zip(received, arrays, strict=True)]
         if receives:

@@ -218,7 +218,7 @@ class BaseJob(ABC):
         num_parts: into how many parts a step is divided, whoever takes them; None: one for each rank.
         resume: a checkpoint to begin with, if it is there; where ranks have different ones, the latest.
         on_leave: called when this process leaves the job after a notice, before it ends; `state_dict` is of the last
-            step, which all members have applied.
+            step, which all members have applied. Not on a newcomer that leaves before the end of its first step.
 
     Attributes:
         data: where the next step begins.
@@ -308,7 +308,7 @@ class BaseJob(ABC):
             if error is None:
                 self._complete_arrival()
                 self._settle()
-            elif isinstance(error, JobLeft) and self._on_leave is not None:
+            elif isinstance(error, JobLeft) and self._on_leave is not None and not self._is_arriving:
                 self._step, self._is_stable = None, True  # all have stopped at one step, or this one is undone
                 self._on_leave(Departure(error.rank, error.size, error.all_leave))
         finally:
@@ -390,7 +390,7 @@ class BaseJob(ABC):
             OSError: it cannot be written.
         """
         self._settle()
-        if self._is_arriving:  # and not rank 0
+        if self._is_arriving:  # so that rank 0, which writes, is another: newcomers stand behind members
             return
         state = self.state_dict()
         if self.rank == 0:

@@ -1,13 +1,13 @@
-"""Pauses in which all members wait while newcomers get the state; long ones are announced before they begin.
+"""Pauses in which all members wait while the state is broadcast to newcomers; long ones are announced.
 
-How long one will be is what the latest transfer of that kind took here, in proportion to the bytes. The first one of a
-job is at its beginning, when all ranks get the state of rank 0.
+How long one will be is what the latest broadcast took here, in proportion to the bytes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from reigen import context
 
@@ -33,40 +33,39 @@ def announce_to_launcher(seconds: float, num_bytes: int, receivers: tuple[int, .
         elastic.announce_pause(seconds, num_bytes, receivers)
 
 
-class TransferPauses:
-    """Pauses of one kind of transfer: the source announces them.
+class BroadcastPauses:
+    """Pauses in which the state is broadcast: the source announces them.
+
+    Readings of memory are not announced: they are faster than a network, and whether a newcomer can read is found out
+    only when all wait for it.
 
     Args:
-        announces_unknown: also those of which it is not known how long they will be.
         announce: tells the user.
         clock: seconds.
     """
 
     def __init__(
-        self,
-        *,
-        announces_unknown: bool,
-        announce: Announce = announce_to_launcher,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, announce: Announce = announce_to_launcher, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._announces_unknown, self._announce, self._clock = announces_unknown, announce, clock
-        #: of the latest transfer; None: there was none
+        self._announce, self._clock = announce, clock
+        #: of the latest broadcast; None: there was none
         self._seconds_per_byte: float | None = None
-        self._num_bytes, self._begun_at = 0, 0.0
 
-    def begin(self, num_bytes: int, receivers: frozenset[int], *, is_source: bool) -> None:
-        """Take note that a transfer begins, for which all wait; the source announces it if it may take long."""
-        self._num_bytes, self._begun_at = num_bytes, self._clock()
-        if not is_source or not receivers:
-            return
-        seconds = 0.0 if self._seconds_per_byte is None else num_bytes * self._seconds_per_byte
-        is_long = seconds >= LEAST_ANNOUNCED_SECONDS and num_bytes >= LEAST_MEASURED_BYTES
+    @contextmanager
+    def measured(self, num_bytes: int, receivers: frozenset[int], *, is_source: bool) -> Iterator[None]:
+        """Measure a broadcast, for which all wait; the source announces it first if it may take long."""
+        if is_source and receivers:
+            self._announce_if_long(num_bytes, tuple(sorted(receivers)))
+        begun_at = self._clock()
+        yield
+        if num_bytes:
+            self._seconds_per_byte = (self._clock() - begun_at) / num_bytes
+
+    def _announce_if_long(self, num_bytes: int, receivers: tuple[int, ...]) -> None:
         if self._seconds_per_byte is None:
-            is_long = self._announces_unknown and num_bytes >= LEAST_ANNOUNCED_BYTES
-        if is_long:
-            self._announce(seconds, num_bytes, tuple(sorted(receivers)))
-
-    def end(self) -> None:
-        """Take note that the transfer has ended: receivers have everything."""
-        if self._num_bytes:
-            self._seconds_per_byte = (self._clock() - self._begun_at) / self._num_bytes
+            if num_bytes >= LEAST_ANNOUNCED_BYTES:
+                self._announce(0.0, num_bytes, receivers)
+            return
+        seconds = num_bytes * self._seconds_per_byte
+        if seconds >= LEAST_ANNOUNCED_SECONDS and num_bytes >= LEAST_MEASURED_BYTES:
+            self._announce(seconds, num_bytes, receivers)

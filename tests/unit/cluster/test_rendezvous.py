@@ -4,13 +4,12 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from reigen.cluster.membership.control_service import (
     MAX_KEYS,
-    MAX_STORE_BYTES,
     MAX_VALUE_BYTES,
     REQUEST_CODEC,
     ControlService,
@@ -20,12 +19,7 @@ from reigen.cluster.membership.control_service import (
     RendezvousStore,
     StoreReply,
 )
-from reigen.cluster.membership.rendezvous import (
-    MAX_WAITING_GETS,
-    LocalRendezvous,
-    PrefixRendezvous,
-    RendezvousClient,
-)
+from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import open_connection
@@ -135,102 +129,6 @@ def test_get_waits_for_put(ranks):
     ranks[0].put("later", b"yes")
     thread.join()
     assert found == [b"yes"]
-
-
-def test_get_all_waits_for_all_keys(ranks):
-    keys, found = [f"key {number}" for number in range(3 * MAX_WAITING_GETS)], []
-    ranks[0].put(keys[-1], b"early")
-    thread = threading.Thread(target=lambda: found.append(ranks[1].get_all(keys, 60.0)))
-    thread.start()
-    for key in reversed(keys[:-1]):
-        ranks[0].put(key, key.encode())
-    thread.join()
-    assert found == [{key: key.encode() for key in keys[:-1]} | {keys[-1]: b"early"}]
-    assert ranks[1].get_all([], 60.0) == {}
-
-
-def test_put_and_get_all_exchanges_values(ranks):
-    keys = [f"room/{number}" for number in range(2 * MAX_WAITING_GETS)]
-    for key in keys[1:]:
-        ranks[1].put(key, key.encode())
-    every = {key: key.encode() for key in keys}
-    assert ranks[0].put_and_get_all(keys[0], b"room/0", keys, 60.0) == every
-    room = PrefixRendezvous(ranks[1], "room")
-    assert room.put_and_get_all("0", b"room/0", ["0", "1"], 60.0) == {"0": b"room/0", "1": b"room/1"}
-    assert ranks[1].put_and_get_all("room/0", b"again", ["missing", "room/0"], 0.02) == {"room/0": b"again"}
-    assert ranks[0].put_and_get_all("more", b"", [], 60.0) == {}
-    assert ranks[1].peek("more") == b""
-    with pytest.raises(ArgumentError):
-        ranks[0].put_and_get_all("k", bytes(MAX_VALUE_BYTES + 1), keys, 60.0)
-
-
-def test_put_and_get_all_where_the_store_is_full(server):
-    server._store._num_bytes = MAX_STORE_BYTES
-    with closing(RendezvousClient(server.address, SECRET, 0, 60.0)) as client:
-        with pytest.raises(ArgumentError, match=r"'key': the rendezvous is full"):
-            client.put_and_get_all("key", b"1", ["key", "other"], 60.0)
-        assert client.peek("key") is None
-        assert server._store._waiting == {}
-
-
-def test_get_all_in_a_room(ranks):
-    room = PrefixRendezvous(ranks[0], "room")
-    ranks[1].put("room/a", b"inside")
-    ranks[1].put("a", b"outside")
-    ranks[1].put("b", b"outside")
-    assert room.get_all(["a", "b"], 0.02) == {"a": b"inside"}
-
-
-def test_get_all_without_those_that_nobody_has_put(ranks):
-    ranks[0].put("there", b"here")
-    assert ranks[1].get_all(["missing", "there", "missing, too"], 0.02) == {"there": b"here"}
-    ranks[0].put("missing", b"late")
-    assert ranks[1].get("missing", 60.0) == b"late", "answers to requests that were given up are not taken for others"
-    assert ranks[1].get_all(["there", "missing"], 60.0) == {"there": b"here", "missing": b"late"}
-    with pytest.raises(ArgumentError):
-        ranks[1].get_all(["there", "k" * 257], 1.0)
-
-
-def test_get_all_asks_before_it_waits_and_within_bounds(server):
-    """Counted at the service: all requests of a window are there though nobody has put a value."""
-    keys, waiting = [f"key {number}" for number in range(2 * MAX_WAITING_GETS)], threading.Event()
-    handle, most = server._store.handle, [0]
-
-    def count(owner, message):
-        replies = handle(owner, message)
-        most[0] = max(most[0], sum(map(len, server._store._waiting.values())))
-        if most[0] == MAX_WAITING_GETS:
-            waiting.set()
-        return replies
-
-    server._store.handle = count
-    with closing(RendezvousClient(server.address, SECRET, 0, 60.0)) as getting:
-        thread = threading.Thread(target=getting.get_all, args=(keys, 60.0))
-        thread.start()
-        assert waiting.wait(60.0)
-        with closing(RendezvousClient(server.address, SECRET, 1, 60.0)) as putting:
-            for key in keys:
-                putting.put(key, b"")
-        thread.join()
-    assert most == [MAX_WAITING_GETS]
-    assert server._store._waiting == {}
-
-
-def test_get_all_leaves_nothing_waiting_at_the_service(server):
-    with closing(RendezvousClient(server.address, SECRET, 0, 60.0)) as client:
-        assert client.get_all(["a", "b"], 0.02) == {}
-        client.put("c", b"")  # behind what was taken back
-        assert server._store._waiting == {}
-
-
-def test_get_all_learns_that_the_launcher_has_gone():
-    service = ControlService(SECRET)
-    service.start()
-    with closing(RendezvousClient(service.address, SECRET, 0, 60.0)) as client:
-        client.put("there", b"")
-        service.close()
-        with pytest.raises(PeerLostError, match="has gone"):
-            client.get_all(["there", "missing"], 60.0)
 
 
 def test_a_wait_ends_and_names_the_key(ranks):

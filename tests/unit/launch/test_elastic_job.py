@@ -915,5 +915,11 @@ def test_members_are_those_of_views_where_the_program_announces_some() -> None:
 
 def test_a_pause_is_said_when_it_is_announced() -> None:
     job = Job(options(), ("h1", 4))
+    job.handle(ViewAnnounced(2, ((0, 0), (1, 0), (2, 0), (3, 0))))
+    before = len(job.texts)
+    job.handle(PauseAnnounced(2.13, 5 << 29, (-1, 77)))
+    assert job.texts[before:] == [], "nobody waits for processes that there are not"
+    job.handle(PauseAnnounced(2.13, 5 << 29, (3, 77)))
+    assert job.texts[before:] == ["members wait about 2.1 s while slot 3 gets the state (2.5 GiB)"]
     job.handle(PauseAnnounced(2.13, 5 << 29, (3,)))
-    assert job.texts == ["members wait about 2.1 s while slot 3 gets the state (2.5 GiB)"]
+    assert len(job.texts) == before + 1, "once in a view"

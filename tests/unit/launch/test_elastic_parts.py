@@ -327,6 +327,8 @@ def test_announcements() -> None:
     assert parse_announcement(ELASTIC_PAUSE_KEY, b"2.13 2400000000 3 4") == PauseAnnounced(2.13, 2400000000, (3, 4))
     bad = [(ELASTIC_STRAGGLER_KEY, value) for value in (b"", b"2 0 150 50 3 0.25", b"2 0 150 50 3 0.25 x")]
     bad += [(ELASTIC_PAUSE_KEY, value) for value in (b"", b"1", b"x 1 1", b"1 1.5 1", b"1 1 x")]
+    bad += [(ELASTIC_PAUSE_KEY, value) for value in (b"nan 1 1", b"inf 1 1", b"-1 1 1", b"1e308 1 1", b"1 -1 1")]
+    bad.append((ELASTIC_PAUSE_KEY, b"1 1%s 1" % (b"0" * 400)))
     for key, value in (*bad, (ELASTIC_FINISHED_KEY, b"x"), (ELASTIC_VIEW_KEY, b"x"), (ELASTIC_VIEW_KEY, b"")):
         with pytest.raises((ReigenError, ValueError)):
             parse_announcement(key, value)

@@ -47,9 +47,9 @@ def test_what_a_benchmark_writes_is_what_a_picture_reads(tmp_path: Path) -> None
     assert found.versions["python"]
     (group,) = groups_of(BY_NAME["train-step"], found)
     assert {series.label: value for series, value in group.values.items()} == {
-        "one rank alone": 0.5, "Reigen, 2 ranks": 0.75, "DDP, 2 ranks": 2.0
+        "one rank alone": 0.5, "Reigen": 0.75, "DDP": 2.0
     }  # fmt: skip
-    assert "Reigen, 2 ranks: mlp: 25 M parameters 750 ms." in describe(BY_NAME["train-step"], found, [group])
+    assert "Reigen: mlp: 25 M parameters 750 ms." in describe(BY_NAME["train-step"], found, [group])
 
 
 def test_of_several_settings_of_a_peer_the_fastest_is_drawn(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_picture_is_a_part_of_its_page(tmp_path: Path) -> None:
     assert {"viewBox", "role", "class"} <= tree.attrib.keys()
     assert not {"width", "height"} & tree.attrib.keys()
     letters = "".join(each.text or "" for each in tree.iter("{http://www.w3.org/2000/svg}text"))
-    assert all(word in letters for word in ("one rank alone", "Reigen, 2 ranks", "750 ms", "2.00 s"))
+    assert all(word in letters for word in ("one rank alone", "Reigen", "750 ms", "2.00 s"))
     assert "currentColor" in text
     assert charts._INK not in text
     assert "#ffffff" not in text, "the page's ground is seen"

@@ -9,9 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,11 +32,7 @@ from reigen.net.connection import Connection, open_connection
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-#: So many keys one client waits for at a time: the service bounds what waits there, of all clients together.
-MAX_WAITING_GETS = 8
-
 __all__ = [
-    "MAX_WAITING_GETS",
     "LocalRendezvous",
     "PrefixRendezvous",
     "ReconnectingRendezvous",
@@ -70,20 +64,6 @@ class Rendezvous(ABC):
         if value is None:
             raise WireError("the rendezvous answered a Get without a value")
         return value
-
-    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
-        """Return the values of all keys, waited for; keys without a value in time are missing."""
-        found: dict[str, bytes] = {}
-        until = time.monotonic() + timeout_seconds
-        for key in keys:
-            with suppress(TimeoutError):
-                found[key] = self.get(key, max(0.0, until - time.monotonic()))
-        return found
-
-    def put_and_get_all(self, key: str, value: bytes, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
-        """Do what `put` and `get_all` do, one after the other; the value may be among those that are waited for."""
-        self.put(key, value)
-        return self.get_all(keys, timeout_seconds)
 
     def peek(self, key: str) -> bytes | None:
         """The value of ``key`` if there is one now."""
@@ -149,17 +129,6 @@ class PrefixRendezvous(Rendezvous):
         else:
             message = msgspec.structs.replace(message, key=f"{self._name}/{message.key}")
         return self._rendezvous.request(message, timeout_seconds)
-
-    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
-        """Return the values of all keys of this room; see `Rendezvous.get_all`."""
-        whole = {f"{self._name}/{key}": key for key in keys}
-        return {whole[key]: value for key, value in self._rendezvous.get_all(list(whole), timeout_seconds).items()}
-
-    def put_and_get_all(self, key: str, value: bytes, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
-        """Put a value of this room, and return the values of all keys of it; see `Rendezvous.put_and_get_all`."""
-        whole = {f"{self._name}/{each}": each for each in keys}
-        found = self._rendezvous.put_and_get_all(f"{self._name}/{key}", value, list(whole), timeout_seconds)
-        return {whole[each]: known for each, known in found.items()}
 
     def close(self) -> None:
         """Leave the whole rendezvous."""
@@ -247,55 +216,9 @@ class RendezvousClient(Rendezvous):
         with self._lock:
             self._num_requests += 1
             reply = self._call(msgspec.structs.replace(message, request=self._num_requests), seconds)
-        _check_reply(reply, _key_of(message))
+        if reply.problem:
+            raise ArgumentError(f"rendezvous key {_key_of(message)!r}: {reply.problem}")
         return reply.value
-
-    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
-        """Return the values of all keys, which are asked for together: one round trip for all, not one for each.
-
-        Raises:
-            ArgumentError: a key is too large, or the service is full.
-            PeerLostError: the launcher has gone.
-        """
-        return self._request_all([GetValue(0, key) for key in keys], timeout_seconds)
-
-    def put_and_get_all(self, key: str, value: bytes, keys: Sequence[str], timeout_seconds: float) -> dict[str, bytes]:
-        """Put a value and return the values of all keys, in one round trip; see `get_all`.
-
-        That the value has come there is known when it is among those that are returned.
-        """
-        return self._request_all([PutValue(0, key, value), *(GetValue(0, each) for each in keys)], timeout_seconds)
-
-    def _request_all(self, requests: Sequence[PutValue | GetValue], timeout_seconds: float) -> dict[str, bytes]:
-        """Have requests served in their order, each sent before those before it are answered, a few at a time."""
-        for request in requests:
-            check_entry(request)
-        deadline = time.monotonic() + timeout_seconds
-        left, found = deque(requests), dict[str, bytes]()
-        #: by their numbers: sent, and not answered yet
-        asked: dict[int, PutValue | GetValue] = {}
-        with self._lock:
-            try:
-                while left or asked:
-                    while left and len(asked) < MAX_WAITING_GETS:
-                        self._num_requests += 1
-                        asked[self._num_requests] = request = left.popleft()
-                        numbered = msgspec.structs.replace(request, request=self._num_requests)
-                        self._stream.send(REQUEST_CODEC.encode(numbered), deadline)
-                    reply = STORE_REPLY_CODEC.decode(self._stream.receive(deadline))
-                    answered = asked.pop(reply.request, None)
-                    if isinstance(answered, GetValue):
-                        found[answered.key] = _value_of(reply, answered.key)
-                    elif answered is not None:
-                        _check_reply(reply, answered.key)
-            except TimeoutError:
-                pass
-            except OSError as error:
-                raise self._lost(error) from None
-            finally:
-                for number in asked:
-                    self._give_up(number)
-        return found
 
     def close(self) -> None:
         """Leave; all values stay. May be called twice."""
@@ -353,19 +276,6 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not (port.isascii() and port.isdigit()):
         raise ConfigError(f"the rendezvous address {address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _check_reply(reply: StoreReply, key: str) -> None:
-    if reply.problem:
-        raise ArgumentError(f"rendezvous key {key!r}: {reply.problem}")
-
-
-def _value_of(reply: StoreReply, key: str) -> bytes:
-    """Return the value that answers a Get which has waited."""
-    _check_reply(reply, key)
-    if reply.value is None:
-        raise WireError("the rendezvous answered a Get without a value")
-    return reply.value
 
 
 def _key_of(message: PutValue | GetValue | ForgetKeys) -> str:

@@ -345,6 +345,8 @@ class ElasticJobState(JobState):
         #: Changes of members: deaths by the epoch in which they happened, and views.
         self._num_resets = self._num_resizes = 0
         self._counted_epoch: int | None = None
+        #: View of which a pause was announced.
+        self._paused_epoch: int | None = None
 
     # ---------------------------------------------------------------- events
 
@@ -472,7 +474,12 @@ class ElasticJobState(JobState):
         self, event: MemberLeaving | MemberStraggles | PauseAnnounced
     ) -> list[JobInstruction | ElasticInstruction]:
         if isinstance(event, PauseAnnounced):
-            return [SayToUser(describe_pause(event.seconds, event.num_bytes, event.slots))]
+            running = {slot.number for slot in self.slots if slot.state is SlotState.RUNNING}
+            slots = sorted(running.intersection(event.slots))
+            if not slots or self._paused_epoch == self.epoch:  # once in a view: a transfer that fails is made again
+                return []
+            self._paused_epoch = self.epoch
+            return [SayToUser(describe_pause(event.seconds, event.num_bytes, slots))]
         slot = self.slots[event.slot] if self.slots.has(event.slot) else None
         if slot is None or slot.state is not SlotState.RUNNING or slot.incarnation != event.incarnation:
             return []

@@ -88,6 +88,8 @@ _CALL_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
 #: Most announcements that wait to be handled.
 _MAX_ANNOUNCEMENTS = 1 << 12
+#: No pause of members is longer.
+_MAX_PAUSE_SECONDS = 1e6
 _ANNOUNCED_KEYS = {
     ELASTIC_CHANGE_KEY,
     ELASTIC_FINISHED_KEY,
@@ -703,8 +705,15 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
             slot, incarnation, step, num_steps, min_ranks, float(work_seconds), float(median_seconds)
         )
     if key == ELASTIC_PAUSE_KEY:
-        seconds, num_bytes, *slots = value.split()
-        return PauseAnnounced(float(seconds), int(num_bytes), tuple(map(int, slots)))
+        return _parse_pause(value)
     view = _VIEW_CODEC.decode(value)
     members = tuple((member.slot, member.incarnation) for member in view.members)
     return ViewAnnounced(view.epoch, members, view.base.target, view.base.completes)
+
+
+def _parse_pause(value: bytes) -> PauseAnnounced:
+    seconds, num_bytes, *slots = value.split()
+    pause = PauseAnnounced(float(seconds), int(num_bytes), tuple(sorted(set(map(int, slots)))))
+    if not (0 <= pause.seconds <= _MAX_PAUSE_SECONDS and 0 <= pause.num_bytes < 1 << 63):
+        raise ValueError(f"a pause of {pause.seconds:.3g} s")
+    return pause

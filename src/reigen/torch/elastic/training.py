@@ -17,7 +17,7 @@ from reigen.api.job import rank
 from reigen.api.objects import dumps
 from reigen.backends.shm.reduction_journal import journal_bytes
 from reigen.elastic.cursor import Part
-from reigen.elastic.pauses import TransferPauses
+from reigen.elastic.pauses import BroadcastPauses
 from reigen.elastic.state_transfer import (
     OverlappedTransfer,
     begin_overlapped_transfer,
@@ -79,8 +79,7 @@ class TorchTraining:
         self._untrained = UntrainedParameters(self._named_fixed_parameters)
         #: of what this rank has given to others, which has not changed since; empty: none
         self._sent_digest = b""
-        self._readings = TransferPauses(announces_unknown=False)
-        self._broadcasts = TransferPauses(announces_unknown=True)
+        self._broadcasts = BroadcastPauses()
 
     def _prepare_optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """Return the optimizer as this training uses it; raises ArgumentError."""
@@ -143,6 +142,7 @@ class TorchTraining:
     def begin_part(self, part: Part, step: int, size: int) -> None:
         """Implement `TrainingState.begin_part`."""
         self._factor = part.share * size
+        self._untrained.note_samples()
 
     def end_parts(self) -> None:
         """Implement `TrainingState.end_parts`."""
@@ -229,19 +229,16 @@ class TorchTraining:
         states, install = share_optimizer_state(self._optimizer, source, receives=receives)
         tensors = [*(each.detach() for each in (*self._fixed_parameters(), *self._parameters())), *states]
         where = *_memory_of(tensors), source, receivers
-        num_bytes, is_source = sum(each.numel() * each.element_size() for each in tensors), rank() == source
         overlapped = None
         if may_overlap and self._is_overlap_worth_it():
             overlapped = begin_overlapped_transfer(*where, self._contents, self._version)
             is_sent = overlapped is not None
         else:
-            self._readings.begin(num_bytes, receivers, is_source=is_source)
-            if is_sent := read_from_source(*where, self._note_digest):
-                self._readings.end()
+            is_sent = read_from_source(*where, self._note_digest)
         if not is_sent:
-            self._broadcasts.begin(num_bytes, receivers, is_source=is_source)
-            broadcast_tensors(tensors, source, "elastic.state")
-            self._broadcasts.end()
+            num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+            with self._broadcasts.measured(num_bytes, receivers, is_source=rank() == source):
+                broadcast_tensors(tensors, source, "elastic.state")
         install()
         for parameter in self._parameters():
             parameter.grad = None

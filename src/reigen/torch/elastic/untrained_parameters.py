@@ -20,8 +20,9 @@ class UntrainedParameters:
 
     Most such parameters never change (those of a frozen model), and would cost their copy in each step. So those are
     copied at the beginning of a step that have changed since the beginning of some step before. That is seen by their
-    tensors' versions and addresses. In the first step all of them are copied, if they are not too large, and compared
-    behind it, so that what is changed by ``.data`` is seen, too, and this step can be undone like others.
+    tensors' versions and addresses. In the first step in which this rank has samples all of them are copied, if they
+    are not too large, and compared behind it, so that what is changed by ``.data`` is seen, too, and this step can be
+    undone like others.
 
     Args:
         find: returns the parameters by name.
@@ -30,14 +31,17 @@ class UntrainedParameters:
     def __init__(self, find: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._find = find
         self._parameters: dict[str, torch.Tensor] = {}
-        #: at the step's beginning; empty before the first step: all are tried in it
+        #: at the step's beginning; empty before the first one
         self._stamps: dict[str, tuple[int, int]] = {}
         self._copies: dict[str, torch.Tensor] = {}
+        #: None: there was no step yet that could change any, and all are tried
         self._moving: set[str] | None = None
+        #: the model has worked on samples since the step's beginning
+        self._has_worked = False
 
     @property
     def moving(self) -> list[str] | None:
-        """Names of those that steps have changed, for `follow`; None: no step was made."""
+        """Names of those that steps have changed, for `follow`; None: no step was made with samples."""
         return None if self._moving is None else sorted(self._moving)
 
     def follow(self, moving: Iterable[str] | None) -> None:
@@ -51,10 +55,11 @@ class UntrainedParameters:
         if not self._parameters:
             self._parameters = dict(self._find())
             self._stamps = _stamps_of(self._parameters)
-        elif self._moving is None:
-            self._moving = self._changed()
-        else:
+        elif self._moving is not None:
             self._moving |= self._changed()
+        elif self._has_worked:
+            self._moving = self._changed()
+        self._has_worked = False
         self._stamps = _stamps_of(self._parameters)
         copied = self._moving
         if copied is None:
@@ -65,6 +70,10 @@ class UntrainedParameters:
             for name, each in self._parameters.items()
             if name in copied
         }
+
+    def note_samples(self) -> None:
+        """Take note that the model works on samples from here on, and may change parameters."""
+        self._has_worked = True
 
     def undo_step(self) -> None:
         """Go back to the copies."""
@@ -78,7 +87,9 @@ class UntrainedParameters:
                 "block, or give the job what holds it by name (average=...)",
                 lost[0] if len(lost) == 1 else f"{lost[0]} and {len(lost) - 1} more parameters",
             )
-        self._moving = changed | (self._moving or set())
+        if changed or self._moving is not None:
+            self._moving = changed | (self._moving or set())
+        self._has_worked = False
         self._stamps = _stamps_of(self._parameters)
 
     def keep_state(self) -> None:
