@@ -74,7 +74,7 @@ def test_ranks_and_hosts_die_and_the_others_go_on(make_hosts: MakeHosts, tmp_pat
     enough.touch()
     assert job.wait(60) == 0, job.output()
     assert max(after_a_death, after_rank_0) < 5
-    assert after_a_crash < PEER_TIMEOUT_SECONDS + 5
+    assert after_a_crash < PEER_TIMEOUT_SECONDS + 2  # the specification's second, and one for a busy machine
     print(f"death {after_a_death:.2f} s, rank 0 {after_rank_0:.2f} s, host {after_a_crash:.2f} s")
     numbers = {int(each[0]) for size in (2, 4, 5, 6) for each in batches(size)}
     assert numbers == set(range(1, max(numbers) + 1))

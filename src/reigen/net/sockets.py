@@ -154,11 +154,20 @@ def wait_until_delivered(connection: socket.socket, seconds: float) -> None:
     until = time.monotonic() + seconds
     pause = 0.0005
     while connection.fileno() >= 0 and time.monotonic() < until:
-        (num_left,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-        if not num_left or _tcp_info(connection, _STATE)[0] not in _OPEN:
+        if not num_undelivered_bytes(connection) or _tcp_info(connection, _STATE)[0] not in _OPEN:
             return
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
+
+
+def num_undelivered_bytes(connection: socket.socket) -> int:
+    """Return how much of what was sent the peer's kernel has not acknowledged.
+
+    Raises:
+        OSError: the connection is closed.
+    """
+    (num_left,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    return int(num_left)
 
 
 class AckMonitor:

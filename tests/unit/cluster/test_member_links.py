@@ -22,6 +22,7 @@ from reigen.cluster.membership.views.messages import BehindView, ViewGo
 from reigen.cluster.membership.views.record import MemberId, StepBase, View, ViewHost, ViewMember
 from reigen.net.event_loop import EventLoop
 from reigen.net.tls import TlsContext
+from tests.silence import fall_silent
 
 SECRET = b"l" * 32
 
@@ -191,6 +192,38 @@ def test_a_silent_host_is_lost_with_all_of_its_processes(
         lost = {one.id, two.id, three.id} if silent_seconds > 2 else {one.id}
         assert {each.member for each in zero.owner.evidence} == lost
         assert {each.verdict for each in zero.owner.evidence} == {Verdict.UNREACHABLE}
+
+
+def test_what_is_sent_to_a_silent_process_gives_it_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's time, 60 seconds, begins anew with what is sent."""
+    with linked(2, peer_timeout_seconds=60.0) as job:
+        for each in job.ends:  # of other hosts, as far as pidfds are concerned
+            each.node.namespace = f"of {each.id}"
+        job.meet()
+        zero, one = job.ends
+        peer = zero.links._peers[one.id]
+        monkeypatch.setattr(links_module, "_ANSWER_SECONDS", 0.05)
+
+        def send(heard_before_seconds: float) -> None:
+            monkeypatch.setattr(links_module, "silent_seconds", lambda _: heard_before_seconds)
+            if peer.silence_timer is not None:  # of what was sent before
+                peer.silence_timer.cancel()
+                peer.silence_timer = None
+            zero.links.send(one.id, FinishNoted())
+
+        send(61.0)
+        job.until(lambda: one.owner.frames and peer.silence_timer is None)
+        assert zero.owner.evidence == [], "it has answered"
+        for link in one.links._peers[zero.id].links:
+            fall_silent(link.socket)
+        send(59.95)
+        timer = peer.silence_timer
+        job.until(lambda: peer.silence_timer is not timer)
+        assert zero.owner.evidence == [], "it may still answer"
+        send(61.0)
+        job.until(lambda: zero.owner.evidence)
+        detail = "nothing was heard of its host for 60 s"
+        assert zero.owner.evidence == [Evidence(one.id, Verdict.UNREACHABLE, detail)]
 
 
 def test_garbage_ends_one_link() -> None:

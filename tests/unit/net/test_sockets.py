@@ -1,6 +1,5 @@
 """Peers that fall silent: their packets are dropped by a filter on their socket, so nobody needs to be root."""
 
-import ctypes
 import fcntl
 import socket
 import struct
@@ -20,8 +19,9 @@ from reigen.net.sockets import (
     translate_connection_losses,
     wait_until_delivered,
 )
+from tests.silence import fall_silent
 
-SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+SO_DETACH_FILTER = 27
 TCP_THIN_LINEAR_TIMEOUTS, TCP_RTO_MAX_MS = 16, 44  # linux/tcp.h
 SIOCOUTQNSD = 0x894B  # linux/sockios.h
 
@@ -33,13 +33,6 @@ def ends():
         other = listener.accept()[0]
     with one, other:
         yield one, other
-
-
-def fall_silent(connection):
-    """From now on nothing that is sent to this end reaches its kernel's TCP: no acknowledgement, no answer."""
-    reject = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # classic BPF: return 0 bytes
-    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(reject))
-    connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 def fill(connection):

@@ -6,7 +6,8 @@ a. Every process listens. A member has a link to each other member of a small jo
 b. The end of a local process is seen by its pidfd. What it has said before is read first.
 c. Where a link ends, this end connects again. That is refused: the process is dead, for it listens until its end. It is
    accepted: nothing has happened. Nobody answers: the host cannot be reached, until the kernel says otherwise.
-d. A link whose other end is silent for too long is ended by the kernel (keepalive), which is no proof of a death.
+d. A link whose other end is silent for too long is ended by the kernel (keepalive), which is no proof of a death; or
+   here, if something was sent meanwhile: with that the kernel's time begins anew.
 
 Everything is bounded: what waits to be sent to one end, and how many links processes may have that are in no view.
 """
@@ -37,7 +38,7 @@ from reigen.net.connection import Connection
 from reigen.net.event_loop import EventLoop, Timer, wait_ready
 from reigen.net.fork_safety import close_in_children
 from reigen.net.listener import MAX_UNREAD_BYTES, SILENCE_ERRNOS, Listener, join_address
-from reigen.net.sockets import silent_seconds
+from reigen.net.sockets import num_undelivered_bytes, silent_seconds
 from reigen.resources.limits import explain_limit
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ _MAX_WAITING = 64
 _FIRST_TURN_SECONDS = 0.2
 #: Between tries to connect to a process that ends connections, and to one that cannot be reached.
 _AGAIN_SECONDS, _SILENT_SECONDS = 0.02, 1.0
+#: An answer to what was sent to a silent process is waited for at least so long: three transmissions.
+_ANSWER_SECONDS = 0.5
 #: How long the end of a local process may take behind that of its links.
 _EXIT_SECONDS = 0.1
 #: Connections in a row that came to nothing: then a process cannot be reached.
@@ -88,6 +91,7 @@ class _Peer:
         is_member: it is in the present view, or was in the one before.
         num_failures: connections in a row that came to nothing.
         timer: of the next try.
+        silence_timer: of the next look whether it has answered.
     """
 
     id: MemberId
@@ -101,6 +105,7 @@ class _Peer:
     is_member: bool = False
     num_failures: int = 0
     timer: Timer | None = None
+    silence_timer: Timer | None = None
 
 
 class MemberLinks:
@@ -330,6 +335,7 @@ class MemberLinks:
         if connection.num_unsent_bytes <= MAX_UNREAD_BYTES:  # beyond, it does not read: nothing is added
             connection.post(data)
         self._serve(peer, connection, self._flush)
+        self._await_answer(peer)
 
     def _serve(self, peer: _Peer, connection: Connection, step: Callable[[_Peer, Connection], None]) -> None:
         if connection not in peer.links:
@@ -401,6 +407,28 @@ class MemberLinks:
             peer.num_failures += 1
             self._later(peer, _EXIT_SECONDS if peer.pidfd >= 0 else _AGAIN_SECONDS * (peer.num_failures - 1))
 
+    def _await_answer(self, peer: _Peer) -> None:
+        """Have a look when the time is over in which a process that was sent something must be heard.
+
+        It is counted from what was heard of it last, and that is why the kernel's time is not enough: where a host is
+        cut off, one member notices first and tells the others, which ask all; and so they send to the silent processes
+        just before they would have noticed, too. The kernel waits for an answer to that as long as from the beginning.
+        """
+        if peer.silence_timer is None and peer.links:
+            seconds = max(self._node.peer_timeout_seconds - _silent_seconds(peer), _ANSWER_SECONDS)
+            peer.silence_timer = self._loop.call_at(time.monotonic() + seconds, partial(self._look_for_answer, peer))
+
+    def _look_for_answer(self, peer: _Peer) -> None:
+        peer.silence_timer = None
+        if not any(num_undelivered_bytes(link.socket) for link in peer.links):
+            return
+        if _silent_seconds(peer) < self._node.peer_timeout_seconds:
+            self._await_answer(peer)
+            return
+        for link in list(peer.links):
+            self._close(peer, link)
+        self._on_link_lost(peer, TimeoutError(errno.ETIMEDOUT, "nothing was heard of it"))
+
     def _end_silent_links(self, host: str, detail: str) -> None:
         """Give up the other links to a host that is silent, if nothing comes by them either.
 
@@ -411,7 +439,7 @@ class MemberLinks:
         for peer in list(self._peers.values()):
             if peer.address is None or peer.address[0] != host or peer.pidfd >= 0 or not peer.links:
                 continue
-            if all(silent_seconds(link.socket) >= enough for link in peer.links):
+            if _silent_seconds(peer) >= enough:
                 for link in list(peer.links):
                     self._close(peer, link)
                 self._tell(peer, Verdict.UNREACHABLE, detail)
@@ -428,6 +456,8 @@ class MemberLinks:
     def _forget(self, peer: _Peer) -> None:
         """End everything that concerns a process."""
         self._end_attempt(peer)
+        if peer.silence_timer is not None:
+            peer.silence_timer.cancel()
         for link in list(peer.links):
             self._close(peer, link)
         if peer.pidfd >= 0:
@@ -436,6 +466,11 @@ class MemberLinks:
             os.close(pidfd)
         if self._peers.get(peer.id) is peer:
             del self._peers[peer.id]
+
+
+def _silent_seconds(peer: _Peer) -> float:
+    """Return for how long nothing has come from a process's kernel by any link to it, of which there is one."""
+    return min(silent_seconds(link.socket) for link in peer.links)
 
 
 def first_reachable(members: Iterable[MemberId], linked: Iterable[MemberId]) -> list[MemberId]:
