@@ -42,6 +42,7 @@ class Vgg11(nn.Module):
 
 
 def main() -> int:
+    jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
     rj.init()
     options = parse(make_parser(__doc__, ["dist_sync", "ring", "local"]), rj.size())
     images, labels, test_images, test_labels = load(options)

@@ -51,6 +51,7 @@ def loss_of(params: Any, images: Any, labels: Any) -> jax.Array:
 
 
 def main() -> int:
+    jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
     argparse.ArgumentParser(description=__doc__).parse_args()
     rj.init()  # (*)
     images, labels, test_images, test_labels = load()

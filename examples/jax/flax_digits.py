@@ -47,6 +47,7 @@ def train_step(state: TrainState, images: Any, labels: Any) -> tuple[TrainState,
 
 
 def main() -> int:
+    jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
     argparse.ArgumentParser(description=__doc__).parse_args()
     rj.init()  # (*)
     digits = load_digits()

@@ -88,6 +88,7 @@ def load(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> int:
     options = parse()
+    jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
     rj.init()
     if options.batch % rj.size():
         sys.exit(f"--batch {options.batch} is no multiple of the {rj.size()} ranks")

@@ -26,9 +26,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of products (default: %(default)s)")
     add("--batch", type=int, default=32, help="images of a step, of all ranks together (default: %(default)s)")
     add("--micro-batch", type=int, default=8, help="images of a forward pass (default: %(default)s)")
-    add("--epochs", type=int, default=4, help="90 for ImageNet (default: %(default)s)")
+    add("--epochs", type=int, default=6, help="90 for ImageNet (default: %(default)s)")
     add("--lr", type=float, default=0.1, help="for each 256 images of a step (default: %(default)s)")
-    add("--drop-epochs", type=int, nargs="*", default=[3], help="the rate falls to a tenth: 30 60 80 for ImageNet")
+    add("--drop-epochs", type=int, nargs="*", default=[4], help="the rate falls to a tenth (default: %(default)s)")
     add("--warmup-epochs", type=float, default=1.0, help="5 for ImageNet (default: %(default)s)")
     add("--label-smoothing", type=float, default=0.1, help="default: %(default)s")
     add("--checkpoint", type=Path, help="written after each epoch; training goes on from it where it is there")
@@ -65,8 +65,11 @@ class Images:
             return
         if options.data is None and not (directory / "train").exists():
             generated_data.write_imagenet(directory, options.num_images, options.num_images // 4, options.image_size)
-        classes = sorted(each for each in ((options.data or directory) / part).iterdir() if each.is_dir())
+        directory = options.data or directory
+        classes = sorted(each for each in (directory / part).glob("*") if each.is_dir())
         found = [(str(file), label) for label, each in enumerate(classes) for file in sorted(each.iterdir())]
+        if not found:
+            raise SystemExit(f"{directory}: no train/CLASS/ and val/CLASS/ there")
         self._files, self._labels = [file for file, _ in found], np.array([label for _, label in found])
 
     def __len__(self) -> int:

@@ -114,9 +114,10 @@ def train(options: argparse.Namespace, directory: Path) -> tuple[float, float]:
 
 
 def main() -> int:
+    jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, choices=BLOCKS, default=50, help="default: %(default)s")
-    jax.config.update("jax_platforms", "cpu")
+    parser.set_defaults(epochs=4, drop_epochs=[3])  # enough here, where running averages are of a whole epoch
     tf.config.set_visible_devices([], "GPU")
     rj.init()
     options = parse(parser, rj.size())

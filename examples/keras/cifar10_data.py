@@ -33,6 +33,8 @@ def parse(parser: argparse.ArgumentParser, size: int) -> argparse.Namespace:
     options = parser.parse_args()
     if options.batch % size:
         parser.error(f"--batch must be a multiple of the {size} ranks")
+    if options.kvstore == "local" and size > 1:
+        parser.error(f"--kvstore local is for one process: the {size} ranks would train a model each")
     if options.goal is None:
         options.goal = 0.0 if options.data else 0.8
     return options

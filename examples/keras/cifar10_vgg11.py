@@ -17,6 +17,7 @@ import cifar10_data
 import generated_data
 import keras
 import numpy as np
+from common import Show, choose_device
 from progress import Progress
 
 import reigen.keras as hvd
@@ -74,19 +75,9 @@ def make_model(factor: float) -> keras.Model:
     return keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(generated_data.CLASSES)])
 
 
-class Show(keras.callbacks.Callback):
-    """Samples per second, the loss and the time that is left, on one rank."""
-
-    def __init__(self, progress: Progress, batch: int) -> None:
-        super().__init__()
-        self._progress, self._batch = progress, batch
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._progress.add(self._batch, (logs or {}).get("loss", 0.0))
-
-
 def main() -> int:
     hvd.init()
+    choose_device(hvd.local_rank())
     options = cifar10_data.parse(cifar10_data.make_parser(__doc__, ["ring", "dist_sync"]), hvd.size())
     keras.utils.set_random_seed(0)
     model = make_model(options.width)

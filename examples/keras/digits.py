@@ -13,6 +13,7 @@ import time
 
 import keras
 import numpy as np
+from common import choose_device
 from sklearn.datasets import load_digits
 
 import reigen.keras as hvd  # (*)
@@ -59,6 +60,7 @@ def fingerprint(model: keras.Model) -> str:
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     hvd.init()  # (*)
+    choose_device(hvd.local_rank())  # (*)
     images, labels, test_images, test_labels = load()
     keras.utils.set_random_seed(hvd.rank())  # dropout differs between the ranks ...
     model = make_model()

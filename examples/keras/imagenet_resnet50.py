@@ -18,27 +18,16 @@ import functools
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from common import Show, choose_device
 from imagenet_data import Images, make_parser, parse
 from progress import Progress
 from resnet import BLOCKS, make_resnet
 
 import reigen.keras as hvd
-
-
-class Show(keras.callbacks.Callback):
-    """Samples per second, the loss and the time that is left, on one rank."""
-
-    def __init__(self, progress: Progress, batch: int) -> None:
-        super().__init__()
-        self._progress, self._batch = progress, batch
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._progress.add(self._batch, (logs or {}).get("loss", 0.0))
 
 
 def factor(options: argparse.Namespace, steps: int, epoch: float) -> float:
@@ -112,16 +101,10 @@ def train(options: argparse.Namespace, directory: Path) -> tuple[float, float]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, choices=BLOCKS, default=50, help="default: %(default)s")
-    parser.set_defaults(epochs=6, drop_epochs=[4])
     hvd.init()
-    if keras.backend.backend() == "jax":
-        import jax  # which the other backends do not need
-
-        jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
+    choose_device(hvd.local_rank())
     if keras.backend.backend() != "tensorflow":
         tf.config.set_visible_devices([], "GPU")  # it only reads images
-    elif gpus := tf.config.list_physical_devices("GPU"):
-        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
     options = parse(parser, hvd.size())
     with tempfile.TemporaryDirectory() as made:
         accuracy, loss = train(options, Path(made))

@@ -42,8 +42,8 @@ def parse() -> argparse.Namespace:
     add("--batch-size", type=int, default=16, help="images per step and rank, 256 on a GPU (default: %(default)s)")
     add("--num-epochs", type=int, default=2, help="90 for ImageNet (default: %(default)s)")
     add("--lr", type=float, default=0.1, help="for each 256 images of a step (default: %(default)s)")
-    add("--momentum", type=float, default=0.9)
-    add("--wd", type=float, default=1e-4)
+    add("--momentum", type=float, default=0.9, help="default: %(default)s")
+    add("--wd", type=float, default=1e-4, help="decay of the weights (default: %(default)s)")
     add("--warmup-epochs", type=float, default=0.5, help="5 for ImageNet (default: %(default)s)")
     add("--label-smoothing", type=float, default=0.1, help="how much goes to the other classes (default: %(default)s)")
     add("--log-interval", type=int, default=5, help="steps between two lines (default: %(default)s)")
@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
 
 
 def device() -> mx.Context:
-    return mx.gpu(hvd.local_rank()) if mx.context.num_gpus() else mx.cpu()
+    return mx.gpu(hvd.local_rank() % mx.context.num_gpus()) if mx.context.num_gpus() else mx.cpu()
 
 
 def make_net(options: argparse.Namespace) -> gluon.HybridBlock:

@@ -26,13 +26,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, help="where train-images-idx3-ubyte and the others are")
     parser.add_argument("--images", type=int, default=4000, help="how many digits to draw (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step and rank (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.01, help="of one rank; it is multiplied by their number")
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--lr", type=float, default=0.01, help="of one rank; times their number (default: %(default)s)")
+    parser.add_argument("--momentum", type=float, default=0.9, help="default: %(default)s")
     parser.add_argument("--log-interval", type=int, default=10, help="steps between two lines (default: %(default)s)")
     parser.add_argument("--no-cuda", action="store_true", help="train on the processor although there are GPUs")
-    parser.add_argument("--goal", type=float, default=0.9, help="exit with 1 below this accuracy")
+    parser.add_argument("--goal", type=float, default=0.9, help="exit with 1 below it (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -89,7 +89,8 @@ def evaluate(net: gluon.Block, data: mx.io.DataIter, context: mx.Context) -> flo
 def main() -> int:
     options = parse()
     hvd.init()  # (*)
-    context = mx.cpu() if options.no_cuda or not mx.context.num_gpus() else mx.gpu(hvd.local_rank())  # (*)
+    gpus = 0 if options.no_cuda else mx.context.num_gpus()
+    context = mx.gpu(hvd.local_rank() % gpus) if gpus else mx.cpu()  # (*)
     with tempfile.TemporaryDirectory() as made:
         if options.data_dir is None:
             datasets.write_mnist(Path(made), options.images, options.images // 5)

@@ -62,6 +62,8 @@ def fingerprint(model: tf.keras.Model) -> str:
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     hvd.init()  # (*)
+    if gpus := tf.config.list_physical_devices("GPU"):
+        tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")  # (*)
     images, labels, test_images, test_labels = load()
     tf.keras.utils.set_random_seed(hvd.rank())  # dropout differs between the ranks ...
     model = make_model()

@@ -104,10 +104,9 @@ def train(options: argparse.Namespace, directory: Path) -> tuple[float, float]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, choices=BLOCKS, default=50, help="default: %(default)s")
-    parser.set_defaults(epochs=6, drop_epochs=[4])
     hvd.init()
     if gpus := tf.config.list_physical_devices("GPU"):
-        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+        tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
     options = parse(parser, hvd.size())
     with tempfile.TemporaryDirectory() as made:
         accuracy, loss = train(options, Path(made))

@@ -22,6 +22,7 @@ from progress import Progress
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import reigen.torch as hvd
 from reigen import kv
 from reigen.torch import Trainer
 
@@ -101,13 +102,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def main() -> int:
     options = parse()
+    store = kv.create(options.kvstore)  # in a server that `reigen launch` has started, this is all
+    hvd.init()
+    if options.kvstore == "local" and hvd.size() > 1:
+        raise SystemExit(f"--kvstore local is for one process: the {hvd.size()} workers would train a model each")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.manual_seed(0)
     model = make_model(options.width).to(DEVICE)
     images, labels, test_images, test_labels = load(options)
     steps = len(labels) // options.batch
     adam = {"learning_rate": options.lr, "wd": 1e-4}  # SGD takes VGG-11 some epochs to begin
     # Here the servers update the weights, there the workers do: what follows is the same.
-    with kv.create(options.kvstore) as store:
+    with store:
         rank, num_workers = store.rank, store.num_workers
         trainer = Trainer(model.named_parameters(), "adam", adam, kvstore=store)
         progress = Progress(options.epochs * steps * options.batch, is_shown=rank == 0)

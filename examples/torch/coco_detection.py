@@ -135,6 +135,8 @@ def train(options: argparse.Namespace, directory: Path) -> float:
 def main() -> int:
     options = parse()
     hvd.init()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as made:
         if options.data is None:
             generated_data.write_coco(Path(made) / "coco", options.num_images, options.num_images // 4, options.size)

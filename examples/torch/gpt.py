@@ -114,6 +114,8 @@ def continue_text(model: nn.Module, text: str, count: int, context: int) -> str:
 def main() -> int:
     options = parse()
     hvd.init()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.manual_seed(0)
     text, test_text = load(options)
     model = GPT(options).to(DEVICE)
@@ -121,8 +123,7 @@ def main() -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / options.warmup, 0.55 + 0.45 * math.cos(math.pi * step / options.steps)),
+        optimizer, lambda step: min((step + 1) / options.warmup, 0.55 + 0.45 * math.cos(math.pi * step / options.steps))
     )
     generator = torch.Generator().manual_seed(1)  # the same on all ranks: each takes its part of the same batches
     progress = Progress(options.steps * options.batch, is_shown=hvd.rank() == 0)

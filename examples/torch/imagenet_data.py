@@ -44,10 +44,12 @@ def load(options: argparse.Namespace, directory: Path) -> tuple[Dataset[Sample],
         return Synthetic(options), Synthetic(options)
     if options.data is None:
         generated_data.write_imagenet(directory, options.num_images, options.num_images // 4, options.image_size)
+    directory = options.data or directory
+    if not all(any((directory / part).glob("*/*")) for part in ("train", "val")):
+        raise SystemExit(f"{directory}: no train/CLASS/ and val/CLASS/ there")
     size, convert = options.image_size, [transforms.ToTensor(), NORMALIZE]
     change = transforms.Compose([transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), *convert])
     look = transforms.Compose([transforms.Resize(size * 8 // 7), transforms.CenterCrop(size), *convert])
-    directory = options.data or directory
     return datasets.ImageFolder(directory / "train", change), datasets.ImageFolder(directory / "val", look)
 
 

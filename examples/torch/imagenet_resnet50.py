@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     add("--micro-batch", type=int, default=8, help="images of a forward pass (default: %(default)s)")
     add("--epochs", type=int, default=4, help="90 for ImageNet (default: %(default)s)")
     add("--lr", type=float, default=0.1, help="for each 256 images of a step (default: %(default)s)")
-    add("--drop-epochs", type=int, nargs="*", default=[3], help="the rate falls to a tenth: 30 60 80 for ImageNet")
+    add("--drop-epochs", type=int, nargs="*", default=[3], help="the rate falls to a tenth (default: %(default)s)")
     add("--warmup-epochs", type=float, default=1.0, help="5 for ImageNet (default: %(default)s)")
     add("--label-smoothing", type=float, default=0.1, help="default: %(default)s")
     add("--workers", type=int, default=0, help="processes of a rank that load images (default: %(default)s)")
@@ -91,7 +91,8 @@ def train(options: argparse.Namespace, data: Dataset[Sample], test: Dataset[Samp
     first, accuracy, mean = 0, 0.0, float("nan")
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if options.checkpoint and hvd.broadcast_object(options.checkpoint.exists()):
-        state = hvd.broadcast_object(torch.load(options.checkpoint, weights_only=True) if hvd.rank() == 0 else None)
+        saved = hvd.rank() == 0 and torch.load(options.checkpoint, map_location="cpu", weights_only=True)
+        state = hvd.broadcast_object(saved)
         for name, part in parts.items():
             part.load_state_dict(state[name])
         first = state["epoch"]
@@ -129,6 +130,8 @@ def train(options: argparse.Namespace, data: Dataset[Sample], test: Dataset[Samp
 def main() -> int:
     options = parse()
     hvd.init()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as made:
         accuracy, loss = train(options, *load(options, Path(made)))
     if hvd.rank() == 0:

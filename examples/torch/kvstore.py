@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import reigen.torch as hvd
 from reigen import kv
 from reigen.data import ShuffleSplitSampler
 from reigen.torch import Trainer
@@ -40,9 +41,10 @@ def load() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kvstore", default="dist_sync", help="dist_sync, dist_async, dist_ssp, ring, local")
+    stores = ["dist_sync", "dist_async", "dist_ssp", "ring", "local"]
+    parser.add_argument("--kvstore", choices=stores, default="dist_sync", help="default: %(default)s")
     parser.add_argument("--staleness", type=int, default=2, help="dist_ssp: how many steps a worker may be ahead")
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.1, help="falls to a tenth after 10 epochs (default: %(default)s)")
     parser.add_argument("--compression", choices=COMPRESSION, help="of the gradients")
     options = parser.parse_args()
 
@@ -52,6 +54,9 @@ def main() -> int:
     sgd = {"learning_rate": options.lr, "momentum": 0.9}
     staleness = {"staleness": options.staleness} if options.kvstore == "dist_ssp" else {}
     with kv.create(options.kvstore, **staleness) as store:
+        hvd.init()  # behind the store: in servers that `reigen launch` has started, it is all
+        if options.kvstore == "local" and hvd.size() > 1:
+            parser.error(f"--kvstore local is for one process: the {hvd.size()} workers would train a model each")
         compression = COMPRESSION.get(options.compression)
         trainer = Trainer(model.named_parameters(), "sgd", sgd, kvstore=store, compression_params=compression)
         rank, num_workers = store.rank, store.num_workers

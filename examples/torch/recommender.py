@@ -28,7 +28,7 @@ from reigen.torch import Trainer
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--kvstore", default="dist_sync", help="dist_sync, dist_async, dist_ssp (default: %(default)s)")
+    add("--kvstore", choices=["dist_sync", "dist_async"], default="dist_sync", help="default: %(default)s")
     add("--data", type=Path, help="the directory of ratings.csv")
     add("--num-ratings", type=int, default=20_000, help="how many ratings to draw (default: %(default)s)")
     add("--factors", type=int, default=8, help="numbers of a user's or film's row (default: %(default)s)")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import itertools
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 #: PyTorch's scripts find torchvision's operators there, where those of its library cannot be loaded.
 OPERATORS = ROOT / "tests" / "torchvision_operators"
 DEADLINE_SECONDS = 580
+#: That no environment has all of.
+LIBRARIES = ("torch", "torchvision", "PIL", "sklearn", "tensorflow", "keras", "jax", "flax", "optax", "mxnet")
 VARIABLES = {
     "PYTHONPATH": f"{ROOT / 'src'}:{OPERATORS}",
     "OMP_NUM_THREADS": "1",
@@ -27,11 +33,17 @@ VARIABLES = {
 
 
 def run(
-    script: str, *options: object, np: int = 1, servers: int = 0, framework: str = "torch", backend: str = ""
+    script: str,
+    *options: object,
+    np: int = 1,
+    servers: int = 0,
+    framework: str = "torch",
+    backend: str = "",
+    code: int = 0,
 ) -> str:
     """Return the output of an example of a framework on ``np`` ranks; without servers, one rank has no launcher.
 
-    ``backend`` is Keras's.
+    ``backend`` is Keras's; with another exit code than 0 it is what the example complained about.
     """
     launcher = [sys.executable, "-m", "reigen", "run", "--no-prefix", "-np", str(np)]
     launcher += ["-s", str(servers)] if servers else []
@@ -45,8 +57,42 @@ def run(
         timeout=DEADLINE_SECONDS,
         check=False,
     )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
+def printed_help(scripts: list[Path]) -> dict[str, str]:
+    """Return what scripts print with --help: those whose libraries are installed here."""
+    command = [sys.executable, "-m", "tests.examples.helping", *map(str, scripts)]
+    environ = clean_environment() | VARIABLES | {"COLUMNS": "200", "KERAS_BACKEND": "tensorflow"}
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    missing = {f"needs {name}" for name in LIBRARIES if importlib.util.find_spec(name) is None}
+    return {script: text for script, text in found.items() if text not in missing}
+
+
+def options_without_help(printed: str) -> list[str]:
+    """Return those options that --help only names."""
+    lines = printed.partition("\noptions:\n")[2].splitlines()
+    assert lines, printed
+    return [
+        line
+        for line, after in itertools.pairwise([*lines, ""])
+        if line.startswith("  -") and "  " not in line.strip() and not after.startswith(" " * 10)
+    ]
+
+
+def assert_help(scripts: list[Path]) -> None:
+    """--help works, says what a script is, and something about each option."""
+    printed = printed_help(scripts)
+    assert printed
+    for script, text in printed.items():
+        assert text.startswith(f"usage: {Path(script).name}"), f"{script}: {text}"
+        assert (ast.get_docstring(ast.parse(Path(script).read_text())) or "no text").splitlines()[0] in text
+        assert options_without_help(text) == [], script
 
 
 def figure(printed: str, name: str) -> float:

@@ -57,6 +57,20 @@ def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
     )
 
 
+def test_vgg11_reaches_its_goal() -> None:
+    assert "ring, 2 worker(s)" in run("cifar10_vgg11.py", "--num-images", 320, framework="jax", np=2)
+
+
+def test_a_store_within_a_process_is_refused_where_there_are_several() -> None:
+    printed = run("cifar10_vgg11.py", "--kvstore", "local", framework="jax", np=2, code=2)
+    assert "error: --kvstore local is for one process: the 2 ranks would train a model each" in printed
+
+
+def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
+    printed = run("imagenet_resnet50.py", "--data", tmp_path, "--layers", 10, framework="jax", code=1)
+    assert printed.splitlines()[-1] == f"{tmp_path}: no train/CLASS/ and val/CLASS/ there"
+
+
 def test_sync_batch_norm() -> None:
     options = ["--epochs", 2, "--goal", 0.9]
     assert_same(

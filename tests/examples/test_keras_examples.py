@@ -60,3 +60,10 @@ def test_resnet_on_other_backends_in_mixed_precision_with_synthetic_images(backe
     options = ["--layers", 10, "--synthetic", "--num-images", 16, "--batch", 16, "--micro-batch", 4, "--epochs", 1]
     printed = run("imagenet_resnet50.py", *options, framework="keras", backend=backend, np=2)
     assert f"{backend}, 2 rank(s), ResNet-10, bfloat16" in printed
+
+
+def test_resnet_reaches_a_goal_in_mixed_precision() -> None:
+    """A tenth of the images are of each class."""
+    options = ["--layers", 10, "--epochs", 3, "--drop-epochs", 2, "--micro-batch", 16, "--goal", 0.7]
+    printed = run("imagenet_resnet50.py", *options, framework="keras", backend="torch", np=2)
+    assert "torch, 2 rank(s), ResNet-10, bfloat16" in printed

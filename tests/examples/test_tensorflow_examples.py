@@ -28,3 +28,9 @@ def test_resnet_in_mixed_precision_with_synthetic_images() -> None:
     options = ["--layers", 10, "--synthetic", "--num-images", 16, "--batch", 16, "--micro-batch", 4, "--epochs", 1]
     printed = run("imagenet_resnet50.py", *options, framework="tensorflow", np=2)
     assert "2 rank(s), ResNet-10, bfloat16" in printed
+
+
+def test_resnet_reaches_a_goal_in_mixed_precision() -> None:
+    """A tenth of the images are of each class."""
+    options = ["--layers", 10, "--epochs", 3, "--drop-epochs", 2, "--micro-batch", 16, "--goal", 0.7]
+    assert "2 rank(s), ResNet-10, bfloat16" in run("imagenet_resnet50.py", *options, framework="tensorflow", np=2)

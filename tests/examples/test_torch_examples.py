@@ -24,6 +24,12 @@ def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
     )
 
 
+@pytest.mark.parametrize(("script", "code"), [("cifar10_vgg11.py", 1), ("kvstore.py", 2)])
+def test_a_store_within_a_process_is_refused_where_there_are_several(script: str, code: int) -> None:
+    printed = run(script, "--kvstore", "local", np=2, code=code)
+    assert "--kvstore local is for one process: the 2 workers would train a model each" in printed
+
+
 def test_gpt() -> None:
     options = ["--steps", 40, "--goal", 2.9]  # log 256 = 5.5 before
     assert_same(
@@ -75,6 +81,12 @@ def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been
         lambda: run("imagenet_resnet50.py", *options, "--epochs", 2),
         lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=4),
     )
+
+
+def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train" / "n00000000").mkdir(parents=True)
+    printed = run("imagenet_resnet50.py", "--data", tmp_path, code=1)
+    assert printed.splitlines()[-1] == f"{tmp_path}: no train/CLASS/ and val/CLASS/ there"
 
 
 def test_resnet50_in_mixed_precision_with_synthetic_images() -> None:

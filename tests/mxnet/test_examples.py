@@ -14,6 +14,7 @@ import pytest
 
 import reigen
 from reigen.testing.environment import clean_environment
+from tests.examples.running import assert_help
 from tests.mpirun import launcher_alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "mxnet"
@@ -100,6 +101,10 @@ def test_parts_of_a_record_file_are_all_its_images_once(datasets, tmp_path) -> N
         )
         seen += [image for batch in iterator for image in batch.data[0].asnumpy()]
     np.testing.assert_array_equal(np.stack(seen), expected)
+
+
+def test_help_says_what_each_option_is() -> None:
+    assert_help([path for path in sorted(EXAMPLES.glob("*.py")) if "__main__" in path.read_text()])
 
 
 @pytest.mark.slow
