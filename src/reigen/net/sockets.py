@@ -161,7 +161,7 @@ def wait_until_delivered(connection: socket.socket, seconds: float) -> None:
 
 
 def num_undelivered_bytes(connection: socket.socket) -> int:
-    """Return how much of what was sent the peer's kernel has not acknowledged.
+    """Return the number of bytes that were sent and that the peer's kernel has not acknowledged.
 
     Raises:
         OSError: the connection is closed.
