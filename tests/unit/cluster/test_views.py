@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
 import msgspec
 import pytest
 
-from reigen.cluster.membership.views.candidate import CandidateState, ElasticCandidate
+from reigen.cluster.membership.views.candidate import MAX_ASKED_HOSTS, CandidateState, ElasticCandidate
 from reigen.cluster.membership.views.events import (
     FENCED_EXIT_CODE,
     BuildLayouts,
@@ -877,14 +878,65 @@ def test_a_candidate_is_ready_with_the_right_digest_and_joins() -> None:
     assert each.handle(Copied(4, matches=False)) == []
     each.handle(Evidence(member(1), Verdict.DEAD))
     actions = each.handle(Copied(4, matches=True))
-    assert actions == [SendTo(member(0), MemberReady(1, host, 4)), StartTimer(ViewTimer.RETRY, 0.1)]
+    assert actions == [SendTo(member(0), MemberReady(1, host, 4, ("h0",))), StartTimer(ViewTimer.RETRY, 0.1)]
     assert each.handle(TimerFired(ViewTimer.RETRY)) == actions, "member 1 is dead"
     other = planned(view, reports(view, 4, 4))[0]
-    assert each.handle(Received(member(0), ViewDecided(2, other))) == []
+    actions = each.handle(Received(member(0), ViewDecided(2, other)))
+    assert actions[0] == SendTo(member(0), MemberReady(2, host, 4)), "its host has answered"
     joined = planned(other, reports(other, 5, 5), [ready(9, "h1")])[0]
 
     assert each.handle(Received(member(0), ViewDecided(3, joined))) == [JoinView(joined)]
     assert each.state is CandidateState.JOINED
+
+
+def test_a_candidate_says_which_hosts_have_not_answered_it() -> None:
+    view = make_view(2, ranks_each=2)
+    host = ready(9, "h5").host
+    each = ElasticCandidate(member(9, 2), host)
+    each.handle(CopyStarted(view))
+
+    def said(actions: Sequence[Any]) -> dict[MemberId, tuple[str, ...]]:
+        return {each.receiver: each.message.unreached for each in actions if isinstance(each, SendTo)}
+
+    first = said(each.handle(Copied(4, matches=True)))
+    assert set(first.values()) == {("h0", "h1")}
+    assert first.keys() >= {member(0)}
+    assert first.keys() & {member(2), member(3)}, "a member of the other host is asked, too"
+    assert each.handle(Received(member(0), BehindView(1, 1))) == [], "another host was asked"
+    assert said(each.handle(Received(member(2), BehindView(1, 1))))[member(0)] == ()
+    each.handle(Evidence(member(2), Verdict.UNREACHABLE))
+    again = said(each.handle(TimerFired(ViewTimer.RETRY)))
+    assert again[member(0)] == ("h1",)
+    assert {member(2), member(3)} & again.keys(), "it asks on"
+    assert said(each.handle(Received(member(3), BehindView(1, 1))))[member(0)] == ()
+
+
+def test_a_candidate_asks_few_hosts_at_once() -> None:
+    view = make_view(MAX_ASKED_HOSTS + 2)
+    each = ElasticCandidate(member(99, 2), ready(99, "h99").host)
+    each.handle(CopyStarted(view))
+    actions = each.handle(Copied(4, matches=True))
+    num_unreached = [len(actions[0].message.unreached)]
+    for number in range(view.size):
+        actions = each.handle(Received(member(number), BehindView(1, 1)))
+        num_unreached += [len(actions[0].message.unreached)] if actions else []
+    assert num_unreached == [MAX_ASKED_HOSTS, 2, 0]
+
+
+def test_candidates_are_taken_when_they_reach_all_hosts() -> None:
+    """Of a view in which two cannot reach each other one is left out, and whatever is started in its place."""
+    view = make_view(2)
+    first = running(0, view)
+    unready, is_ready = (msgspec.structs.replace(ready(9, "h5"), unreached=names) for names in (("h0", "h1"), ("h0",)))
+    answer = SendTo(member(9, 2), BehindView(1, 1))
+    assert first.handle(Received(member(9, 2), unready)) == [answer], "it can be reached, and does not stop"
+    unready = msgspec.structs.replace(unready, unreached=("h1",))
+    assert first.handle(Received(member(9, 2), unready)) == []
+    found, _ = planned(view, reports(view, 3, 3), [unready])
+    assert found.members == view.members
+    found, _ = planned(view, reports(view, 3), [unready], {member(1)})
+    assert found.members == (member(0), member(9, 2)), "the host that it cannot reach is not there any more"
+    assert first.handle(Received(member(9, 2), is_ready)) == [answer, SendTo(member(1), ChangeAt(1, 2))], "it is heard"
 
 
 def test_every_message_travels() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from reigen.cluster.membership.views import member as member_module
 from reigen.cluster.membership.views import planning
 from reigen.cluster.membership.views.candidate import ElasticCandidate
 from reigen.cluster.membership.views.events import (
@@ -204,6 +205,52 @@ def test_one_cut_connection_costs_one_host() -> None:
         assert simulator.seen["goes on"], seed
         assert len(simulator.views[max(simulator.views)].hosts) == len(plan.hosts) - 1, seed
         assert max(simulator.views) == 2, "by one change"
+
+
+class Restarting(Simulator):
+    """In the place of a process that ends another one is started, on the same host."""
+
+    def _die(self, process: Process) -> None:
+        if process.is_alive:
+            me = MemberId(process.id.slot, process.id.incarnation + 1)
+            self.at(0.3, lambda: self.start_candidate(me, self.hosts[process.host]))
+        super()._die(process)
+
+
+def cut_two_hosts(seed: int, seconds: int = 20) -> tuple[int, int]:
+    """Cut two of three hosts from each other, which both reach that of rank 0, and heal that.
+
+    Returns how many views have followed until then, and how many steps were made in the last second.
+    """
+    plan = make_plan(random.Random(seed))
+    plan.hosts = ((1, 1, 1), (2, 2, 2), (2, 1, 1))[seed % 3]
+    plan.loss, plan.min_size, plan.max_size, plan.step_seconds, plan.travel = 0.0, 1, sum(plan.hosts), 0.1, 0.002
+    simulator = Restarting(seed, plan=plan)
+    simulator._until(lambda: False, 1.0)
+    simulator.cuts |= {("h1", "h2"), ("h2", "h1")}
+    simulator._see_cuts()
+    simulator._until(lambda: False, 1.0 + seconds)
+    num_steps = len(simulator.stable)
+    simulator._until(lambda: False, 2.0 + seconds)
+    num_views, num_steps = max(simulator.views) - 1, len(simulator.stable) - num_steps
+    simulator.cuts.clear()
+    simulator._until(lambda: False, 7.0 + seconds)
+    assert simulator.views[max(simulator.views)].size == plan.max_size, "all are there again"
+    return num_views, num_steps
+
+
+def test_what_is_started_on_a_host_that_another_one_cannot_reach_waits_until_it_does() -> None:
+    for seed in range(30):
+        num_views, num_steps = cut_two_hosts(seed)
+        assert num_views <= 2, "of two members of the host one may be left out after the other"
+        assert num_steps > 3
+
+
+def test_whoever_is_taken_and_does_not_reach_all_hosts_ends_each_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (planning, member_module):
+        monkeypatch.setattr(module, "reaches", lambda candidate, hosts: True)
+
+    assert min(cut_two_hosts(seed)[0] for seed in range(3)) > 10
 
 
 def play_planned_changes() -> int:

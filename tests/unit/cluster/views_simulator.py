@@ -852,7 +852,10 @@ class Simulator:
         if host is None:
             name = f"n{len(self.hosts)}"
             host = self.hosts[name] = Host(name, Acceptor(VoterId(name, 1)))
-        me = MemberId(slot, incarnation)
+        self.start_candidate(MemberId(slot, incarnation), host)
+
+    def start_candidate(self, me: MemberId, host: Host) -> None:
+        """Start a process that wants to become a member."""
         alone = ViewHost(*host.acceptor.id, "", (ViewMember(*me, 1),))
         process = Process(me, host.name, ElasticCandidate(me, alone, TIMEOUTS.retry))
         self.processes[me] = process

@@ -54,6 +54,7 @@ from reigen.cluster.membership.views.messages import (
     ViewPromise,
 )
 from reigen.cluster.membership.views.planned_stop import PlannedStop
+from reigen.cluster.membership.views.planning import reaches
 from reigen.cluster.membership.views.record import MemberId, View, VoterId
 
 #: Why a member is gone where every other one is, too.
@@ -545,15 +546,22 @@ class ElasticMember:
             return self._answer_late(message.epoch, sender)
         for other in [each for each in self._candidates if each.slot == candidate.slot and each < candidate]:
             del self._candidates[other]
-        self._candidates[candidate] = message
-        return [*self._answer_late(message.epoch, sender), *self._take_candidates()]
+        here = self.view.hosts[self.view.host_numbers[self.me]].name
+        unreached = tuple(name for name in message.unreached if name != here)
+        self._candidates[candidate] = MemberReady(message.epoch, message.host, message.applied, unreached)
+        answer = self._answer_late(message.epoch, sender)
+        if not answer and here in message.unreached:
+            answer = [SendTo(sender, BehindView(message.epoch, self.view.epoch))]
+        return [*answer, *self._take_candidates()]
 
     def _take_candidates(self) -> list[MemberAction]:
         """Begin a change, as rank 0, if there are candidates that are to be members."""
-        if not self._candidates or self.rank != 0 or self.view.size >= self.view.max_size:
+        hosts = [host.name for host in self.view.hosts]
+        num = sum(reaches(candidate, hosts) for candidate in self._candidates.values())
+        if not num or self.rank != 0 or self.view.size >= self.view.max_size:
             return []
         if self.state is ElasticState.WAITING:
-            enough = self.view.size + len(self._candidates) >= self._least_size
+            enough = self.view.size + num >= self._least_size
             return self._begin_change() if enough else []
         return self._change_soon(None) if self.state in _STEPPING else []
 

@@ -205,10 +205,12 @@ class MemberReady(_Message, frozen=True, tag=14):
         epoch: the latest view that it knows.
         host: the host with this member alone.
         applied: the step of its state, which was stable.
+        unreached: hosts of that view of which it has heard no member; a member of one of them answers.
     """
 
     host: ViewHost
     applied: Count
+    unreached: tuple[str, ...] = ()
 
 
 class AllLeave(_Message, frozen=True, tag=20):

@@ -14,7 +14,7 @@ is no next view.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ def plan_view(
     Args:
         view: the one that ends.
         reports: of its members that are to be kept, but for those that leave.
-        candidates: processes that want to become members.
+        candidates: processes that want to become members; they are taken if they reach all hosts that go on.
         lost: members and candidates that are dead, or cannot be reached; they are left out.
         voter_lives: incarnations of voters, by name: who has lost its memory votes again from the next view on.
 
@@ -86,6 +86,11 @@ def _connected(
     return left
 
 
+def reaches(candidate: MemberReady, hosts: Iterable[str]) -> bool:
+    """Return whether a process that wants to be a member can reach these hosts, as far as it knows."""
+    return not any(name in candidate.unreached for name in hosts)
+
+
 def _renew(host: _Voter, voter_lives: Mapping[str, int]) -> _Voter:
     """Return a voter in the latest of its lives."""
     incarnation = max(host.incarnation, voter_lives.get(host.name, 0))
@@ -110,7 +115,7 @@ def _order_hosts(
     hosts = {host.name: host for host in [*old, *new] if host.members}
     vacancies = view.max_size - len(kept)
     slots = {member.slot for host in hosts.values() for member in host.members}
-    for candidate in candidates:
+    for candidate in [each for each in candidates if reaches(each, [*hosts])]:
         member = msgspec.structs.replace(candidate.host.members[0], joined=epoch)
         if vacancies <= 0 or member.slot in slots:
             continue
