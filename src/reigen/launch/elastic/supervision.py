@@ -713,7 +713,7 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
 
 def _parse_pause(value: bytes) -> PauseAnnounced:
     seconds, num_bytes, *slots = value.split()
-    pause = PauseAnnounced(float(seconds), int(num_bytes), tuple(sorted(set(map(int, slots)))))
+    pause = PauseAnnounced(float(seconds), int(num_bytes), tuple(map(int, slots)))
     if not (0 <= pause.seconds <= _MAX_PAUSE_SECONDS and 0 <= pause.num_bytes < 1 << 63):
         raise ValueError(f"a pause of {pause.seconds:.3g} s")
     return pause
