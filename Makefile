@@ -13,6 +13,7 @@
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
 #   make docs       the documentation site, in build/site: open build/site/index.html, or `python -m http.server -d build/site`
 #   make bench      Reigen and its peers, alternately, in one run; tables, and JSON and pictures in build/benchmarks
+#   make bench-all  the figures of the documentation: those, bench-network's, frameworks, parameter servers; about an hour
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces); without BENCH_OPTIONS
 #   make clean      removes builds and caches, and leaves the environments
 
@@ -40,7 +41,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo docs test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-network clean
+.PHONY: demo docs test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-all bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -141,6 +142,15 @@ bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench calls --np $(NP) --json $(RESULTS)/calls.json $(BENCH_OPTIONS)
 	$(BIN)/reigen bench train-step --np $(NP) --json $(RESULTS)/train-step.json $(BENCH_OPTIONS)
 	$(BIN)/reigen bench startup --np $(NP) --json $(RESULTS)/startup.json $(BENCH_OPTIONS)
+	$(BIN)/python -m tools.docs.charts $(RESULTS)
+
+# All that docs/data holds, in about an hour.
+bench-all: bench bench-network $(FRAMEWORKS_VENV)/.stamp $(MXNET_VENV)/.stamp
+	$(FRAMEWORKS_VENV)/bin/reigen bench frameworks --np $(NP) --only sums,import --json $(RESULTS)/sums.json $(BENCH_OPTIONS)
+	$(FRAMEWORKS_VENV)/bin/reigen bench frameworks --np $(NP) --only tensorflow,keras,jax --json $(RESULTS)/frameworks.json $(BENCH_OPTIONS)
+	$(BIN)/python -m benchmarks.kv --mxnet $(MXNET_VENV)/bin/python --json $(RESULTS)/kv.json
+	$(MXNET_VENV)/bin/python -m benchmarks.mxnet_step --json $(RESULTS)/mxnet-step.json
+	$(BIN)/python -m benchmarks.ps_vs_ring --json $(RESULTS)/ps_vs_ring.json
 	$(BIN)/python -m tools.docs.charts $(RESULTS)
 
 bench-network: $(VENV)/.stamp-bench

@@ -204,6 +204,14 @@ class Group:
     nbytes: int = 0
 
 
+def rows_of(chart: Chart, results: Results) -> dict[str, str]:
+    """Return titles of the rows that a picture shows, and what they are called; they need not be there."""
+    if chart.rows:
+        return dict(chart.rows)
+    shown = {row.title: format_size(row.nbytes or 4) for row in results.rows}
+    return {title: size for title, size in shown.items() if title == size + chart.suffix}
+
+
 def groups_of(chart: Chart, results: Results) -> list[Group]:
     """Return what a picture shows of results.
 
@@ -212,8 +220,8 @@ def groups_of(chart: Chart, results: Results) -> list[Group]:
     """
     rows = results.overheads if chart.is_overhead else {row.title: row.modes for row in results.rows}
     medians = {title: {name: each.median for name, each in modes.items()} for title, modes in rows.items()}
-    sizes = {row.title: row.nbytes for row in results.rows if row.title == format_size(row.nbytes or 4) + chart.suffix}
-    wanted = dict(chart.rows) or {title: format_size(nbytes) for title, nbytes in sizes.items()}
+    sizes = {row.title: row.nbytes for row in results.rows}
+    wanted = rows_of(chart, results)
     found = []
     for title, label in wanted.items():
         values = dict(_values(chart, medians.get(title, {})))

@@ -1,7 +1,7 @@
 """Results of benchmarks: the files that ``--json`` of `reigen bench` and of ``python -m benchmarks.NAME`` writes.
 
-Of `benchmarks.harness.report.Document`, which writes them, this is what pictures need. The files in docs/data hold the
-figures of docs/benchmarks.md; those that were in the page before there were files have medians alone, rounded as there.
+Of `benchmarks.harness.report.Document`, which writes them, this is what pictures and tables need. The
+files in docs/data hold the figures of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ class ResultsError(Exception):
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """What one mode took, in seconds: a median."""
+    """What one mode took, in seconds.
+
+    Attributes:
+        median: of rounds.
+        noise: what it may be by chance, if that is known.
+    """
 
     median: float
+    noise: float = 0.0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is more than noise."""
+        return self.median > self.noise
 
 
-class PositiveFigure(msgspec.Struct, frozen=True):
+class Time(Figure, frozen=True):
     """What one mode took, in seconds: a median that is a time."""
 
     median: Annotated[float, msgspec.Meta(gt=0)]
@@ -39,14 +50,25 @@ class ResultRow(msgspec.Struct, frozen=True):
 
     title: str
     nbytes: int
-    modes: dict[str, PositiveFigure]
+    modes: dict[str, Time]
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where it was measured: the processor's model, and how many logical ones there were."""
+    """Where it was measured: the processor's model, how many there were, and the processes that wanted one before."""
 
     cpu: str
     num_cores: int
+    load: float = 0.0
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A figure beside its budget; without a value if it was not measured. See `benchmarks.harness.report.Verdict`."""
+
+    claim: str
+    value: float | None
+    budget: float
+    at_least: bool
+    note: str
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -58,9 +80,11 @@ class Results(msgspec.Struct, frozen=True):
         machine: where.
         versions: of Reigen, Python and the peers.
         num_ranks: how many processes each mode had.
+        rounds: how many turns each mode had.
         rows: times.
         overheads: what a step took longer than one rank alone: model -> mode -> seconds.
-        source: where the figures come from, if not from the run itself.
+        verdicts: what is held beside budgets.
+        source: how the figures came into the file, if the run did not write it.
     """
 
     command: str
@@ -68,8 +92,10 @@ class Results(msgspec.Struct, frozen=True):
     machine: Machine
     versions: dict[str, str]
     num_ranks: int
+    rounds: int
     rows: list[ResultRow]
     overheads: dict[str, dict[str, Figure]] = {}
+    verdicts: list[Verdict] = []
     source: str = ""
 
 

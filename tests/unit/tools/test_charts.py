@@ -6,18 +6,20 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks import allreduce, calls, frameworks, kv, mxnet_step, ps_vs_ring, train_step
+from benchmarks import allreduce, calls, frameworks, kv, mxnet_step, network, ps_vs_ring, train_step
 from benchmarks.harness.figures import Overhead, summarize
 from benchmarks.harness.report import Document, Row
 from tools.docs import charts
-from tools.docs.charts import CHARTS, DATA, PICTURES, ROOT, Chart, describe, groups_of
+from tools.docs.charts import CHARTS, DATA, PICTURES, ROOT, Chart, Series, describe, groups_of
 from tools.docs.results import ResultsError, read_results
+from tools.docs.tables import TABLES
 
 BY_NAME = {chart.name: chart for chart in CHARTS}
 
@@ -42,7 +44,7 @@ def written(path: Path, rows: dict[str, dict[str, float]], nbytes: int = 0) -> P
 def test_what_a_benchmark_writes_is_what_a_picture_reads(tmp_path: Path) -> None:
     file = written(tmp_path / "a.json", {"mlp": {"one rank alone": 0.5, "reigen": 0.75, "ddp": 2.0}})
     found = read_results(file)
-    assert (found.command, found.num_ranks, found.source) == ("reigen bench x", 2, "")
+    assert (found.command, found.num_ranks, found.rounds) == ("reigen bench x", 2, 1)
     assert found.machine.num_cores >= 1
     assert found.versions["python"]
     (group,) = groups_of(BY_NAME["train-step"], found)
@@ -91,55 +93,43 @@ def test_benchmarks_with_rows_of_their_own_write_the_same_files(tmp_path: Path) 
     assert {series.label: value for series, value in group.values.items()} == {"ring": 50.0, "one server": 25.0}
 
 
-#: Modes and rows of the benchmarks, by the file that each writes.
-_SERVERS = [kv.Store(system, count).name for system in (kv.REIGEN, kv.MXNET) for count in (1, 2)]
+#: Modes of the benchmarks, by the file that each writes.
+_SERVERS = [store.name for store in kv.stores((kv.REIGEN, kv.MXNET))]
 KNOWN: dict[str, set[str]] = {
     "allreduce.json": {
         *(allreduce.REGISTERED, allreduce.ORDINARY, allreduce.COPY, allreduce.GLOO_SUM, allreduce.MPI_SUM),
         *(allreduce.BUCKETS, allreduce.SEPARATE, allreduce.GLOO_BUCKETS, allreduce.GLOO_SEPARATE),
-        allreduce.MPI_SEPARATE,
+        *(allreduce.MPI_SEPARATE, allreduce.BACKEND),
     },
-    "calls.json": {calls.SEPARATE, calls.GROUPED, calls.GLOO_SEPARATE, calls.GLOO_BUCKETS},
+    "calls.json": {calls.SEPARATE, calls.GROUPED, calls.UNCACHED, calls.GLOO_SEPARATE, calls.GLOO_BUCKETS},
     "train-step.json": {train_step.ALONE, train_step.REIGEN, train_step.DDP_DEFAULT, train_step.DDP_VIEW},
     "frameworks.json": {
         *(frameworks.TAPE, frameworks.FIT, frameworks.OPTAX, frameworks.STRATEGY, frameworks.STRATEGY_FIT),
-        *(frameworks.JAX_GLOO, frameworks.JAX_FLAT),
+        *(frameworks.JAX_GLOO, frameworks.JAX_FLAT, frameworks.TORCH),
     },
-    "network.json": {"reigen", "gloo"},
+    "network.json": {network.REIGEN, network.GLOO, network.PLAIN, network.PIPELINED},
     "kv.json": {*_SERVERS, kv.COPYING},
     "mxnet-step.json": {"alone", *mxnet_step.ways("mlp", 1)},
     "ps_vs_ring.json": {*ps_vs_ring.MODES, ps_vs_ring.ALONE},
 }  # fmt: skip
+SHOWN = [(chart.name, chart.data, chart.series) for chart in CHARTS]
+SHOWN += [(f"table {table.name}", table.chart.data, table.columns()) for table in TABLES]
+
+
+@pytest.mark.parametrize(("file", "series"), [each[1:] for each in SHOWN], ids=[each[0] for each in SHOWN])
+def test_pictures_and_tables_use_the_names_of_the_benchmarks(file: str, series: Sequence[Series]) -> None:
+    assert {name for each in series for name in each.names} <= KNOWN[file]
+
+
+def test_what_efficiency_is_held_against_is_a_mode_of_the_benchmark() -> None:
+    assert {chart.alone for chart in CHARTS if chart.alone} <= KNOWN["ps_vs_ring.json"]
 
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
-def test_pictures_and_published_files_use_the_names_of_the_benchmarks(chart: Chart) -> None:
-    names = {name for series in chart.series for name in series.names} | ({chart.alone} - {""})
-    assert names <= KNOWN[chart.data]
-    found = read_results(DATA / chart.data)
-    modes = {name for row in found.rows for name in row.modes} | {n for row in found.overheads.values() for n in row}
-    assert names & modes, "nothing is drawn"
-    others = {
-        *(allreduce.BACKEND, calls.UNCACHED, frameworks.TORCH, "reigen, 2 servers, sgd", "ps-lite, 2 servers, sgd"),
-        "reigen, 1 server, 2bit",
-    }  # fmt: skip
-    assert modes <= KNOWN[chart.data] | others
-
-
-def test_a_published_figure_stands_in_the_page() -> None:
-    page = (DATA.parent / "benchmarks.md").read_text(encoding="utf-8")
-    scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-    times = re.findall(r"(\d+(?:\.\d+)?) (us|ms|s)\b", page)
-    stated = {round(float(number) * scales[unit], 9) for number, unit in times}
-    bare = {round(float(number) * 1e-3, 9) for number in re.findall(r"(?<=[| ])(\d+(?:\.\d+)?)(?= \||[;,])", page)}
-    for path in DATA.glob("*.json"):
-        found = read_results(path)
-        for row in found.rows:
-            missing = {name for name, each in row.modes.items() if round(each.median, 9) not in stated}
-            assert missing - {"alone", ps_vs_ring.ALONE} == set(), (path.name, row.title)
-        for title, row_modes in found.overheads.items():
-            missing = {name for name, each in row_modes.items() if round(each.median, 9) not in bare}
-            assert missing == set(), (path.name, title)
+def test_published_files_have_all_that_is_drawn(chart: Chart) -> None:
+    groups = groups_of(chart, read_results(DATA / chart.data))
+    assert {each.label for each in groups} >= set(chart.rows.values())
+    assert {series for each in groups for series in each.values} == set(chart.series)
 
 
 BAD: dict[str, tuple[Any, str]] = {
