@@ -120,14 +120,14 @@ def _summary(migration: Migration) -> Iterator[str]:
     if not migration.files:
         yield "nothing of Horovod, torch.distributed or MXNet's KVStore was found"
         return
-    yield f"{works} lines work as they are, {change} are to be changed, {cannot} cannot work"
+    yield f"lines: {works} work as they are, {change} to be changed, {cannot} cannot work"
     applied = [file for file in migration.files if file.applied]
     if applied:
         yield f"changed: {', '.join(str(file.path) for file in applied)}"
     elif automatic:
         yield "`reigen migrate --apply` makes the changes of the diff"
     if by_hand:
-        yield f"{by_hand} changes are to be made by hand"
+        yield f"changes to be made by hand: {by_hand}"
     for option in ("--as-horovod", "--as-mxnet", "--torchrun-env"):
         if files := [file.path.name for file in migration.files if option in file.options]:
             yield f"`reigen run {option}` is needed for {', '.join(files)}"

@@ -22,6 +22,9 @@ _MPIRUN = re.compile(_WORD_BEFORE + r"(?:mpirun|mpiexec|srun)" + _WORD_AFTER)
 _LAUNCH_PY = re.compile(_WORD_BEFORE + r"(?:python[\d.]*\s+)?[\w./$-]*tools/launch\.py" + _WORD_AFTER)
 _INSTALLS = re.compile(r"\bpip[\d.]*\s+install\b|\bconda\s+install\b|\bmamba\s+install\b")
 _HOROVOD = re.compile(r"(?<![\w./-])horovod(\[[\w, -]*\])?(?![\w./-])")
+_REQUIREMENT = re.compile(
+    r"""(?:^\s*-?\s*|["'])(?P<name>horovod(?:\[[\w, -]*\])?(?:\s*[=<>!~]{1,3}[\w.,*=<>!~ ]*)?)\s*(?=$|["';#{@])"""
+)
 _ASKS = re.compile(r"(\bwhich|\bcommand\s+-v|\btype|\becho|\bman)\s+$")
 #: Options of torchrun's that say nothing where one host starts all: whether a value follows.
 _TORCHRUN_OPTIONS: Mapping[str, bool] = {
@@ -95,11 +98,11 @@ def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) 
         yield from find_variables(iter([(line, number)]))
 
 
-def find_in_requirements(text: str) -> Iterator[LineFinding]:
-    """Yield findings about Horovod in a list of packages."""
+def find_in_package_list(text: str) -> Iterator[LineFinding]:
+    """Yield findings about Horovod in a list of packages: a line for each, quoted or not, or a key of TOML."""
     for number, line in enumerate(text.splitlines(), 1):
-        if re.match(r"\s*-?\s*horovod\b", line):
-            yield LineFinding(number, "change", line.strip(), _INSTALL)
+        if not line.lstrip().startswith("#") and (match := _REQUIREMENT.search(line)):
+            yield LineFinding(number, "change", match["name"].strip(), _INSTALL)
 
 
 _INSTALL = (

@@ -21,6 +21,7 @@ class LineFinding:
         message: what happens, and what to do.
         edits: of the file's text. Those of one file are made all or none.
         blocks: the file cannot be changed automatically because of it: edits of torch.distributed would be too few.
+        of_conversion: it is about the changed file alone: a line that comes, or what will differ.
     """
 
     line: int
@@ -29,3 +30,4 @@ class LineFinding:
     message: str
     edits: tuple[Edit, ...] = ()
     blocks: bool = False
+    of_conversion: bool = False

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reigen.errors import ConfigError
-from reigen.migrate.commands import NumValues, ProjectScripts, find_in_commands, find_in_requirements
+from reigen.migrate.commands import NumValues, ProjectScripts, find_in_commands, find_in_package_list
 from reigen.migrate.findings import LineFinding
 from reigen.migrate.horovod import find_in_horovod_script
 from reigen.migrate.kvstore import find_in_mxnet_script
+from reigen.migrate.lightning import find_in_lightning_script
 from reigen.migrate.notebooks import NotebookText
 from reigen.migrate.syntax import PythonSource
 from reigen.migrate.text_files import (
+    PACKAGE_LISTS,
     TextFile,
     apply_edits,
     file_kind,
@@ -145,7 +147,8 @@ def _read(path: Path) -> FileReport:
         if report.file is None or _RELEVANT.search(report.file.text):
             report.error = str(error)
     if report.source is not None:
-        report.findings += [*find_in_horovod_script(report.source), *find_in_mxnet_script(report.source)]
+        for find in (find_in_horovod_script, find_in_mxnet_script, find_in_lightning_script):
+            report.findings += find(report.source)
         report.torch = find_in_torch_script(report.source)
         left = check_conversion(report.source, report.torch)
         report.torch.findings += [left] if left is not None else []
@@ -157,8 +160,11 @@ def _read(path: Path) -> FileReport:
 
 def _convert_torch(reports: list[FileReport]) -> None:
     """Take over the findings of files with torch.distributed: with edits if all that belong together can have them."""
-    users = [report for report in reports if report.torch.used or report.torch.findings]
+    users = [report for report in reports if report.torch.used or report.torch.findings or report.torch.launches]
     for group in _groups(users, reports):
+        for report in group if any(each.torch.starts for each in group) else ():
+            report.torch.findings += report.torch.launches
+            report.torch.used |= bool(report.torch.launches)
         torch = [report for report in group if report.torch.used]
         blocked = [report for report in torch if report.torch.blocking]
         reason = ""
@@ -237,9 +243,9 @@ def _add_commands(report: FileReport, scripts: ProjectScripts, num_values: NumVa
     if report.notebook is not None:
         report.findings += find_in_commands(report.notebook.commands, scripts, num_values)
     elif report.source is None and report.error is None:
-        if report.path.name.startswith("requirements") or report.path.name.startswith("environment"):
-            report.findings += find_in_requirements(report.file.text)
         report.findings += find_in_commands(report.file.text, scripts, num_values)
+    if PACKAGE_LISTS.fullmatch(report.path.name):
+        report.findings += find_in_package_list(report.file.text)
 
 
 def _edit(report: FileReport) -> None:

@@ -23,7 +23,11 @@ from reigen.files import open_replacement
 #: Larger files are no source that somebody has written.
 MAX_BYTES = 4 << 20
 _BOM = b"\xef\xbb\xbf"
-_COMMAND_NAMES = re.compile(r"(Dockerfile|Makefile|Containerfile|Jenkinsfile|Procfile)(\..*)?|requirements.*\.txt")
+#: Files that say which packages a project needs.
+PACKAGE_LISTS = re.compile(
+    r"(requirements|constraints).*\.txt|environment.*\.ya?ml|pyproject\.toml|setup\.(cfg|py)|Pipfile"
+)
+_COMMAND_NAMES = re.compile(r"(Dockerfile|Makefile|Containerfile|Jenkinsfile|Procfile)(\..*)?")
 _COMMAND_SUFFIXES = {".sh", ".bash", ".zsh", ".yaml", ".yml", ".slurm", ".sbatch", ".pbs", ".lsf", ".sge", ".mk"}
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -201,7 +205,8 @@ def file_kind(path: Path) -> str | None:
         return "python"
     if path.suffix == ".ipynb":
         return "notebook"
-    return "commands" if path.suffix in _COMMAND_SUFFIXES or _COMMAND_NAMES.fullmatch(path.name) else None
+    is_known = path.suffix in _COMMAND_SUFFIXES or _COMMAND_NAMES.fullmatch(path.name)
+    return "commands" if is_known or PACKAGE_LISTS.fullmatch(path.name) else None
 
 
 def unified_diff(path: Path, old: str, new: str) -> str:

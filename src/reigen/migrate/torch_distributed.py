@@ -16,7 +16,7 @@ from reigen.migrate.findings import LineFinding
 from reigen.migrate.syntax import PythonSource
 from reigen.migrate.text_files import Edit, apply_edits
 from reigen.migrate.torch_collectives import CollectiveRules
-from reigen.migrate.torch_record import TorchFindings, TorchRecord
+from reigen.migrate.torch_record import PROCESSES, TorchFindings, TorchRecord
 from reigen.migrate.torch_training import TrainingRules
 
 _DDP = {
@@ -52,6 +52,8 @@ def find_in_torch_script(source: PythonSource) -> TorchFindings:
             training.data_parallel(use)
         elif use.dotted == "torch.multiprocessing.spawn":
             training.spawn(use)
+        elif use.dotted in PROCESSES:
+            record.launch(use.node)
         elif use.dotted.startswith("torch.distributed."):
             collectives.apply(use)
         elif use.dotted == "torch.distributed":

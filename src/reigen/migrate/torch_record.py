@@ -10,6 +10,8 @@ from reigen.migrate.findings import LineFinding
 from reigen.migrate.syntax import NameUse, PythonSource
 from reigen.migrate.text_files import Edit
 
+#: Classes and functions that start processes, some of which may be those that train.
+PROCESSES = {"multiprocessing.Process", "torch.multiprocessing.Process", "torch.multiprocessing.start_processes"}
 _BY_TORCHRUN_ENV = "it runs unchanged by `reigen run --torchrun-env`, and torch averages"
 _BY_ITSELF = "it starts its processes by itself, as before, and torch averages"
 
@@ -23,12 +25,14 @@ class TorchFindings:
         starts: it calls init_process_group, or mp.spawn.
         used: anything of torch.distributed is used.
         stays: words for what happens if nothing is changed.
+        launches: findings about processes that are started, which block where these belong to torch.distributed.
     """
 
     findings: list[LineFinding] = field(default_factory=list)
     starts: bool = False
     used: bool = False
     stays: str = _BY_TORCHRUN_ENV
+    launches: list[LineFinding] = field(default_factory=list)
 
     @property
     def blocking(self) -> list[LineFinding]:
@@ -39,7 +43,9 @@ class TorchFindings:
         """Return the findings of a file that stays torch's, because of something else."""
         message = f"not converted ({reason}): {self.stays}"
         return [
-            LineFinding(each.line, "works", each.subject, message) if each.edits else each for each in self.findings
+            LineFinding(each.line, "works", each.subject, message) if each.edits else each
+            for each in self.findings
+            if not each.of_conversion
         ]
 
 
@@ -62,7 +68,7 @@ class TorchRecord:
 
     def __init__(self, source: PythonSource) -> None:
         self.source = source
-        spawns = any(use.dotted == "torch.multiprocessing.spawn" for use in source.uses)
+        spawns = any(use.dotted in {"torch.multiprocessing.spawn", *PROCESSES} for use in source.uses)
         self.found = TorchFindings(stays=_BY_ITSELF if spawns else _BY_TORCHRUN_ENV)
         bound = {each.bound for each in source.imports} | set(_names(source.tree))
         ours = (each for each in source.imports if each.dotted == "reigen.torch")
@@ -72,22 +78,31 @@ class TorchRecord:
         self.replaced: set[ast.AST] = set()
 
     def change(self, node: ast.expr | ast.stmt, message: str, *edits: Edit, subject: str = "") -> None:
-        """Add a finding with edits."""
+        """Add a finding with edits; its subject, where one is given, is a line that comes."""
         self.found.used = True
+        found = subject or self._subject(node)
         self.found.findings.append(
-            LineFinding(node.lineno, "change", subject or self._subject(node), message, tuple(edits))
+            LineFinding(node.lineno, "change", found, message, tuple(edits), of_conversion=bool(subject))
         )
 
     def block(self, node: ast.expr | ast.stmt, message: str, *, cannot: bool = False) -> None:
         """Add a finding without an edit, because of which the file is not converted."""
         self.found.used = True
-        text = f"{message}; {self.found.stays}" if cannot else f"by hand: {message}. Until then {self.found.stays}"
-        finding = LineFinding(node.lineno, "cannot" if cannot else "change", self._subject(node), text, blocks=True)
-        self.found.findings.append(finding)
+        self.found.findings.append(self._blocking(node, message, cannot=cannot))
 
-    def remark(self, node: ast.expr | ast.stmt, message: str) -> None:
+    def launch(self, node: ast.expr | ast.stmt) -> None:
+        """Add a finding about a process that is started, perhaps one of those that train."""
+        message = "`reigen run -np N` starts the processes: call the function itself, with hvd.rank()"
+        self.found.launches.append(self._blocking(node, message, cannot=False))
+
+    def _blocking(self, node: ast.expr | ast.stmt, message: str, *, cannot: bool) -> LineFinding:
+        text = f"{message}; {self.found.stays}" if cannot else f"by hand: {message}. Until then {self.found.stays}"
+        return LineFinding(node.lineno, "cannot" if cannot else "change", self._subject(node), text, blocks=True)
+
+    def remark(self, node: ast.expr | ast.stmt, message: str, *, of_conversion: bool = False) -> None:
         """Add a finding about what works as it is."""
-        self.found.findings.append(LineFinding(node.lineno, "works", self._subject(node), message))
+        finding = LineFinding(node.lineno, "works", self._subject(node), message, of_conversion=of_conversion)
+        self.found.findings.append(finding)
 
     def _subject(self, node: ast.expr | ast.stmt) -> str:
         text = " ".join(self.source.text(node).split())

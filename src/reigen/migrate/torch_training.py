@@ -27,9 +27,11 @@ _HARMLESS = {
     "init_sync",
     "forward_sync_buffers",
 }
-#: Methods of DDP's that are called on the model.
+_PASSES = "DistributedOptimizer(..., backward_passes_per_step=N) sums N passes up before it averages"
+#: Methods of DDP's that are called on the model, and an attribute that has the effect of one.
 _METHODS = {
-    "no_sync": "DistributedOptimizer(..., backward_passes_per_step=N) sums N passes up before it averages",
+    "no_sync": _PASSES,
+    "require_backward_grad_sync": _PASSES,
     "join": "with hvd.uneven_data(optimizer, model): ...",
     "register_comm_hook": "DistributedOptimizer(..., compression=...), see docs/compression.md",
 }
@@ -207,11 +209,14 @@ class TrainingRules:
                 if node.attr in _METHODS:
                     self._record.block(node, _METHODS[node.attr])
                 elif node.attr in {"state_dict", "load_state_dict"}:
-                    self._record.remark(node, "keys do not begin with `module.` any more: those of older files do")
+                    message = "keys do not begin with `module.` any more: those of older files do"
+                    self._record.remark(node, message, of_conversion=True)
 
     def _accumulation(self) -> None:
         """Find steps that are made after several backward passes."""
         for node in ast.walk(self._source.tree) if self._models else ():
+            if isinstance(node, ast.FunctionDef | ast.Module):
+                self._passes_in_loops(node)
             if not isinstance(node, ast.If) or not any(isinstance(each, ast.Mod) for each in ast.walk(node.test)):
                 continue
             calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
@@ -219,6 +224,19 @@ class TrainingRules:
             if steps and not any(_method(each) == "backward" for each in calls):
                 message = "a step for several passes: DistributedOptimizer(..., backward_passes_per_step=N)"
                 self._record.block(steps[0], message)
+
+    def _passes_in_loops(self, scope: ast.FunctionDef | ast.Module) -> None:
+        """Find loops of backward passes behind which a step is made: it stands beside the loop, and not in it."""
+        calls = [each for each in ast.walk(scope) if isinstance(each, ast.Call) and self._source.scope(each) is scope]
+        steps = [each for each in calls if _method(each) == "step" and "sched" not in ast.unparse(each).lower()]
+        for call in calls:
+            loop = next((each for each in self._source.ancestors(call) if isinstance(each, ast.For | ast.While)), None)
+            if _method(call) != "backward" or loop is None or self._source.scope(loop) is not scope:
+                continue
+            inside = set(ast.walk(loop))
+            behind = [each for each in steps if each not in inside and each.lineno > loop.lineno]
+            if behind and not any(each in inside for each in steps):
+                self._record.block(call, f"a step for several passes: {_PASSES}")
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

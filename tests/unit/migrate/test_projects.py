@@ -116,6 +116,18 @@ def main(rank):
             "change",
             "another optimizer",
         ),
+        (
+            "    for batch",
+            "    for step in range(8):\n        model.require_backward_grad_sync = step == 7\n    for batch",
+            "change",
+            "backward_passes_per_step",
+        ),
+        (
+            "        loss.backward()\n",
+            "        for part in range(4):\n            (loss / 4).backward()\n",
+            "change",
+            "backward_passes_per_step",
+        ),
         ("DDP(net())", "DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net()))", "change", "hvd.SyncBatchNorm"),
     ],
 )
@@ -134,12 +146,39 @@ def test_what_has_no_safe_edit_leaves_the_whole_script(
     assert not migration.is_done
 
 
+def test_what_differs_after_a_conversion_is_not_said_of_a_script_that_stays(tmp_path: Path) -> None:
+    saves = _DDP.replace("    for batch", "    torch.save(model.state_dict(), path)\n    for batch")
+    [file] = read(tmp_path, train_py=saves).files
+    assert any("do not begin with `module.`" in each.message for each in file.findings)
+    assert "import reigen.torch as hvd" in [each.subject for each in file.findings]
+
+    [file] = read(tmp_path, train_py=saves.replace("    for batch", "    dist.send(loss, 1)\n    for batch")).files
+    assert file.new_text is None
+    assert not any("do not begin with `module.`" in each.message for each in file.findings)
+    assert not any("reigen" in each.subject for each in file.findings)
+
+
 def test_a_script_that_spawns_its_processes_goes_on_to(tmp_path: Path) -> None:
     text = f"import torch.multiprocessing as mp\n{_DDP}        dist.send(loss, 1)\n\n\nmp.spawn(main, nprocs=2)\n"
     [file] = read(tmp_path, train_py=text).files
 
     assert file.new_text is None
     assert all("starts its processes by itself" in each.message for each in file.findings)
+
+
+def test_a_script_that_starts_processes_in_other_ways_stays_as_it_is_too(tmp_path: Path) -> None:
+    """Its processes would all be alone, and not say so."""
+    start = "from torch.multiprocessing import Process\n\n[Process(target=main, args=(r,)).start() for r in range(2)]\n"
+    [file] = read(tmp_path, train_py=_DDP + start).files
+    assert file.new_text is None
+    assert any(each.blocks and "starts the processes" in each.message for each in file.findings)
+
+
+def test_files_that_start_the_processes_of_others_belong_to_these(tmp_path: Path) -> None:
+    start = "import multiprocessing\nimport train\n\nmultiprocessing.Process(target=train.main, args=(0,)).start()\n"
+    files = read(tmp_path, start_py=start, train_py=_DDP).files
+    assert [(file.path.name, file.new_text) for file in files] == [("start.py", None), ("train.py", None)]
+    assert not read(tmp_path, train_py="import multiprocessing\nmultiprocessing.Process(target=print)\n").files
 
 
 def test_options_that_are_needed_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,6 +287,42 @@ def test_stores_of_mxnet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        (
+            'import lightning as L\nL.Trainer(devices=4, strategy="ddp")\n',
+            'import lightning as L\nimport reigen.lightning\nL.Trainer(devices=4, strategy="reigen")\n',
+        ),
+        (
+            "from pytorch_lightning import Trainer\nTrainer(strategy='ddp_find_unused_parameters_true')\n",
+            'from pytorch_lightning import Trainer\nimport reigen.lightning\nTrainer(strategy="reigen")\n',
+        ),
+        ('import lightning as L\nL.Trainer(strategy="fsdp")\nL.Trainer()\n', None),
+        ('from mine import Trainer\nTrainer(strategy="ddp")\n', None),
+    ],
+)
+def test_trainers_of_lightning(tmp_path: Path, old: str, new: str | None) -> None:
+    files = read(tmp_path, train_py=old).files
+    assert [file.new_text for file in files] == ([] if new is None else [new])
+    assert not read(tmp_path, train_py=new or old).files
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from pytorch_lightning import Trainer\nTrainer(accelerator='horovod', gpus=1)\n",
+        "import lightning as L\nL.Trainer(strategy=L.pytorch.strategies.DDPStrategy(static_graph=True))\n",
+        "if True:\n    import lightning as L; L.Trainer(strategy='ddp')\n",
+    ],
+)
+def test_trainers_of_lightning_that_need_a_hand(tmp_path: Path, text: str) -> None:
+    [file] = read(tmp_path, train_py=text).files
+    assert [(each.line, each.status) for each in file.findings] == [(2, "change")]
+    assert "by hand" in file.findings[0].message
+    assert "import reigen.lightning" in file.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
         ("horovodrun -np 4 -H h1:4 python a.py\n", "reigen run --as-horovod -np 4 -H h1:4 python a.py\n"),
         (
             "exec /opt/bin/horovodrun \\\n  -np 4 python a.py\n",
@@ -289,6 +364,24 @@ def test_command_lines_that_need_a_hand_or_none(tmp_path: Path, line: str, statu
 
     found = report(migration, "job.sh").findings
     assert any(each.status == status and message in each.message and each.line == 2 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "subject"),
+    [
+        ("requirements.txt", "torch\nhorovod==0.28.1  # averages\n", "horovod==0.28.1"),
+        ("environment.yml", "dependencies:\n  - pip:\n    - horovod[pytorch]>=0.28\n", "horovod[pytorch]>=0.28"),
+        ("setup.py", 'import horovod_free\nsetup(\n    install_requires=["torch", "horovod>=0.2"])\n', "horovod>=0.2"),
+        ("pyproject.toml", "[project]\n# horovod\ndependencies = ['torch', 'horovod[keras] ~= 0.28']\n", None),
+        ("Pipfile", '[packages]\ntorch = "*"\nhorovod = "*"\n', "horovod ="),
+    ],
+)
+def test_packages_that_a_project_needs(tmp_path: Path, name: str, text: str, subject: str | None) -> None:
+    (tmp_path / name).write_text(text)
+    [file] = read(tmp_path).files
+
+    assert [(each.line, each.status) for each in file.findings] == [(3 if name != "requirements.txt" else 2, "change")]
+    assert file.findings[0].subject == (subject or "horovod[keras] ~= 0.28")
 
 
 def test_command_lines_of_others_are_left_alone(tmp_path: Path) -> None:
