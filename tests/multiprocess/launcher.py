@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from reigen.testing.launchers import looks
 
 DEADLINE_SECONDS = 60.0
 MARK = "REIGEN_TEST_MARK"
@@ -18,10 +19,11 @@ MARK = "REIGEN_TEST_MARK"
 
 def until(condition: Callable[[], object], seconds: float = DEADLINE_SECONDS) -> None:
     """Waits for a condition that nothing announces."""
-    end, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < end, "did not happen before the deadline"
-        pause.wait(0.01)
+    end = time.monotonic() + seconds
+    for now in looks():
+        if condition():
+            return
+        assert now < end, "did not happen before the deadline"
 
 
 def marked(mark: str) -> dict[int, str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+
+from reigen.testing.launchers import looks
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
     until = time.monotonic() + timeout
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < until, f"waited {timeout:g} s for: {what}"
-        pause.wait(0.005)
+    for now in looks(0.005):
+        if condition():
+            return
+        assert now < until, f"waited {timeout:g} s for: {what}"

@@ -130,6 +130,22 @@ def check_launcher(
     return {case: skipped.get(case, "passed") for case in _CASES}
 
 
+def looks(shortest: float = 0.01) -> Iterator[float]:
+    """Yield the time again and again, to a loop that waits for what nothing announces.
+
+    The pauses in between are three times as long as the last look took, at most 0.3 s: a look at all processes takes
+    milliseconds, a question to an engine many, of processors that what is awaited needs.
+
+    Args:
+        shortest: the shortest pause, in seconds.
+    """
+    pause = threading.Event()
+    while True:
+        began = time.monotonic()
+        yield began
+        pause.wait(min(max(shortest, 3 * (time.monotonic() - began)), 0.3))
+
+
 @dataclass(frozen=True)
 class _Ended:
     """Finished job, of which nothing is left."""
@@ -238,10 +254,10 @@ class _Job:
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for a condition that is not announced."""
-        pause = threading.Event()
-        while not condition():
-            assert time.monotonic() < self._deadline, f"not in time: {what}; {self.processes()}\n{self._output()}"
-            pause.wait(0.01)
+        for now in looks():
+            if condition():
+                return
+            assert now < self._deadline, f"not in time: {what}; {self.processes()}\n{self._output()}"
 
     def wait_until_ready(self) -> None:
         """Wait until all ranks have printed that they are ready."""
