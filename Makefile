@@ -87,7 +87,7 @@ $(FRAMEWORKS_VENV)/.stamp: $(STAMP_PARTS)
 $(INTEGRATIONS_VENV)/.stamp: $(STAMP_PARTS)
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
-	  -e '.[lightning]' transformers accelerate tensorboard torchvision nbclient ipykernel scikit-learn hypothesis pytest pytest-timeout pytest-xdist
+	  -e '.[lightning]' transformers accelerate tensorboard torchvision pycocotools nbclient ipykernel scikit-learn hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 demo: $(VENV)/.stamp-demo

@@ -1,6 +1,7 @@
 """VGG-11 on CIFAR-10 with JAX and Flax, by parameter servers or by allreduce.
 
     reigen run -np 2 -s 1 python examples/jax/cifar10_vgg11.py --kvstore dist_sync
+    reigen launch --launcher local -n 2 -s 1 python examples/jax/cifar10_vgg11.py --kvstore dist_sync
     reigen run -np 2 python examples/jax/cifar10_vgg11.py --kvstore ring
     python examples/jax/cifar10_vgg11.py --kvstore local
 
@@ -10,6 +11,7 @@ without it, small pictures are drawn. --batch is that of all workers together, s
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
@@ -18,7 +20,7 @@ import generated_data
 import jax
 import numpy as np
 import optax
-from cifar10_data import VGG11, Batches, load, make_parser, parse, rate_of, scale
+from cifar10_data import VGG11, Batches, check, load, make_parser, rate_of, scale
 from progress import Progress
 
 import reigen.jax as rj
@@ -41,10 +43,8 @@ class Vgg11(nn.Module):
         return nn.Dense(generated_data.CLASSES)(x.reshape(len(x), -1))
 
 
-def main() -> int:
-    jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
-    rj.init()
-    options = parse(make_parser(__doc__, ["dist_sync", "ring", "local"]), rj.size())
+def train(options: argparse.Namespace, store: kv.KVStore) -> float:
+    """The accuracy."""
     images, labels, test_images, test_labels = load(options)
     net = Vgg11(options.width)
     params = jax.jit(net.init)(jax.random.key(0), scale(images[:1]))
@@ -65,24 +65,34 @@ def main() -> int:
     accuracy = 0.0
     # The store takes arrays of NumPy. On servers or on the workers, Reigen's optimizer updates the weights.
     weights, keys = [np.array(leaf) for leaf in leaves], list(range(len(leaves)))
-    with kv.create(options.kvstore) as store:
-        store.set_optimizer(optim.create("adam", learning_rate=options.lr))
-        store.broadcast(keys, weights, weights)
-        progress = Progress(options.epochs * (len(labels) // options.batch) * options.batch, is_shown=rj.rank() == 0)
-        for epoch in range(options.epochs):
-            store.set_learning_rate(rate_of(options, epoch))
-            for part, part_labels in Batches(images, labels, options, epoch, rj.rank(), rj.size()):
-                loss, gradients = gradient_of(weights, part, part_labels)
-                # The gradients of all workers are added up.
-                store.pushpull(keys, [np.asarray(gradient) for gradient in gradients], out=weights)
-                progress.add(options.batch, float(loss) * rj.size())
-            accuracy = float((np.asarray(guess(weights, scale(test_images))) == test_labels).mean())
-            if rj.rank() == 0:
-                print(f"epoch {epoch + 1}/{options.epochs}  accuracy {accuracy:.4f}", flush=True)
+    store.set_optimizer(optim.create("adam", learning_rate=options.lr))
+    store.broadcast(keys, weights, weights)
+    progress = Progress(options.epochs * (len(labels) // options.batch) * options.batch, is_shown=rj.rank() == 0)
+    for epoch in range(options.epochs):
+        store.set_learning_rate(rate_of(options, epoch))
+        for part, part_labels in Batches(images, labels, options, epoch, rj.rank(), rj.size()):
+            loss, gradients = gradient_of(weights, part, part_labels)
+            # The gradients of all workers are added up.
+            store.pushpull(keys, [np.asarray(gradient) for gradient in gradients], out=weights)
+            progress.add(options.batch, float(loss) * rj.size())
+        accuracy = float((np.asarray(guess(weights, scale(test_images))) == test_labels).mean())
+        if rj.rank() == 0:
+            print(f"epoch {epoch + 1}/{options.epochs}  accuracy {accuracy:.4f}", flush=True)
     norm = sum(float(np.square(weight.astype(np.float64)).sum()) for weight in weights) ** 0.5
     if rj.rank() == 0:
         how = f"{options.kvstore}, {rj.size()} worker(s), {progress.elapsed:.1f} s"
         print(f"{how}: test accuracy {accuracy:.4f}, wanted {options.goal}; norm of the weights {norm:.6f}")
+    return accuracy
+
+
+def main() -> int:
+    jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
+    parser = make_parser(__doc__, ["dist_sync", "ring", "local"])
+    options = parser.parse_args()
+    with kv.create(options.kvstore) as store:  # in a server that `reigen launch` has started, this is all
+        rj.init()
+        check(parser, options, rj.size())
+        accuracy = train(options, store)
     rj.shutdown()
     return 0 if accuracy >= options.goal else 1
 

@@ -28,16 +28,14 @@ def make_parser(description: str | None, stores: list[str]) -> argparse.Argument
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, size: int) -> argparse.Namespace:
-    """The options; `size` is the number of ranks."""
-    options = parser.parse_args()
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace, size: int) -> None:
+    """Complain about options that do not go with `size` ranks, and choose what was not said."""
     if options.batch % size:
         parser.error(f"--batch must be a multiple of the {size} ranks")
     if options.kvstore == "local" and size > 1:
         parser.error(f"--kvstore local is for one process: the {size} ranks would train a model each")
     if options.goal is None:
         options.goal = 0.0 if options.data else 0.8
-    return options
 
 
 def rate_of(options: argparse.Namespace, epoch: int) -> float:

@@ -2,6 +2,7 @@
 
     KERAS_BACKEND=torch reigen run -np 2 python examples/keras/cifar10_vgg11.py --kvstore ring
     KERAS_BACKEND=torch reigen run -np 2 -s 1 python examples/keras/cifar10_vgg11.py --kvstore dist_sync
+    reigen launch --launcher local -n 2 -s 1 python examples/keras/cifar10_vgg11.py --kvstore dist_sync
 
 Any backend will do: tensorflow, jax or torch. CIFAR-10's binary version (data_batch_1.bin and so on,
 https://www.cs.toronto.edu/~kriz/cifar.html) is read from --data; without it, small pictures are drawn. --batch is that
@@ -76,19 +77,20 @@ def make_model(factor: float) -> keras.Model:
 
 
 def main() -> int:
+    parser = cifar10_data.make_parser(__doc__, ["ring", "dist_sync"])
+    options = parser.parse_args()
+    store = kv.create(options.kvstore)  # in a server that `reigen launch` has started, this is all
     hvd.init()
+    cifar10_data.check(parser, options, hvd.size())
     choose_device(hvd.local_rank())
-    options = cifar10_data.parse(cifar10_data.make_parser(__doc__, ["ring", "dist_sync"]), hvd.size())
     keras.utils.set_random_seed(0)
     model = make_model(options.width)
     images, labels, test_images, test_labels = cifar10_data.load(options)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    store = None
-    if options.kvstore == "ring":
+    if options.kvstore == "ring":  # Keras's own optimizer: the store is not needed
         model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(options.lr)), loss=loss)
         hvd.broadcast_variables(model.variables, root_rank=0)
     else:
-        store = kv.create(options.kvstore)
         averaged = {"rescale_grad": 1 / hvd.size(), "epsilon": 1e-7}  # the store adds up; Keras's epsilon
         by_servers = StoreOptimizer(store, optim.create("adam", learning_rate=options.lr, **averaged))
         by_servers.start(model.trainable_variables)
@@ -97,7 +99,7 @@ def main() -> int:
     callbacks = [hvd.callbacks.MetricAverageCallback(), Show(progress, options.batch)]
     for epoch in range(options.epochs):
         rate = cifar10_data.rate_of(options, epoch)
-        if store is None:
+        if options.kvstore == "ring":
             model.optimizer.learning_rate = rate
         else:
             store.set_learning_rate(rate)
@@ -112,8 +114,7 @@ def main() -> int:
     if hvd.rank() == 0:
         how = f"{keras.backend.backend()}, {options.kvstore}, {hvd.size()} rank(s), {progress.elapsed:.1f} s"
         print(f"{how}: test accuracy {accuracy:.4f}, wanted {options.goal}; norm of the weights {norm:.6f}")
-    if store is not None:
-        store.close()
+    store.close()
     hvd.shutdown()
     return 0 if accuracy >= options.goal else 1
 

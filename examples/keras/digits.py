@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-import time
 
 import keras
 import numpy as np
-from common import choose_device
+from common import Show, choose_device
+from progress import Progress
 from sklearn.datasets import load_digits
 
 import reigen.keras as hvd  # (*)
@@ -72,16 +72,12 @@ def main() -> int:
         hvd.callbacks.MetricAverageCallback(),  # (*)
         hvd.callbacks.LearningRateWarmupCallback(RATE, warmup_epochs=2),  # (*)
     ]
-    start = time.perf_counter()
     images, labels = hvd.shard(images, labels, shuffle_seed=0)  # (*) as many on every rank
-    model.fit(
-        images,
-        labels,
-        batch_size=max(1, BATCH // hvd.size()),
-        epochs=EPOCHS,
-        verbose=2 if hvd.rank() == 0 else 0,
-        callbacks=callbacks,
-    )
+    batch = max(1, BATCH // hvd.size())  # (*)
+    together = batch * hvd.size()  # (*)
+    progress = Progress(EPOCHS * -(-len(labels) // batch) * together, is_shown=hvd.rank() == 0)
+    callbacks.append(Show(progress, together))
+    model.fit(images, labels, batch_size=batch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     mine = slice(hvd.rank(), None, hvd.size())  # (*)
     guesses = model.predict(test_images[mine], verbose=0).argmax(axis=1)
     correct = hvd.allreduce(np.float64((guesses == test_labels[mine]).sum()), op=hvd.Sum)  # (*)
@@ -89,10 +85,8 @@ def main() -> int:
     fingerprints = hvd.allgather_object(fingerprint(model))  # (*)
     identical = len(set(fingerprints)) == 1
     if hvd.rank() == 0:  # (*)
-        seconds = time.perf_counter() - start
-        print(
-            f"{keras.backend.backend()}, {hvd.size()} rank(s), {seconds:.1f} s: accuracy {reached:.4f}, wanted {GOAL}"
-        )
+        how = f"{keras.backend.backend()}, {hvd.size()} rank(s), {progress.elapsed:.1f} s"
+        print(f"{how}: test accuracy {reached:.4f}, wanted {GOAL}")
         print(f"weights bit-identical on all ranks: {'yes' if identical else 'NO'}  ({fingerprints[0][:16]})")
     hvd.shutdown()  # (*)
     return 0 if identical and reached >= GOAL else 1

@@ -2,7 +2,7 @@
 
     reigen run -np 2 python examples/torch/coco_detection.py --model mask
     reigen run -np 8 python examples/torch/coco_detection.py --model mask --data coco --backbone resnet50 --size 800 \\
-        --regions 512 --backbone-weights resnet50.pt --batch 16 --epochs 12 --workers 4
+        --regions 512 --backbone-weights resnet50.pt --batch 16 --epochs 12 --workers 4 --average-precision
 
 --data has train2017/, val2017/ and annotations/instances_*.json; without it, a few pictures of rectangles and triangles
 are drawn. A step of --batch images, on all ranks together, is cut into micro-batches, of which a rank takes several one
@@ -19,9 +19,10 @@ from pathlib import Path
 import generated_data
 import torch
 from coco_data import Coco, Target, collate
+from coco_evaluation import average_precision, mean_loss
 from progress import Progress
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
@@ -46,6 +47,7 @@ def parse() -> argparse.Namespace:
     add("--lr", type=float, default=0.02, help="for each 16 images of a step (default: %(default)s)")
     add("--warmup", type=int, default=10, help="steps, 1000 for COCO (default: %(default)s)")
     add("--workers", type=int, default=0, help="processes of a rank that load images (default: %(default)s)")
+    add("--average-precision", action="store_true", help="in the end; needs pycocotools")
     add("--goal", type=float, help="exit with 1 above this loss (default: 2, without --data)")
     options = parser.parse_args()
     if options.goal is None:
@@ -82,18 +84,6 @@ def loss_of(model: nn.Module, images: list[torch.Tensor], targets: list[Target],
     return torch.stack(list(losses.values())).sum()
 
 
-def evaluate(model: nn.Module, data: Coco, options: argparse.Namespace) -> float:
-    """The mean loss of images to test with, of which each rank takes a part."""
-    total = torch.zeros(2)
-    part = list(range(len(data)))[hvd.rank() :: hvd.size()]
-    loader = DataLoader(Subset(data, part), 1, collate_fn=collate, num_workers=options.workers)
-    with torch.no_grad():
-        for number, (images, targets) in zip(part, loader, strict=True):
-            total += torch.tensor([float(loss_of(model, images, targets, number)), 1])
-    total = hvd.allreduce(total, op=hvd.Sum, name="test loss")
-    return float(total[0] / total[1])
-
-
 def train(options: argparse.Namespace, directory: Path) -> float:
     """The loss of the images to test with."""
     data, test = Coco(directory, "train2017"), Coco(directory, "val2017")
@@ -126,9 +116,13 @@ def train(options: argparse.Namespace, directory: Path) -> float:
                 optimizer.zero_grad()
                 schedule.step()
                 progress.add(options.batch, found.detach())
-        loss = evaluate(model, test, options)
+        loss = mean_loss(loss_of, model, test, options.workers)
         if hvd.rank() == 0:
             print(f"epoch {epoch + 1}/{options.epochs}  test loss {loss:.4f}", flush=True)
+    if options.average_precision:
+        whole = Coco(directory, "val2017", whole=True)
+        for kind, precision in average_precision(model, whole, DEVICE, options.workers).items():
+            print(f"average precision of {kind}: {precision:.4f}", flush=True)
     return loss
 
 

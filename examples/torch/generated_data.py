@@ -84,7 +84,7 @@ def write_coco(directory: Path, train: int, val: int, size: int) -> None:
             picture.save(directory / part / file, quality=95)
             images.append({"id": number, "file_name": file, "width": size, "height": size})
         categories = [{"id": 1, "name": "rectangle"}, {"id": 3, "name": "triangle"}]
-        document = {"images": images, "annotations": annotations, "categories": categories}
+        document = {"info": {}, "images": images, "annotations": annotations, "categories": categories}
         (directory / "annotations" / f"instances_{part}.json").write_text(json.dumps(document))
 
 

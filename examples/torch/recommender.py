@@ -73,8 +73,8 @@ def fetch(trainer: Trainer, model: Factors, pairs: torch.Tensor) -> None:
     trainer.row_sparse_pull(model.films.weight, pairs[:, 1])
 
 
-def main() -> int:
-    options = parse()
+def fit(options: argparse.Namespace, store: kv.KVStore) -> float:
+    """The error, on rank 0."""
     torch.manual_seed(0)
     pairs, stars = load(options)
     order = torch.randperm(len(stars), generator=torch.Generator().manual_seed(0))
@@ -84,30 +84,36 @@ def main() -> int:
     tables = {"params": [model.users.weight, model.films.weight], "stype": "row_sparse"}
     groups = [tables, {"params": [model.mean]}]
     steps = len(train) // options.batch
-    with kv.create(options.kvstore) as store:
-        rank, num_workers = store.rank, store.num_workers
-        trainer = Trainer(groups, "adam", {"learning_rate": options.lr}, kvstore=store)
-        progress = Progress(options.epochs * steps * options.batch, is_shown=rank == 0)
-        for epoch in range(options.epochs):
-            shuffled = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))]
-            for batch in shuffled[: steps * options.batch].split(options.batch):
-                mine = batch[rank::num_workers]
-                fetch(trainer, model, pairs[mine])
-                trainer.zero_grad()
-                loss = (model(pairs[mine]) - stars[mine]).square().sum()
-                loss.backward()
-                trainer.step(options.batch)  # the gradients of all workers are added up, row by row
-                progress.add(options.batch, loss.detach() * num_workers / options.batch)
-        store.barrier()  # with a store that does not wait, others may still be at it
-        error = 0.0
-        if rank == 0:
-            fetch(trainer, model, pairs[test])
-            with torch.no_grad():
-                error = float((model(pairs[test]) - stars[test]).square().mean().sqrt())
-            guess = float((stars[train].mean() - stars[test]).square().mean().sqrt())
-            how = f"{options.kvstore}, {num_workers} worker(s), {progress.elapsed:.1f} s"
-            print(f"{how}: test error {error:.5f}, wanted {options.goal}; of the mean alone {guess:.5f}", flush=True)
-        store.barrier()
+    rank, num_workers = store.rank, store.num_workers
+    trainer = Trainer(groups, "adam", {"learning_rate": options.lr}, kvstore=store)
+    progress = Progress(options.epochs * steps * options.batch, is_shown=rank == 0)
+    for epoch in range(options.epochs):
+        shuffled = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))]
+        for batch in shuffled[: steps * options.batch].split(options.batch):
+            mine = batch[rank::num_workers]
+            fetch(trainer, model, pairs[mine])
+            trainer.zero_grad()
+            loss = (model(pairs[mine]) - stars[mine]).square().sum()
+            loss.backward()
+            trainer.step(options.batch)  # the gradients of all workers are added up, row by row
+            progress.add(options.batch, loss.detach() * num_workers / options.batch)
+    store.barrier()  # with a store that does not wait, others may still be at it
+    error = 0.0
+    if rank == 0:
+        fetch(trainer, model, pairs[test])
+        with torch.no_grad():
+            error = float((model(pairs[test]) - stars[test]).square().mean().sqrt())
+        guess = float((stars[train].mean() - stars[test]).square().mean().sqrt())
+        how = f"{options.kvstore}, {num_workers} worker(s), {progress.elapsed:.1f} s"
+        print(f"{how}: test error {error:.5f}, wanted {options.goal}; of the mean alone {guess:.5f}", flush=True)
+    store.barrier()
+    return error
+
+
+def main() -> int:
+    options = parse()
+    with kv.create(options.kvstore) as store:  # in a server that `reigen launch` has started, this is all
+        error = fit(options, store)
     return 0 if error <= options.goal else 1
 
 

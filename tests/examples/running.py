@@ -6,7 +6,9 @@ import ast
 import importlib.util
 import itertools
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from reigen.testing.environment import clean_environment
+from tests.multiprocess.launcher import launched, until
 
 ROOT = Path(__file__).parents[2]
 #: PyTorch's scripts find torchvision's operators there, where those of its library cannot be loaded.
@@ -32,11 +35,18 @@ VARIABLES = {
 }
 
 
+#: `reigen launch`: servers and the scheduler run the script, too.
+LAUNCH = ("launch", "--launcher", "local", "--no-prefix", "-n")
+#: A line of a script's while it trains: how fast, how well, and for how long.
+PROGRESS = re.compile(r"^(?=.*[\d.] samples/s)(?=.*loss -?[\d.]+\d)(?=.*ETA \d)", re.MULTILINE)
+
+
 def run(
     script: str,
     *options: object,
     np: int = 1,
     servers: int = 0,
+    launcher: tuple[str, ...] = ("run", "--no-prefix", "-np"),
     framework: str = "torch",
     backend: str = "",
     code: int = 0,
@@ -45,9 +55,9 @@ def run(
 
     ``backend`` is Keras's; with another exit code than 0 it is what the example complained about.
     """
-    launcher = [sys.executable, "-m", "reigen", "run", "--no-prefix", "-np", str(np)]
-    launcher += ["-s", str(servers)] if servers else []
-    command = [*(launcher if np > 1 or servers else []), sys.executable, str(ROOT / "examples" / framework / script)]
+    started = [sys.executable, "-m", "reigen", *launcher, str(np)]
+    started += ["-s", str(servers)] if servers else []
+    command = [*(started if np > 1 or servers else []), sys.executable, str(ROOT / "examples" / framework / script)]
     environ = clean_environment() | VARIABLES
     done = subprocess.run(
         [*command, *map(str, options)],
@@ -58,7 +68,24 @@ def run(
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
+    assert code or PROGRESS.search(done.stdout), done.stdout
     return done.stderr if code else done.stdout
+
+
+def run_elastic_and_kill_rank_0(directory: Path, framework: str, backend: str = "") -> str:
+    """Return the output of a framework's elastic.py on three ranks, of which one dies early."""
+    output = directory / "output"
+    program = ["-np", "3", "--min-np", "2", sys.executable, str(ROOT / "examples" / framework / "elastic.py")]
+    environ = VARIABLES | ({"KERAS_BACKEND": backend} if backend else {})
+    with output.open("wb") as file, launched(*program, stdout=file, stderr=subprocess.STDOUT, env=environ) as launcher:
+        until(lambda: "epoch   2/" in output.read_text(), DEADLINE_SECONDS)
+        found = [line.split() for line in output.read_text().splitlines() if " is rank 0 of 3" in line]
+        os.kill(int(found[0][found[0].index("process") + 1]), signal.SIGKILL)
+        assert launcher.process.wait(DEADLINE_SECONDS) == 0, output.read_text()
+    printed = output.read_text()
+    assert "2 ranks go on at epoch" in printed
+    assert PROGRESS.search(printed), printed
+    return printed
 
 
 def printed_help(scripts: list[Path]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import assert_same, run
+from tests.examples.running import LAUNCH, assert_same, run, run_elastic_and_kill_rank_0
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -16,16 +16,23 @@ def test_digits() -> None:
 
 
 def test_vgg11_learns_the_same_alone_by_allreduce_and_by_servers() -> None:
-    options = ["--num-images", 320]
+    def trained(kvstore: str, **how: object) -> str:
+        options = ["--num-images", 320, "--kvstore", kvstore]
+        return run("cifar10_vgg11.py", *options, framework="keras", backend="torch", **how)
+
     assert_same(
         "norm of the weights",
         1e-4,
-        lambda: run("cifar10_vgg11.py", *options, framework="keras", backend="torch"),
-        lambda: run("cifar10_vgg11.py", *options, framework="keras", backend="torch", np=2),
-        lambda: run(
-            "cifar10_vgg11.py", *options, "--kvstore", "dist_sync", framework="keras", backend="torch", np=2, servers=1
-        ),
+        lambda: trained("ring"),
+        lambda: trained("ring", np=4),
+        lambda: trained("dist_sync", np=2, servers=1, launcher=LAUNCH),
     )
+
+
+def test_vgg11_is_trained_by_workers_alone_where_servers_run_the_script_too() -> None:
+    options = ["--num-images", 64, "--epochs", 1, "--goal", 0, "--kvstore", "ring"]
+    printed = run("cifar10_vgg11.py", *options, framework="keras", backend="torch", np=2, servers=1, launcher=LAUNCH)
+    assert printed.count("test accuracy") == 1
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
@@ -67,3 +74,26 @@ def test_resnet_reaches_a_goal_in_mixed_precision() -> None:
     options = ["--layers", 10, "--epochs", 3, "--drop-epochs", 2, "--micro-batch", 16, "--goal", 0.7]
     printed = run("imagenet_resnet50.py", *options, framework="keras", backend="torch", np=2)
     assert "torch, 2 rank(s), ResNet-10, bfloat16" in printed
+
+
+def test_gpt() -> None:
+    options = ["--steps", 12, "--goal", 4.5]  # 5.5 is the loss of any byte being as likely as any other
+    keras = {"framework": "keras", "backend": "torch"}
+    assert_same(
+        "test loss",
+        1e-3,
+        lambda: run("gpt.py", *options, **keras),
+        lambda: run("gpt.py", *options, **keras, np=2),
+        lambda: run("gpt.py", *options, **keras, np=4),
+    )
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_gpt_on_other_backends(backend: str) -> None:
+    printed = run("gpt.py", "--steps", 12, "--goal", 4.5, framework="keras", backend=backend, np=2)
+    assert f"{backend}, 2 rank(s)" in printed
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_elastic_reaches_its_accuracy_though_a_process_dies(backend: str, tmp_path: Path) -> None:
+    assert "test accuracy 0.9" in run_elastic_and_kill_rank_0(tmp_path, "keras", backend)

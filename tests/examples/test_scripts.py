@@ -24,12 +24,27 @@ def test_files_are_short_and_typed(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 150
     functions = [each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.FunctionDef)]
     assert [each.name for each in functions if each.returns is None] == []
+    arguments = [argument for each in functions for argument in ast.walk(each.args) if isinstance(argument, ast.arg)]
+    assert {each.arg for each in arguments if each.annotation is None} <= {"self"}
 
 
 @pytest.mark.parametrize("path", sorted(SCRIPTS), ids=short)
 def test_scripts_say_how_long_they_take(path: Path) -> None:
-    """Keras shows it where a script lets it."""
-    assert any(each in path.read_text() for each in ("Progress(", "ETA", "verbose=2 if"))
+    """Those that run in tests have to print it, too (`tests.examples.running`)."""
+    assert any(each in path.read_text() for each in ("Progress(", "ETA"))
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS), ids=short)
+def test_the_table_says_what_scripts_take_and_give(path: Path) -> None:
+    """Task, command, time, memory, result, and with what it was seen."""
+    sections = (ROOT / "examples" / "README.md").read_text().split("\n## ")
+    [section] = [each for each in sections if f"`examples/{path.parent.name}`" in each.splitlines()[0]]
+    rows = [line for line in section.splitlines() if line.startswith("|") and f"python {path.name}" in line]
+    assert rows
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == 6
+        assert all(cells), row
 
 
 @pytest.mark.parametrize("path", sorted(each for each in SCRIPTS if each.parent.name == "jax"), ids=short)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from reigen import __version__
 
 ROOT = Path(__file__).parents[2]
 FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "CITATION.cff", "SECURITY.md")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 #: Bytes to be downloaded for `pip install reigen`, with all that it needs.
 MAX_BYTES = 30_000_000
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -219,9 +221,7 @@ def test_the_fuzz_extra_fuzzes(bare: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_sagemaker_extra_has_the_class_that_ours_is_one_of(tmp_path: Path) -> None:
     """Without what it needs itself, which is 500 MB: a test of our class runs where all of it is installed."""
-    [requirement] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
-        "sagemaker"
-    ]
+    [requirement] = EXTRAS["sagemaker"]
     install = ["install", "--no-deps", "--no-compile", "--target", tmp_path, requirement]
     subprocess.run([*PIP, *install], check=True, stderr=subprocess.DEVNULL)
     tree = ast.parse((tmp_path / "sagemaker/train/distributed.py").read_text())
@@ -232,16 +232,33 @@ def test_the_sagemaker_extra_has_the_class_that_ours_is_one_of(tmp_path: Path) -
     assert needed == {node.name for node in own.body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("extra", [name for name in EXTRAS if name != "sagemaker"])  # pip is at it for minutes
+def test_each_extra_alone_has_versions_of_all_that_it_needs_which_go_together(
+    extra: str, distributions: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    """Nothing is installed, and of most packages only what they say of themselves is loaded."""
+    [wheel] = distributions[0].parent.glob("reigen-*.whl")
+    limits, report = tmp_path / "constraints.txt", tmp_path / "report.json"
+    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+    limits.write_text("".join(line for line in lines if extra != "mxnet" or not line.startswith("numpy==")))
+    install = ["install", "--dry-run", "--ignore-installed", "--report", report, "-c", limits]
+    subprocess.run([*PIP, *install, f"reigen[{extra}] @ {wheel.as_uri()}"], check=True, stderr=subprocess.DEVNULL)
+    chosen = {each["metadata"]["name"].lower().replace("_", "-") for each in json.loads(report.read_text())["install"]}
+    wanted = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in EXTRAS[extra]}
+    assert {"reigen", "numpy", *wanted} <= chosen
+
+
 def test_every_extra_is_in_an_environment_or_has_a_test() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     environments = re.findall(r"-e '\.\[([\w,-]+)\]'", (ROOT / "Makefile").read_text())
     wheels = (ROOT / "tests/frameworks/test_installed_from_wheels.py").read_text()
     installed = {
         name for group in environments + re.findall(r'"reigen\[([\w,]+)\]"', wheels) for name in group.split(",")
     }
-    assert installed | SMALL_EXTRAS.keys() == extras.keys() - TESTED_ALONE.keys()
+    assert installed | SMALL_EXTRAS.keys() == EXTRAS.keys() - TESTED_ALONE.keys()
     assert all(
         f"[{name}]" in (ROOT / path).read_text() or f"_{name}_" in (ROOT / path).read_text()
         for name, path in TESTED_ALONE.items()
     )
-    assert {*extras["spark"]} <= {*extras["spark-estimators"]}
+    assert {*EXTRAS["spark"]} <= {*EXTRAS["spark-estimators"]}
