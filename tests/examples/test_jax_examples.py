@@ -32,7 +32,6 @@ def test_gpt() -> None:
         1e-3,
         lambda: run("gpt.py", *options, framework="jax"),
         lambda: run("gpt.py", *options, np=2, framework="jax"),
-        lambda: run("gpt.py", *options, np=4, framework="jax"),
     )
 
 
@@ -85,7 +84,6 @@ def test_sync_batch_norm() -> None:
         1e-3,
         lambda: run("sync_batch_norm.py", *options, framework="jax"),
         lambda: run("sync_batch_norm.py", *options, framework="jax", np=2),
-        lambda: run("sync_batch_norm.py", *options, framework="jax", np=4),
     )
 
 

@@ -77,23 +77,11 @@ def test_resnet_reaches_a_goal_in_mixed_precision() -> None:
 
 
 def test_gpt() -> None:
-    options = ["--steps", 12, "--goal", 4.5]  # 5.5 is the loss of any byte being as likely as any other
-    keras = {"framework": "keras", "backend": "torch"}
-    assert_same(
-        "test loss",
-        1e-3,
-        lambda: run("gpt.py", *options, **keras),
-        lambda: run("gpt.py", *options, **keras, np=2),
-        lambda: run("gpt.py", *options, **keras, np=4),
-    )
+    """5.5 is the loss of any byte being as likely as any other."""
+    printed = run("gpt.py", "--steps", 12, "--goal", 4.5, framework="keras", backend="jax", np=2)
+    assert "jax, 2 rank(s)" in printed
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_gpt_on_other_backends(backend: str) -> None:
-    printed = run("gpt.py", "--steps", 12, "--goal", 4.5, framework="keras", backend=backend, np=2)
-    assert f"{backend}, 2 rank(s)" in printed
-
-
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+@pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_elastic_reaches_its_accuracy_though_a_process_dies(backend: str, tmp_path: Path) -> None:
     assert "test accuracy 0.9" in run_elastic_and_kill_rank_0(tmp_path, "keras", backend)
