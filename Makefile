@@ -11,6 +11,7 @@
 #   make lint       everything that reads the code without running it
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
+#   make environments  what all of these need; two at a time with -j 2
 #   make docs       the documentation site, in build/site: open build/site/index.html, or `python -m http.server -d build/site`
 #   make bench      Reigen and its peers, alternately, in one run; tables, and JSON and pictures in build/benchmarks
 #   make bench-all  the figures of the documentation: those, bench-network's, frameworks, parameter servers; about an hour
@@ -41,7 +42,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo docs test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-all bench-network clean
+.PHONY: demo docs environments test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-all bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -56,6 +57,7 @@ $(VENV)/.stamp-demo: $(STAMP_PARTS) | $(BIN)/python
 
 $(VENV)/.stamp-dev: $(STAMP_PARTS) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[torch,mpi,dev]'
+	$(BIN)/python -m compileall -q -j 0 src
 	@touch $@ $(VENV)/.stamp-demo
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-dev
@@ -89,6 +91,9 @@ $(INTEGRATIONS_VENV)/.stamp: $(STAMP_PARTS)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
 	  -e '.[lightning]' transformers accelerate tensorboard torchvision pycocotools nbclient ipykernel scikit-learn hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
+
+# The one that takes longest comes first.
+environments: $(FRAMEWORKS_VENV)/.stamp $(INTEGRATIONS_VENV)/.stamp $(VENV)/.stamp-dev $(MXNET_VENV)/.stamp $(DOCS_VENV)/.stamp
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch/digits.py
