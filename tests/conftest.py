@@ -29,6 +29,12 @@ def pytest_configure() -> None:
 #: Tests whose rank processes need a framework, by the beginnings of their files' names.
 _SHARES_RANKS = ("tests/torch/", "tests/keras/", "tests/jax/", "tests/tensorflow/test_tf_", "tests/integrations/")
 
+#: Files whose tests take long and share nothing: each test goes to a worker that has nothing else to do.
+_SHARES_NOTHING = (
+    *("tests/examples/", "tests/network/test_batch_standins.py", "tests/unit/engine/test_simulator.py"),
+    "tests/multiprocess/test_as_horovod.py",
+)
+
 
 class ByFile(LoadFileScheduling):
     """A file's tests stay together, and so do those that need the same framework in their rank processes.
@@ -37,6 +43,8 @@ class ByFile(LoadFileScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(_SHARES_NOTHING):
+            return nodeid
         shared = next((each for each in _SHARES_RANKS if nodeid.startswith(each)), None)
         return shared or super()._split_scope(nodeid)
 
