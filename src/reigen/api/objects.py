@@ -7,6 +7,7 @@ a. Sizes and, between hosts, BLAKE2b hashes are exchanged by control messages. T
    life of the job, numbered, and of one sender each; the exchange is of one process set, name and root. So nothing that
    was said earlier, under another name, by another rank, in another set or before a ``shutdown()`` fits, and no size
    that an attacker in between announces is allocated.
+   On one host few bytes are sent with their sizes; if all ranks' are few, that is all.
 b. The bytes are moved by the backend, and every rank compares what it received with the hashes.
 c. Between hosts the ranks exchange what they found. If something did not arrive anywhere as it was sent, all of them
    raise the same AuthenticationError, and none has read anything. The job can go on.
@@ -35,6 +36,8 @@ _BYTES = dtype_named("uint8")
 _SIZE = struct.Struct("<Q")
 _RANK = struct.Struct("<I")
 _DIGEST_BYTES = 32
+#: So many bytes of all ranks together travel with their sizes: a second collective would take longer.
+_MAX_SMALL_BYTES = 16 << 10
 #: How many ranks whose bytes did not arrive a rank names to the others.
 _MAX_NAMED = 64
 
@@ -61,12 +64,14 @@ def broadcast_bytes(
     is_root = context.rank == root_rank
     own = (data or b"") if is_root else b""
     exchanged = context.exchange(
-        _describe(context, own) if is_root else b"",
+        _announce(context, own, _MAX_SMALL_BYTES) if is_root else b"",
         root_rank=root_rank,
         name=_part_name(name, "size"),
         process_set=process_set,
     ).wait()
     description = exchanged.payloads[context.process_sets[process_set].index(root_rank)]
+    if (small := _small_bytes(context, description)) is not None:
+        return small
     target = np.empty(_SIZE.unpack_from(description)[0], np.uint8)
     source = np.frombuffer(own, np.uint8) if is_root else target
     where: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set, "blocking": True}
@@ -83,9 +88,11 @@ def allgather_bytes(context: Context, data: bytes, name: str | None, process_set
     Raises:
         AuthenticationError: they were changed on their way to some rank; raised on all.
     """
-    exchanged = context.exchange(
-        _describe(context, data), name=_part_name(name, "size"), process_set=process_set
-    ).wait()
+    announced = _announce(context, data, _MAX_SMALL_BYTES // context.size)
+    exchanged = context.exchange(announced, name=_part_name(name, "size"), process_set=process_set).wait()
+    small = [_small_bytes(context, each) for each in exchanged.payloads]
+    if None not in small:
+        return [each for each in small if each is not None]
     source = np.frombuffer(data, np.uint8)
     where: dict[str, Any] = {"process_set": process_set, "blocking": True}
     joined = context.allgather(source, _BYTES, name=_part_name(name, "bytes"), **where).wait().on_host
@@ -114,6 +121,18 @@ def allgather_object(context: Context, obj: object, name: str | None, process_se
 def _describe(context: Context, data: bytes) -> bytes:
     """Description of some bytes for the other ranks (step a); no other bytes have it."""
     return _SIZE.pack(len(data)) + (blake2b(data, digest_size=_DIGEST_BYTES).digest() if context.has_network else b"")
+
+
+def _announce(context: Context, data: bytes, most: int) -> bytes:
+    """Describe some bytes for step a, and append them where they stay on this host and are not more than ``most``."""
+    is_small = not context.has_network and len(data) <= most
+    return _describe(context, data) + data * is_small
+
+
+def _small_bytes(context: Context, announced: bytes) -> bytes | None:
+    """Return the bytes that `_announce` has appended; None: there are none."""
+    is_small = not context.has_network and len(announced) == _SIZE.size + _SIZE.unpack_from(announced)[0]
+    return announced[_SIZE.size :] if is_small else None
 
 
 def _compare(

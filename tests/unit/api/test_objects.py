@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from reigen.api.objects import allgather_object, broadcast_object
+from reigen.api.objects import allgather_bytes, allgather_object, broadcast_bytes, broadcast_object
 from reigen.errors import AuthenticationError
 from tests.unit.engine.jobs import across, between
 
@@ -20,6 +20,31 @@ def exchange(job):
 @pytest.mark.parametrize("run", [lambda act: across(TWO_HOSTS, act), lambda act: between(2, act)])
 def test_objects_arrive_everywhere(run):
     assert run(exchange) == [(OBJECT, [0, 1])] * 2
+
+
+def counted(job, method):
+    """Names of the collectives of a kind from now on."""
+    names, original = [], getattr(job, method)
+
+    def call(*arguments, **options):
+        names.append(options["name"])
+        return original(*arguments, **options)
+
+    setattr(job, method, call)
+    return names
+
+
+def test_few_bytes_on_one_host_come_with_their_sizes():
+    def act(job):
+        gathers, broadcasts = counted(job, "allgather"), counted(job, "broadcast")
+        small = allgather_bytes(job, bytes([job.rank]) * (5461 * (job.rank != 1)), "small")
+        mixed = allgather_bytes(job, b"few" if job.rank else bytes(5462), "mixed")
+        sent = [broadcast_bytes(job, bytes(n) if job.rank == 2 else None, 2, str(n)) for n in (0, 16384, 16385)]
+        return small, [len(each) for each in mixed], [len(each) for each in sent], gathers, broadcasts
+
+    small = [bytes([0]) * 5461, b"", bytes([2]) * 5461]
+    expected = small, [5462, 3, 3], [0, 16384, 16385], ["mixed.bytes"], ["16385.bytes"]
+    assert between(3, act) == [expected] * 3
 
 
 def touched(job, name, method, change):
