@@ -210,24 +210,35 @@ class RegisteredSets:
     sets: list[ProcessSet]
 
 
-def follow_members(before: RegisteredSets | None) -> RegisteredSets:
+#: A rank in the view before, and the sets of that view that are not registered in this one: their numbers and ranks.
+FormerSets = tuple[int, list[tuple[int, list[int]]]]
+
+
+def describe_former_sets(before: RegisteredSets | None) -> FormerSets | None:
+    """Return this rank in the view before, and its sets, for `follow_members`; None: it was not in it."""
+    if before is None:
+        return None
+    return before.rank, [(each._number, each.ranks or []) for each in before.sets if each.process_set_id is None]
+
+
+def follow_members(before: RegisteredSets | None, answers: Sequence[FormerSets | None] | None = None) -> RegisteredSets:
     """Collective: register the sets of the view before again that are not registered in this one, with the ranks left.
 
     Those are the sets of `add_process_set`. Sets whose ranks are all gone stay unregistered: their use is an error.
 
     Args:
         before: what this function returned in that view; None for a rank that was not in it.
+        answers: what `describe_former_sets` has returned on all ranks; None: they are asked here.
 
     Returns:
         What the same function is to be given in the next view.
     """
     job = context.current()
-    left = [] if before is None else [each for each in before.sets if each.process_set_id is None]
-    own = None if before is None else (before.rank, [(each._number, each.ranks or []) for each in left])
-    answers = allgather_object(job, own, "elastic.process_sets")
+    if answers is None:
+        answers = allgather_object(job, describe_former_sets(before), "elastic.process_sets")
     here = {answer[0]: rank for rank, answer in enumerate(answers) if answer is not None}
     described: list[tuple[int, list[int]]] = next((answer[1] for answer in answers if answer is not None), [])
-    mine = {each._number: each for each in left}
+    mine = {} if before is None else {each._number: each for each in before.sets if each.process_set_id is None}
     for number, old_ranks in described:
         ranks = tuple(sorted(here[rank] for rank in old_ranks if rank in here))
         if not ranks:

@@ -115,6 +115,9 @@ class ArrayTraining(TrainingState, ABC):
         """Implement `TrainingState.registered_bytes`."""
         return 0
 
+    def warm_up(self) -> None:
+        """Implement `TrainingState.warm_up`."""
+
     def change_view(self, change: Callable[[], None]) -> None:
         """Implement `TrainingState.change_view`."""
         self.backend.change_job(change)
@@ -161,7 +164,11 @@ class ArrayTraining(TrainingState, ABC):
     def drop_gradients(self) -> None:
         """Implement `TrainingState.drop_gradients`."""
 
-    def enter_view(self, *, keeps_gradients: bool) -> None:
+    def describe_view(self) -> Any:
+        """Implement `TrainingState.describe_view`."""
+        return None
+
+    def enter_view(self, described: Sequence[Any], *, keeps_gradients: bool) -> None:
         """Implement `TrainingState.enter_view`."""
 
     def renew(self) -> None:

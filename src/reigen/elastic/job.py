@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from reigen import context as contexts
 from reigen.api import job as api
 from reigen.api.functions import allgather_object, barrier, broadcast_object
-from reigen.api.process_sets import RegisteredSets, follow_members
+from reigen.api.process_sets import RegisteredSets, describe_former_sets, follow_members
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
 from reigen.elastic import membership
@@ -287,6 +287,7 @@ class BaseJob(ABC):
         self._elastic = contexts.elastic_job()
         if membership.is_candidate() and self._elastic is not None:
             self._elastic.reserve_memory(self.training.registered_bytes())
+            self.training.warm_up()
             self.training.change_view(membership.join)
         if self._resume is not None:
             self.load(self._resume)
@@ -673,8 +674,7 @@ class BaseJob(ABC):
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             self._note_arrived(arrival[0].digest() if self._is_summed else b"")
-        if self._elastic is not None:  # behind this nobody fills a bucket, or changes a weight, of the view before
-            self._process_sets = follow_members(self._process_sets)
+        # All have come to this view (`api.change_view`): nobody fills a bucket, or changes a weight, of the one before.
         mark = self._mark
         is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
         update = self._update_at_hand()
@@ -684,7 +684,13 @@ class BaseJob(ABC):
         described = digest_description(self._describe()) if has_newcomers else b""
         at_hand = self._sums_at_hand()
         own = HeldState(mark.number, is_member, is_whole, at_hand, update, is_in_step, self._arrived, described)
-        held = confirm_newcomers(allgather_object(own, "elastic.held"))
+        entries = allgather_object(
+            (own, describe_former_sets(self._process_sets), self.training.describe_view()), "elastic.held"
+        )
+        all_held, former_sets, described_views = zip(*entries, strict=True)
+        if self._elastic is not None:
+            self._process_sets = follow_members(self._process_sets, former_sets)
+        held = confirm_newcomers(all_held)
         if held[self.rank].is_member:
             with self._lock:
                 mark.is_member = True
@@ -705,7 +711,7 @@ class BaseJob(ABC):
         self._has_renewed = not is_completing
         if not is_completing:
             self._end_step(is_redone=is_step_redone(plan, self.rank, mark.number, self._base_number))
-        self.training.enter_view(keeps_gradients=is_completing)
+        self.training.enter_view(described_views, keeps_gradients=is_completing)
         if plan.receivers or plan.partial_receivers:
             self._receive(plan, held, may_overlap=may_overlap)
         self._is_whole = True  # or nobody has more
@@ -763,11 +769,13 @@ class BaseJob(ABC):
         backup = self.training.backup() if receives and self._mark.is_member else None
         if receives:
             self._arrived = None
-        try:
-            if plan.receivers:
-                self._transfer(plan, may_overlap=may_overlap)
+        own = None
+        if self.rank == source:
             own = (self._mark.number, self.data.state_dict(), self.training.small_state())
-            state = broadcast_object(own if self.rank == source else None, source, "elastic.small_state")
+        try:
+            state = self._transfer(plan, own, may_overlap=may_overlap) if plan.receivers else None
+            if state is None:
+                state = broadcast_object(own, source, "elastic.small_state")
         except BaseException:
             if backup is not None:
                 self.training.recover(backup)
@@ -787,13 +795,19 @@ class BaseJob(ABC):
         if receives and self._arrival is not None:
             self._arrival[0].read()
 
-    def _transfer(self, plan: CatchUpPlan, *, may_overlap: bool = False, num_before: int = 0) -> None:
+    def _transfer(
+        self, plan: CatchUpPlan, message: Any = None, *, may_overlap: bool = False, num_before: int = 0
+    ) -> Any:
         """Collective: receivers get weights and optimizer state, which are compared with those of the source.
 
         Args:
             plan: who gets them.
+            message: of the source, to all ranks.
             may_overlap: they may get them while the members are in the next step: then `_confirm_arrival` compares.
             num_before: transfers that have failed.
+
+        Returns:
+            The source's message; None where `_confirm_arrival` compares.
         """
         source, receivers = plan.source, plan.receivers
         is_compared = self.rank == source or self.rank in receivers
@@ -801,15 +815,15 @@ class BaseJob(ABC):
             overlapped = self.training.transfer(source, receivers, may_overlap=may_overlap)
             if overlapped is not None:
                 self._arrival = overlapped, plan
-                return
+                return None
             own = self.training.digest() if is_compared else b""
             if num_before:
                 self._note_arrived(own)
-            wrong, found = compare_digests(own, source, attempt)
+            wrong, found, received = compare_digests(own, source, attempt, message)
             if not wrong:
                 if num_before:
                     self._note_arrived(found)
-                return
+                return received
         self._is_wrong = self.rank in wrong
         with suppress(CollectiveError):
             barrier()  # members that change before those ranks know of it would only be asked for the state again
@@ -824,7 +838,7 @@ class BaseJob(ABC):
         if self._arrival is None:
             return
         overlapped, plan = self._arrival
-        wrong, found = compare_digests(overlapped.digest(), plan.source, 0)
+        wrong, found, _ = compare_digests(overlapped.digest(), plan.source, 0)
         if wrong:
             gradients = self.training.gradients()
             self._arrival = self._arrived = None  # the digests are of what was sent first

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,19 +194,23 @@ def _make_probe() -> NDArray[np.uint8]:
     return np.frombuffer(os.urandom(_PROBE_BYTES), np.uint8)
 
 
-def compare_digests(own: bytes, source: int, attempt: int) -> tuple[list[int], bytes]:
-    """Collective: return the ranks that have received another state than the source's, and the digest of that.
+def compare_digests(own: bytes, source: int, attempt: int, message: Any = None) -> tuple[list[int], bytes, Any]:
+    """Collective: compare the states of source and receivers.
 
     Args:
         own: digest of the state here; empty on ranks that are neither source nor receiver.
         source: rank whose state it is.
         attempt: number of transfers before this one.
+        message: of the source, to all ranks; None on others.
+
+    Returns:
+        The ranks that have received another state than the source's, the digest of that, and the message.
     """
-    digests = allgather_object(own, "elastic.digest")
+    digests, messages = zip(*allgather_object((own, message), "elastic.digest"), strict=True)
     wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
     if wrong:
         _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
-    return wrong, digests[source]
+    return wrong, digests[source], messages[source]
 
 
 def explain_wrong_state(wrong: Sequence[int], source: int, num_transfers: int) -> CollectiveError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ class TrainingState(Protocol):
 
     def registered_bytes(self) -> int:
         """Return how much registered memory the gradients will need, at most, on a host with other ranks; 0: none."""
+
+    def warm_up(self) -> None:
+        """Load and start libraries for the first gradient, before members wait for it; changes no state."""
 
     def change_view(self, change: Callable[[], None]) -> None:
         """Call ``change``, which leaves the view and enters another, when nothing of the framework's is under way."""
@@ -75,8 +78,16 @@ class TrainingState(Protocol):
     def describe(self) -> Mapping[str, list[str]]:
         """Return what must be the same on all members, by name, in lines."""
 
-    def enter_view(self, *, keeps_gradients: bool) -> None:
-        """Collective: begin in a view as if made there; who keeps its gradients calls `renew` later."""
+    def describe_view(self) -> Any:
+        """Return facts about this member that the others need to enter a view; called once there."""
+
+    def enter_view(self, described: Sequence[Any], *, keeps_gradients: bool) -> None:
+        """Begin in a view as if made there; who keeps its gradients calls `renew` later.
+
+        Args:
+            described: what `describe_view` has returned on all members.
+            keeps_gradients: see above.
+        """
 
     def renew(self) -> None:
         """Begin in the view of `enter_view`, which has kept gradients."""

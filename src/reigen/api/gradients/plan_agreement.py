@@ -22,24 +22,26 @@ class PlanProposal:
         description: one line per parameter, and the options that must be the same everywhere.
         order: the parameters in the order in which their gradients were complete.
         sparse_dims: per parameter the number of sparse dimensions of its gradient; 0 for a dense or unknown one.
+        overlaps: buckets can be reduced here while backward runs.
     """
 
     description: tuple[str, ...]
     order: tuple[int, ...]
     sparse_dims: tuple[int, ...]
+    overlaps: bool = False
 
 
-def agree_on_plan(reduce_group: ReduceGroup, proposal: PlanProposal) -> tuple[list[int], list[int]]:
+def agree_on_plan(reduce_group: ReduceGroup, proposal: PlanProposal) -> tuple[list[int], list[int], bool]:
     """Collective over the group: every rank's proposal in, the same agreement out.
 
     Returns:
-        The first rank's order, and each parameter's largest ``sparse_dims`` of any rank.
+        The first rank's order, each parameter's largest ``sparse_dims`` of any rank, and whether any rank ``overlaps``.
 
     Raises:
         MismatchError: the descriptions differ. Every rank raises it; it says where each one first differs from rank 0.
     """
     order_bytes = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
-    packed = compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order_bytes
+    packed = compute_digest(proposal.description) + bytes([proposal.overlaps, *proposal.sparse_dims]) + order_bytes
     replies = allgather_bytes(reduce_group.context, packed, f"{reduce_group.name}.agreement", reduce_group.number)
     check_digests(
         reduce_group.context,
@@ -49,9 +51,9 @@ def agree_on_plan(reduce_group: ReduceGroup, proposal: PlanProposal) -> tuple[li
         reduce_group.number,
     )
     num_parameters = len(proposal.sparse_dims)
-    dims = [reply[32 : 32 + num_parameters] for reply in replies]
-    order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]
-    return order, [max(column) for column in zip(*dims, strict=True)]
+    dims = [reply[33 : 33 + num_parameters] for reply in replies]
+    order = [number for (number,) in struct.iter_unpack("<I", replies[0][33 + num_parameters :])]
+    return order, [max(column) for column in zip(*dims, strict=True)], any(reply[32] for reply in replies)
 
 
 def check_digests(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -115,7 +115,11 @@ class PartwiseTraining(TorchTraining):
         for parameter in self._parameters():
             parameter.grad = None
 
-    def enter_view(self, *, keeps_gradients: bool) -> None:
+    def describe_view(self) -> dict[int, int]:
+        """Implement `TrainingState.describe_view`: no optimizer counts here."""
+        return {}
+
+    def enter_view(self, described: Sequence[dict[int, int]], *, keeps_gradients: bool) -> None:
         """Implement `TrainingState.enter_view`."""
 
     def renew(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -227,7 +227,8 @@ class TorchState(ObjectState):
             ArgumentError: this rank's model or optimizer is not like rank 0's; raised on this rank alone.
         """
         self._check_alike()
-        align_gradient_sets()
+        job = contexts.current()
+        align_gradient_sets(objects.allgather_object(job, count_gradient_sets(), "elastic.gradient_sets"))
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -264,15 +265,24 @@ def _handler_of(value: Any) -> type[StateHandler] | None:
     return None
 
 
-def align_gradient_sets() -> None:
-    """Collective: optimizers that begin in this job from now on have the same numbers on all ranks.
-
-    A newcomer has made its optimizers here, the others theirs in a job before.
-    """
+def count_gradient_sets() -> dict[int, int]:
+    """Return by process set how many optimizers have begun in this job; `align_gradient_sets` comes next."""
     job = contexts.current()
     sets = [number for number, ranks in job.process_sets.items() if job.rank in ranks]
-    used = {number: next(job.gradient_sets[number]) for number in sets}
-    for other in objects.allgather_object(job, used, "elastic.gradient_sets"):
+    return {number: next(job.gradient_sets[number]) for number in sets}
+
+
+def align_gradient_sets(counts: Sequence[dict[int, int]]) -> None:
+    """Have optimizers that begin in this job from now on the same numbers on all ranks.
+
+    A newcomer has made its optimizers here, the others theirs in a job before.
+
+    Args:
+        counts: what `count_gradient_sets` has returned on all ranks.
+    """
+    job = contexts.current()
+    used = dict(counts[job.rank])
+    for other in counts:
         for number in used.keys() & other.keys():
             used[number] = max(used[number], other[number])
     for number, first in used.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,6 +33,7 @@ from reigen.torch.elastic.state import (
     OptimizerStateHandler,
     align_gradient_sets,
     copy_state,
+    count_gradient_sets,
 )
 from reigen.torch.elastic.untrained_parameters import UntrainedParameters
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
@@ -45,6 +46,8 @@ from reigen.torch.sync_batch_norm import SyncBatchNorm
 _MAX_GAP_BYTES = 128
 #: Newcomers get smaller weights at once: that is done sooner than a step without their help.
 LEAST_OVERLAPPED_BYTES = 8 << 20
+#: Rows of the matrices that are multiplied so that libraries have been begun with.
+_WARM_UP_SIZE = 64
 _is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -107,6 +110,14 @@ class TorchTraining:
         """Implement `TrainingState.registered_bytes`."""
         sizes = [p.numel() * p.element_size() for p in self._parameters() if p.requires_grad and p.device.type == "cpu"]
         return sum(sizes) + _MAX_GAP_BYTES * len(sizes) + journal_bytes(len(sizes)) if sizes else 0
+
+    def warm_up(self) -> None:
+        """Implement `TrainingState.warm_up`: the first gradient starts libraries and autograd's threads."""
+        dumps(None)  # loads what it needs
+        if any(parameter.device.type == "cpu" for parameter in self._parameters()):
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                weight = torch.ones(_WARM_UP_SIZE, _WARM_UP_SIZE, device="cpu", dtype=torch.float32, requires_grad=True)
+                torch.autograd.backward(torch.nn.functional.linear(weight.detach(), weight).square().mean())
 
     def change_view(self, change: Callable[[], None]) -> None:
         """Implement `TrainingState.change_view`."""
@@ -181,9 +192,13 @@ class TorchTraining:
         }
         return {**found, **{name: [type(each).__name__] for name, each in self._objects.items()}}
 
-    def enter_view(self, *, keeps_gradients: bool) -> None:
+    def describe_view(self) -> dict[int, int]:
+        """Implement `TrainingState.describe_view`."""
+        return count_gradient_sets()
+
+    def enter_view(self, described: Sequence[dict[int, int]], *, keeps_gradients: bool) -> None:
         """Implement `TrainingState.enter_view`."""
-        align_gradient_sets()
+        align_gradient_sets(described)
         if not keeps_gradients:
             self._optimizer.renew()
 

@@ -435,14 +435,12 @@ class Reducer:
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
         try:
-            arrivals, sparse_dims = agree_on_plan(self.reduce_group, self._proposal())
+            arrivals, sparse_dims, self._overlaps = agree_on_plan(self.reduce_group, self._proposal())
         except JoinedError as error:
             if self._options.owned:
                 raise
             self._plan_one_pass(error)
             return
-        overlaps = self.reduce_group.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
-        self._overlaps = bool(self.reduce_group.where(overlaps, "overlaps"))
         order = arrival_order(arrivals, len(self.parameters))
         dense = [index for index in order if not sparse_dims[index]]
         if self._returns_sparse:
@@ -492,7 +490,9 @@ class Reducer:
         if isinstance(groups, Mapping):
             members = _group_members(self.parameters, groups)
             lines += [f"a group of {', '.join(self.names[index] for index in group)}" for group in members]
-        return PlanProposal(tuple(lines), tuple(self.tracker.order), tuple(map(self._sparse_dims, self.parameters)))
+        overlaps = self.reduce_group.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
+        dims = tuple(map(self._sparse_dims, self.parameters))
+        return PlanProposal(tuple(lines), tuple(self.tracker.order), dims, overlaps)
 
     def _sparse_dims(self, parameter: torch.Tensor) -> int:
         gradient = parameter.grad
