@@ -13,9 +13,9 @@
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
 #   make environments  what all of these need; two at a time with -j 2
 #   make docs       the documentation site, in build/site: open build/site/index.html, or `python -m http.server -d build/site`
-#   make bench      Reigen and its peers, alternately, in one run; tables, and JSON and pictures in build/benchmarks
+#   make bench      Reigen and its peers, alternately, in one run; tables, and JSON and pictures in build/benchmarks; BENCH_OPTIONS="--rounds 2"
 #   make bench-all  the figures of the documentation: those, bench-network's, frameworks, parameter servers; about an hour
-#   make bench-network   the same over several hosts (root; stand-in machines made of namespaces); without BENCH_OPTIONS
+#   make bench-network   the same over several hosts (root; stand-in machines made of namespaces); BENCH_OPTIONS="allreduce --hosts 2"
 #   make clean      removes builds and caches, and leaves the environments
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -139,7 +139,8 @@ nightly-faults: $(VENV)/.stamp-dev
 	REIGEN_TEST_FAULTS=100000 REIGEN_TEST_FAULT_SECONDS=$${SECONDS_EACH:-3600} $(BIN)/python -m pytest -s -n 0 --timeout=0 \
 	  tests/elastic/test_fault_loop.py tests/network/test_elastic_fault_loop.py
 
-# What is found goes to RESULTS, too, as JSON and as pictures. BENCH_OPTIONS="--rounds 2" is a short run.
+# What is found goes to RESULTS, too, as JSON and as pictures. BENCH_OPTIONS="--rounds 2" is a short run; of bench-network, which has
+# other options (python -m benchmarks.network --help), BENCH_OPTIONS="allreduce --hosts 2 --rates 1000 --delays 0" is one.
 RESULTS := build/benchmarks
 bench: $(VENV)/.stamp-bench
 	@mkdir -p $(RESULTS)
@@ -160,7 +161,7 @@ bench-all: bench bench-network $(FRAMEWORKS_VENV)/.stamp $(MXNET_VENV)/.stamp
 
 bench-network: $(VENV)/.stamp-bench
 	@mkdir -p $(RESULTS)
-	$(BIN)/python -m benchmarks.network --json $(RESULTS)/network.json
+	$(BIN)/python -m benchmarks.network --json $(RESULTS)/network.json $(BENCH_OPTIONS)
 	$(BIN)/python -m tools.docs.charts $(RESULTS)
 
 clean:

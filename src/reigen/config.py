@@ -120,31 +120,32 @@ class Config:
         fusion_threshold_bytes: allreduces of up to so many bytes in all travel together; 0 turns fusion off.
         disable_group_fusion: a group travels by itself, not together with other tensors.
         cache_capacity: operations whose negotiation is remembered; 0 turns the response cache off.
-        bucket_bytes: size of a gradient bucket. None: 16 MiB on one host, or 64 MiB with reigen.torch where ranks have
-            one processor each; 4 MiB between hosts.
+        bucket_bytes: size of a gradient bucket. If it is not set: 4 MiB between hosts, 16 MiB on one host, and there
+            64 MiB with reigen.torch where ranks have one processor each.
         dynamic_process_sets: process sets may be added and removed after init().
-        timeline: file into which the timeline is written, ``DYNAMIC`` to start it by a call, None for none.
+        timeline: file into which the timeline is written, or ``DYNAMIC`` to start it by a call.
         timeline_mark_cycles: mark the engine's turns in the timeline.
         stall_check_disable: do not look for stalled collectives.
         stall_check_seconds: seconds that a collective may wait before a warning.
         stall_shutdown_seconds: seconds that a collective may stall before the job is ended; 0 for never.
         autotune: choose the fusion threshold, the size of buckets and the parameters of the network while the job runs;
             needs ``reigen[autotune]``.
-        autotune_log: CSV file for what it measures, None for none; what an earlier job has found there is tried first.
+        autotune_log: CSV file for what it measures; what an earlier job has found there is tried first.
         autotune_warmup_samples: samples that are thrown away at the beginning.
         autotune_steps_per_sample: steps of a sample, at most.
         autotune_bayes_opt_max_samples: points that are tried, at most.
-        autotune_gaussian_process_noise: noise of measurements, in units of their spread; None: as it is measured.
+        autotune_gaussian_process_noise: noise of measurements, in units of their spread. If it is not set, it
+            is what is measured.
         autotune_seconds: seconds that tuning takes, at most, from the first step on.
         autotune_allow_ring: sums may go around a ring among many hosts, which adds in another order: tuning may change
             results.
         check_replicas: compare the parameters of all ranks before the first step, and every so many steps; 0: only warn
             where they begin differently. Of shared parameters, also look who else has changed them.
-        thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: any.
+        thread_affinity: processor of the engine's thread: one for all, or by local rank. If it is not set, any.
         backend: what carries data between hosts, and on one host between all ranks: ``tcp`` or ``mpi``. ``shm`` is for
-            jobs of one host, ``null`` for those of one rank. None to choose.
+            jobs of one host, ``null`` for those of one rank. If it is not set, Reigen chooses.
         network_interfaces: names of the interfaces through which hosts may talk to each other, the first that exists is
-            used; empty: the one of the route to the others.
+            used. If none is named: the one of the route to the others.
         tls: encrypt every connection between hosts; needs ``reigen[tls]``.
         tcp_algorithm: how the TCP backend reduces; with ``ordered``, which is else like ``auto``, sums of all sizes are
             taken in rank order.
@@ -164,12 +165,12 @@ class Config:
             of jaxlib that are known to work, or after a self-test, ``0`` never: they are host callbacks, which take
             longer.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
-        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes. None: 4 MiB on one host, 12 MiB on
-            one with fewer processors than workers and servers, 1 MiB between hosts.
-        kv_threads: threads of a server that compute. None: one less than it may use processors, 1 to 4, and 4 with
-            snapshots.
+        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes. If it is not set: 1 MiB between
+            hosts, 4 MiB on one host, 12 MiB on one with fewer processors than workers and servers.
+        kv_threads: threads of a server that compute. If it is not set: one less than the processors that it may use,
+            but 1 to 4; with snapshots 4.
         kv_shared_memory: values travel through shared memory where worker and server are on one host.
-        kv_verbose: 1: members of the job and their connections are logged; 2: every message, too.
+        kv_verbose: what a store logs: with 1 the members of the job and their connections, with 2 every message, too.
         kv_resend: a message whose receipt is not acknowledged is sent again.
         kv_resend_timeout_ms: milliseconds after which a message whose receipt is not acknowledged is sent again.
         kv_drop_percent: percent of the received messages that are thrown away, for tests of losses.
@@ -178,9 +179,9 @@ class Config:
             ever.
         kv_on_worker_loss: what becomes of a job that has lost a worker: ``abort``; ``continue`` with the others;
             ``wait`` for a replacement; ``elastic``, which elastic jobs set: others join in free places.
-        kv_snapshot_dir: directory for servers' snapshots, None for none.
+        kv_snapshot_dir: directory for servers' snapshots; without one there are none.
         kv_snapshot_seconds: seconds between two snapshots; 0: one before every acknowledgement.
-        kv_replicas: 2: what a server holds is also in the memory of another one, as with ``--replicate-servers``.
+        kv_replicas: with 2, what a server holds is also in the memory of another one, as with ``--replicate-servers``.
         kv_update_on_kvstore: a Trainer without that argument lets the store update the weights.
         log_level: the least severe messages that are shown.
         log_hide_time: messages do not begin with the time.

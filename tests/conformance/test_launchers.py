@@ -340,7 +340,8 @@ def test_a_launcher_of_another_package(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_launcher_of_the_documentation(tmp_path, monkeypatch):
     text = (SOURCE / "docs" / "launchers.md").read_text()
-    (tmp_path / "farm_launcher.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    program, its_tests = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "farm_launcher.py").write_text(program)
     information = tmp_path / "farm-1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: farm\nVersion: 1\n")
@@ -356,12 +357,20 @@ def test_the_launcher_of_the_documentation(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match=r"knows no way to a\.invalid"):
         check_launcher("farm", hosts, leave_out=dict.fromkeys(_CASES.keys() - {"placement"}, "not now"))
     (tmp_path / "farm_launcher.py").write_text(
-        (tmp_path / "farm_launcher.py")
-        .read_text()
-        .replace("agents=self)", 'agents=self, addresses={"a.invalid": "127.0.0.1"})')
+        program.replace("agents=self)", 'agents=self, addresses={"a.invalid": "127.0.0.1"})')
     )
-    outcome = check_launcher("farm", hosts, arguments=("--network-interfaces", "lo"), leave_out=others)
-    assert failing(outcome) == others
+    results = []
+
+    def check_cases(*arguments, **options):
+        outcome = check_launcher(*arguments, arguments=("--network-interfaces", "lo"), leave_out=others, **options)
+        results.append({case: outcome[case] for case in cases})
+        return results[-1]
+
+    monkeypatch.setattr("reigen.testing.check_launcher", check_cases)
+    names = {"crash": pytest.fail, "cancel": pytest.fail, "jobs_of_the_farm": list}  # of cases that are left out
+    exec(its_tests.replace("n1:1,n2:2", hosts), names)  # noqa: S102
+    names["test_farm"]()
+    assert results == [dict.fromkeys(cases, "passed")]
 
 
 @pytest.mark.parametrize("name", ["", "no.such.module:Launcher", "reigen.launch.local:", ":Launcher"])

@@ -79,6 +79,7 @@ LAUNCHERS: dict[str, tuple[str, ...] | None] = {
 ELSEWHERE = {
     ("docs/tutorials/first-job.md", 1): "tests/docs/test_docs_first_job.py",
     ("docs/tutorials/first-job.md", 2): "tests/docs/test_docs_first_job.py",
+    ("docs/launchers.md", 1): "tests/conformance/test_launchers.py",
     ("docs/huggingface.md", 0): "tests/integrations/test_huggingface.py",
     ("CONTRIBUTING.md", 0): "tests/docs/test_docs_programs.py",
 }

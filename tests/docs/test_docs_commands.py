@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.docs.blocks import Block, blocks, written_pages
-from tests.docs.commands import command_lines, faults, parse, unknown_variables
+from tests.docs.blocks import FENCE, Block, blocks, blocks_of, written_pages
+from tests.docs.commands import command_lines, faults, make_targets, parse, unknown_variables
 
+#: A command in the text of a page, and what it need not have there.
+IN_TEXT = re.compile(r"`((?:\w+=\S+ )*(?:reigen|horovodrun|make|mpirun|srun|pip|python[\d.]* -m) [^`\n]+)`")
+LEFT_OUT = ("arguments are required", "expected one argument", ": no command", "'N'", "'M'")
+NO_COMMANDS = {
+    "reigen run: host n2 was sent SIGTERM by Slurm: the job's time is over",  # a message
+    "make .venv-frameworks/.stamp",  # a file that the Makefile makes
+}
 #: Stand for the name of a new knob in CONTRIBUTING.md.
 PLACEHOLDERS = {"REIGEN_NAME", "HOROVOD_NAME"}
 
@@ -58,6 +67,24 @@ def test_every_command_is_taken_by_its_program() -> None:
             failed[str(block)] = found
     assert failed == {}
     assert sum(1 for block in blocks("bash", "console") for _ in command_lines(block)) > 90
+
+
+def test_every_command_in_a_text_is_taken_by_its_program() -> None:
+    """As far as it goes: of most of them only the options in question are named."""
+    failed, number = {}, 0
+    for page, text in written_pages().items():
+        for command in IN_TEXT.findall(FENCE.sub("", text)) if page != "CHANGELOG.md" else ():
+            number += 1
+            found = [fault for fault in faults(command) if not any(words in fault for words in LEFT_OUT)]
+            if found and command not in NO_COMMANDS:
+                failed[f"{page}: {command}"] = found
+    assert failed == {}
+    assert number > 250
+
+
+def test_contributing_has_every_target_of_the_makefile() -> None:
+    lines = [line for block in blocks_of("CONTRIBUTING.md", "bash") for line in command_lines(block)]
+    assert {line.split()[1] for line in lines if line.startswith("make ")} == make_targets()
 
 
 def test_every_block_says_what_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ from tools.docs.__main__ import ROOT
 pytest.importorskip("torch", reason="PyTorch is not installed here")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PAGE = "docs/tutorials/first-job.md"
+LOSS = re.compile(r"^\[0\] step (\d+)  loss ([\d.]+)$", re.MULTILINE)
 
 
-def run(directory: Path, added: str, before: str) -> subprocess.CompletedProcess[str]:
+def run(directory: Path, added: str = "", before: str = "hvd.init()") -> subprocess.CompletedProcess[str]:
     """`reigen run -np 2 python train.py`, with lines added before a line of the program."""
     program = next(blocks_of(PAGE, "python")).text
     [line] = [line for line in program.splitlines() if line.lstrip().startswith(before)]
@@ -29,6 +31,15 @@ def run(directory: Path, added: str, before: str) -> subprocess.CompletedProcess
         env=clean_environment() | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""},
         cwd=directory, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+
+
+def test_the_losses_are_those_of_the_page(tmp_path: Path) -> None:
+    """Random numbers are the same everywhere; what is rounded otherwise shows in the last lines."""
+    done, shown = run(tmp_path), next(blocks_of(PAGE, "console")).text
+    pairs = list(zip(LOSS.findall(shown), LOSS.findall(done.stdout), strict=True))
+    assert len(pairs) == 4, (shown, done)
+    for (step, loss), (seen_step, seen_loss) in pairs:
+        assert (seen_step, float(seen_loss)) == (step, pytest.approx(float(loss), rel=1e-2, abs=1e-5))
 
 
 def test_the_words_about_a_dead_rank_are_those_of_the_page(tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 
+import pytest
 import yaml
 
 from reigen.config import VARIABLES, WITHOUT_EFFECT
 from reigen.migrate.public_names import attribute_names, call_parameters, definition, find_module
-from tests.docs.blocks import FENCE, blocks, parse, written_pages
+from tests.docs.blocks import FENCE, blocks, blocks_of, parse, written_pages
 from tests.docs.programs import ELSEWHERE, PROGRAMS
 from tools.docs import code_pages
 from tools.docs.__main__ import ROOT, read_pages
@@ -94,6 +97,8 @@ def test_the_reference_has_every_knob_and_command() -> None:
     for names in VARIABLES.values():
         assert all(f"`{name}`" in knobs for name in names)
     assert set(code_pages.knob_descriptions()) == {*VARIABLES, "origins"}
+    described = code_pages.knob_descriptions().items()
+    assert {knob: text for knob, text in described if re.search(r"\bNone\b", text) or not text[0].isalpha()} == {}
     assert all(f"| `{name}` | " in knobs for name in WITHOUT_EFFECT)
     for command, parser in command_parsers().items():
         text = pages()[f"reference/commands/{command.split()[0]}.md"]
@@ -112,6 +117,27 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 # ---------------------------------------------------------------- code blocks
+
+
+def test_blocks_of_data_can_be_read() -> None:
+    """What reads them is in the tests of Kubernetes' manifests, of launchers, and of the documentation's commands."""
+    readers = {"json": json.loads, "toml": tomllib.loads, "yaml": lambda text: list(yaml.safe_load_all(text))}
+    for language, read in readers.items():
+        assert blocks(language)
+        for block in blocks(language):
+            assert read(block.text), str(block)
+
+
+def test_languages_are_those_that_a_test_looks_at() -> None:
+    pages_of_today = [text for page, text in written_pages().items() if page != "CHANGELOG.md"]
+    found = {match[2] for text in pages_of_today for match in FENCE.finditer(text)}
+    assert found == {"bash", "console", "json", "python", "text", "toml", "yaml"}
+
+
+def test_a_reason_ends_with_its_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "<!-- not run: no GPU -->\n```python\na\n```\n<!-- a note -->\n```python\nb\n```\n"
+    monkeypatch.setattr("tests.docs.blocks.written_pages", lambda: {"a.md": page})
+    assert [block.not_run for block in blocks_of("a.md", "python")] == ["no GPU", None]
 
 
 def test_python_blocks_compile() -> None:
@@ -209,6 +235,5 @@ def test_every_python_block_is_run_by_a_test_or_its_page_says_why_not() -> None:
     assert not named & (run | set(ELSEWHERE))
     assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
     assert {page for page, _ in named} == {
-        *("docs/launchers.md", "docs/ray.md", "docs/sagemaker.md", "docs/spark-estimators.md", "docs/spark.md"),
-        "docs/yarn.md",
+        *("docs/ray.md", "docs/sagemaker.md", "docs/spark-estimators.md", "docs/spark.md", "docs/yarn.md")
     }

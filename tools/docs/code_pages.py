@@ -221,7 +221,7 @@ def _knobs_text() -> str:
 
 
 def _default(value: object) -> str:
-    words = {None: "none", (): "none", False: "`0`", True: "`1`"}
+    words = {None: "not set", (): "not set", False: "`0`", True: "`1`"}
     if value is None or value == () or isinstance(value, bool):
         return words[value]  # type: ignore[index]
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"

@@ -61,8 +61,8 @@ def run(
         num_proc: the number of ranks, by default one for each worker; they are spread evenly, and no
             worker has more than it has threads.
         min_num_proc: makes an elastic job: ranks that die, or whose worker goes, are replaced, workers that come are
-            used, and the others go on while there are so many. ``fn`` is decorated by ``elastic.run``. Each worker is a
-            host of its own, so give a machine one worker with many threads.
+            used, and the others go on while there are so many. The loop of ``fn`` is in a function that ``elastic.run``
+            decorates. Each worker is a host of its own, so give a machine one worker with many threads.
         max_num_proc: the greatest number of ranks of an elastic job, by default ``num_proc``, or all threads.
         workers: addresses or names of the workers to use, by default all that there are now.
         start_timeout: seconds to wait for the workers, by default 60.

@@ -49,7 +49,7 @@ def run(
         cpus_per_worker: CPUs of Ray's that each counts for.
         gpus_per_worker: GPUs; all processes of a node see all GPUs of the job there.
         min_workers: makes an elastic job: workers that die are replaced, and the others go on while there are so many;
-            ``func`` is decorated by ``elastic.run``.
+            the loop of ``func`` is in a function that ``elastic.run`` decorates.
         max_workers: the greatest number of processes of an elastic job; by default all that the cluster has places for.
         reset_limit: of an elastic job: how many changes because of failures it survives.
         cooldown_range: of an elastic job: least and greatest seconds for which a failed process's place rests.

@@ -34,7 +34,8 @@ class RayExecutor:
         gpus_per_worker: how many, by default 1.
         use_current_placement_group: if this process is in a placement group (a trial of Ray Tune), use its resources.
         min_workers: makes elastic jobs, of which each call of a function is one: workers that die, or whose node goes,
-            are replaced, and the others go on while there are so many. The function is decorated by ``elastic.run``.
+            are replaced, and the others go on while there are so many. The function's loop is
+            in one that ``elastic.run`` decorates.
         max_workers: the greatest number of workers; by default all that the cluster has places for. Ray is asked for
             so many from the beginning; `start` waits for ``min_workers``.
         reset_limit: how many changes because of failures a job survives.

@@ -79,7 +79,8 @@ def run(
         kwargs: its keyword arguments.
         num_proc: the number of processes.
         min_num_proc: makes an elastic job: processes that die are replaced, and those that are left go on, while there
-            are so many. ``func`` is decorated by ``elastic.run``; one that is not may only return everywhere.
+            are so many. The loop of ``func`` is in a function that ``elastic.run`` decorates; one without it may only
+            return everywhere.
         max_num_proc: the greatest number of processes of an elastic job; by default ``num_proc``.
         slots: of an elastic job: of hosts that the discovery script prints without a number, by default 1.
         reset_limit: of an elastic job: how many changes because of failures it survives.

@@ -156,12 +156,13 @@ def run_elastic(
     nics: str | Sequence[str] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)``, which is decorated by ``elastic.run``, in an elastic job on Spark's executors.
+    """Call ``fn(*args, **kwargs)`` in an elastic job on Spark's executors.
 
-    Ranks that die, or whose executor does, are replaced, and the others go on while there are ``min_num_proc``. A Spark
-    job of ``max_num_proc`` tasks holds the slots. They are no barrier stage, which would begin with all or none, and
-    end with the first failure: Spark starts as many as it has slots for, the others when there are more, and a task
-    that has failed anew, up to ``spark.task.maxFailures`` times. Then Spark ends the job.
+    The loop of ``fn`` is in a function that ``elastic.run`` decorates. Ranks that die, or whose executor does, are
+    replaced, and the others go on while there are ``min_num_proc``. A Spark job of ``max_num_proc`` tasks holds the
+    slots. They are no barrier stage, which would begin with all or none, and end with the first failure: Spark starts
+    as many as it has slots for, the others when there are more, and a task that has failed anew, up to
+    ``spark.task.maxFailures`` times. Then Spark ends the job.
 
     Args:
         fn: the function.
