@@ -12,12 +12,10 @@ import pytest
 from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
 from reigen.launch.elastic.job import (
     ALL_LEFT_TEXT,
-    EJECTION_STEPS,
     FIRST_VIEW_SECONDS,
     LEAVE_SECONDS,
     LEFT_EARLY_TEXT,
     ORPHANED_SECONDS,
-    OUTCOME_SECONDS,
     RESIZE_LIMIT_TEXT,
     CallHost,
     ChangeExplained,
@@ -43,6 +41,8 @@ from reigen.launch.elastic.job import (
 )
 from reigen.launch.elastic.options import NEVER, Cooldown, ElasticOptions
 from reigen.launch.elastic.slots import SlotState
+from reigen.launch.elastic.stragglers import EJECTION_STEPS
+from reigen.launch.elastic.view_line import OUTCOME_SECONDS
 from reigen.launch.job_state import (
     FinishJob,
     HostLost,

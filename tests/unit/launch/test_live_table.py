@@ -16,9 +16,7 @@ from reigen.launch.metrics.live_table import (
     TopLines,
     choose_rows,
     draw_table,
-    format_bytes,
     format_row,
-    format_seconds,
 )
 from reigen.launch.metrics.top import ComplaintQueue, LiveTable
 from reigen.launch.output.line_prefix import LineSplitter, TerminalSink
@@ -55,13 +53,6 @@ def test_cells_of_a_server_and_of_a_rank_that_has_left() -> None:
     first, second = (format_row(row) for row in job((0.0, "r", rank), (0.0, "s", server)).status(1.0))
     assert dict(zip(HEADINGS, first, strict=True))["seen"] == "ended"
     assert second[0] == "server 0"
-
-
-def test_numbers_for_people() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1024, 5 << 20, 1.5 * 2**30)] == [
-        "0 B", "1023 B", "1 KiB", "5 MiB", "1.5 GiB",
-    ]  # fmt: skip
-    assert [format_seconds(n) for n in (0.4, 99, 120, 18_000)] == ["0 s", "99 s", "2 min", "5.0 h"]
 
 
 def test_who_is_in_trouble_is_shown_where_there_is_little_room() -> None:

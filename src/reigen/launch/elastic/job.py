@@ -40,11 +40,12 @@ from signal import SIGCONT, SIGKILL, SIGTERM
 
 import msgspec
 
-from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
+from reigen.cluster.membership.views.history import ChangeNote
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
-from reigen.launch.elastic.view_line import ViewLine, describe_pause, describe_view
+from reigen.launch.elastic.stragglers import StragglerEjection
+from reigen.launch.elastic.view_line import ChangeLines
 from reigen.launch.exit_report import describe_exit
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import (
@@ -70,14 +71,10 @@ from reigen.launch.job_state import (
 FENCED_EXIT_CODE = 75
 #: How long a process that is asked to leave may take: it leaves at the end of a step.
 LEAVE_SECONDS = 30.0
-#: Steps between two ejections of stragglers: the members that are left are to show their pace first.
-EJECTION_STEPS = 100
 #: How long candidates may run when the last member that the launcher knows of has gone: another view may be on its way.
 ORPHANED_SECONDS = 30.0
 #: How long the first view may take to be announced after a process of it has died: it may be on its way.
 FIRST_VIEW_SECONDS = 5.0
-#: How long the line about a view waits for what its members make of the step that was under way.
-OUTCOME_SECONDS = 10.0
 #: How long a host that could not take part is not called again: at first, doubled each time, and at most.
 _REFUSED_SECONDS, _MOST_REFUSED_SECONDS = 10.0, 600.0
 #: Horovod's words.
@@ -331,22 +328,13 @@ class ElasticJobState(JobState):
         self._found_early: tuple[tuple[str, int], ...] | None = None
         #: hosts where a process has failed, which others are to leave
         self._left_hosts: set[str] = set()
-        #: when the first member has died since the last view began
-        self._died_at: float | None = None
-        #: Why processes have gone, or are to; what members have told of the latest change; the line that waits for it.
-        self._why_gone: dict[tuple[int, int], str] = {}
-        self._note: ChangeNote | None = None
-        self._line: ViewLine | None = None
+        self._lines = ChangeLines()
+        self._ejection = StragglerEjection(options)
         #: Since when no member is known to run.
         self._orphaned_since: float | None = None
-        #: Stragglers that the user has been told of, and why they stay; and the step at which one was ejected last.
-        self._reported_stragglers: dict[tuple[int, int], str] = {}
-        self._ejected_step = -EJECTION_STEPS
         #: Changes of members: deaths by the epoch in which they happened, and views.
         self._num_resets = self._num_resizes = 0
         self._counted_epoch: int | None = None
-        #: View of which a pause was announced.
-        self._paused_epoch: int | None = None
 
     # ---------------------------------------------------------------- events
 
@@ -359,7 +347,7 @@ class ElasticJobState(JobState):
             return [] if isinstance(event, ElasticEvent) else list(self.handle(event))
         if (of_servers := self._servers_changed(event)) is not None:
             return of_servers
-        instructions = self._say_line(event)
+        instructions = self._say_lines(event)
         match event:
             case HostsFound(hosts):
                 instructions += self._found(hosts)
@@ -373,12 +361,13 @@ class ElasticJobState(JobState):
                 instructions += self._host_lost(self.slots.hosts[host], reason)
             case HostNoticed():
                 instructions += self._noticed(event)
-            case MemberLeaving() | MemberStraggles() | PauseAnnounced():
+            case MemberLeaving() | MemberStraggles():
                 instructions += self._heard_of_member(event)
             case (
                 MemberFinished()
                 | TimePassed()
                 | ChangeExplained()
+                | PauseAnnounced()
                 | WorkerEntered()
                 | WorkersBegan()
                 | WorkerDeparted()
@@ -388,19 +377,16 @@ class ElasticJobState(JobState):
                 return [*instructions, *self.handle(event)]
         return instructions + self._decide()
 
-    def _say_line(self, event: JobEvent | ElasticEvent) -> list[JobInstruction | ElasticInstruction]:
-        """Say the line about the latest view, if it has waited for what members tell, and need not any more."""
-        self._note = event.note if isinstance(event, ChangeExplained) else self._note
-        line, note = self._line, self._note
-        if line is None:
-            return []
-        note = note if note is not None and note.epoch == line.epoch else None
-        is_explained = note is not None and note.outcome is not StepOutcome.PENDING
-        ends = isinstance(event, MemberFinished | ViewAnnounced | SignalReceived)
-        if not is_explained and not ends and self._now < line.due:
-            return []
-        self._line = None
-        return [SayToUser(line.text(note))]
+    def _say_lines(self, event: JobEvent | ElasticEvent) -> list[JobInstruction | ElasticInstruction]:
+        """Say what members tell: a pause; or the latest change, where its line has waited for that, or need not."""
+        if isinstance(event, ChangeExplained):
+            self._lines.explain(event.note)
+        must = isinstance(event, MemberFinished | ViewAnnounced | SignalReceived)
+        instructions = _say(self._lines.take_line(self._now, must=must))
+        if isinstance(event, PauseAnnounced):
+            slots = {slot.number for slot in self.slots.in_state(SlotState.RUNNING)}.intersection(event.slots)
+            instructions += _say(self._lines.describe_pause(self.epoch, event.seconds, event.num_bytes, slots))
+        return instructions
 
     def restore(self, taken: TakenOverJob, now: float) -> None:
         """Go on where a launcher that was lost has left the job, before the first event.
@@ -424,8 +410,7 @@ class ElasticJobState(JobState):
         """Return when TimePassed is due; inf: not at all."""
         if self.phase is not JobPhase.RUNNING:
             return inf
-        ends = [self.slots.next_due(self._now)]
-        ends += [] if self._line is None else [self._line.due]
+        ends = [self.slots.next_due(self._now), self._lines.due]
         ends += [] if self._short_since is None else [self._short_since + self._timeout_seconds]
         ends += [] if self._doomed_since is None else [self._doomed_since + FIRST_VIEW_SECONDS]
         ends += [] if self._orphaned_since is None else [self._orphaned_since + ORPHANED_SECONDS]
@@ -456,7 +441,7 @@ class ElasticJobState(JobState):
         changes = [f"host {host.name} {'has fewer places' if host.num_slots else 'has vanished'}" for host in left]
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
         for host, change in zip(left, changes, strict=True):
-            self._why_gone.update((slot.id, change) for slot in leaving if slot.host == host.name)
+            self._lines.note_gone((slot.id for slot in leaving if slot.host == host.name), change)
         return [SayToUser(text), *self._ask_to_leave(leaving)]
 
     def _heed_found_early(self) -> list[JobInstruction | ElasticInstruction]:
@@ -470,24 +455,15 @@ class ElasticJobState(JobState):
             numbers.append(slot.number)
         return [*_ask_to_end(numbers)]
 
-    def _heard_of_member(
-        self, event: MemberLeaving | MemberStraggles | PauseAnnounced
-    ) -> list[JobInstruction | ElasticInstruction]:
-        if isinstance(event, PauseAnnounced):
-            running = {slot.number for slot in self.slots if slot.state is SlotState.RUNNING}
-            slots = sorted(running.intersection(event.slots))
-            if not slots or self._paused_epoch == self.epoch:  # once in a view: a transfer that fails is made again
-                return []
-            self._paused_epoch = self.epoch
-            return [SayToUser(describe_pause(event.seconds, event.num_bytes, slots))]
+    def _heard_of_member(self, event: MemberLeaving | MemberStraggles) -> list[JobInstruction | ElasticInstruction]:
         slot = self.slots[event.slot] if self.slots.has(event.slot) else None
         if slot is None or slot.state is not SlotState.RUNNING or slot.incarnation != event.incarnation:
             return []
         if isinstance(event, MemberStraggles):
             return self._member_straggles(slot, event)
         slot.state, slot.rests_when_left = SlotState.LEAVING, True  # it ends when its grace is over
-        self._why_gone[slot.id] = "SIGTERM, or hvd.elastic.leave()"
-        return [SayToUser(f"{self._name(slot)} leaves; {self._describe_number()}")]
+        self._lines.note_gone([slot.id], "SIGTERM, or hvd.elastic.leave()")
+        return _say(f"{self._name(slot)} leaves; {self._describe_number()}")
 
     def _member_straggles(self, slot: JobSlot, event: MemberStraggles) -> list[JobInstruction | ElasticInstruction]:
         """Report a straggler, or ask it to leave: it does so behind a step, and nothing is done again."""
@@ -495,35 +471,14 @@ class ElasticJobState(JobState):
             f"{self._name(slot)} is late: {event.work_seconds:.3g} s of work in each of the last {event.num_steps} "
             f"steps, where the median of the others is {event.median_seconds:.3g} s"
         )
-        stays = self._find_obstacle(slot, event)
-        if stays:
-            if self._reported_stragglers.get(slot.id) == stays:
-                return []
-            self._reported_stragglers[slot.id] = stays
-            return [SayToUser(f"{text}; it stays: {stays}")]
-        self._ejected_step = event.step
-        self._why_gone[slot.id] = "ejected as a straggler"
+        usable, deciding = self.slots.usable(self._now), self.slots[self.members[0][0]].host if self.members else ""
+        if stays := self._ejection.find_obstacle(slot, event.step, event.min_ranks, usable, self.members, deciding):
+            return _say(f"{text}; it stays: {stays}") if self._ejection.is_news(slot, stays) else []
+        self._ejection.note_ejection(event.step)
+        self._lines.note_gone([slot.id], "ejected as a straggler")
         rest = slot.failures.add(self._now, self._options.cooldown, self._chance())
         signals = self._ask_to_leave([slot])
-        return [SayToUser(f"{text}; it is asked to leave: {self._describe_rest(rest)}"), *signals]
-
-    def _find_obstacle(self, slot: JobSlot, event: MemberStraggles) -> str:
-        """Return why a straggler is not ejected; empty: it is."""
-        if not self._options.ejects_stragglers:
-            return "--eject-stragglers would replace it"
-        if event.step - self._ejected_step < EJECTION_STEPS:
-            return f"another one was ejected less than {EJECTION_STEPS} steps ago"
-        others = [each for each in self.slots.usable(self._now) if each is not slot]
-        if any(each.state is SlotState.FREE or each.id not in self.members for each in others):
-            return ""  # somebody takes its place
-        least = max(self._options.min_ranks, event.min_ranks)
-        num_left = sum(each.id in self.members for each in others)
-        if num_left < least:
-            return f"no other process can take its place, and the job needs {least}"
-        deciding = self.slots[self.members[0][0]].host
-        if slot.host == deciding and all(each.host != deciding for each in others):
-            return "it is the last one on the host of rank 0, which decides where hosts lose each other"
-        return ""
+        return [*_say(f"{text}; it is asked to leave: {self._describe_rest(rest)}"), *signals]
 
     def _noticed(self, event: HostNoticed) -> list[JobInstruction | ElasticInstruction]:
         host = self.slots.hosts.get(event.host)
@@ -536,7 +491,7 @@ class ElasticJobState(JobState):
             return list(self.handle(SignalReceived(event.signum, event.seconds)))
         if not leaving:
             return []
-        self._why_gone.update((slot.id, f"its engine takes host {host.name} away") for slot in leaving)
+        self._lines.note_gone((slot.id for slot in leaving), f"its engine takes host {host.name} away")
         return [SayToUser(f"{_format_slots(leaving)} asked to leave"), *self._ask_to_leave(leaving)]
 
     def _host_answered(self, event: HostPrepared | HostUnusable) -> list[JobInstruction | ElasticInstruction]:
@@ -559,22 +514,11 @@ class ElasticJobState(JobState):
         if self.epoch is not None and self._counted_epoch != self.epoch:
             self._num_resizes += 1
             self._num_resets += self._options.counts_resizes
-        if self.epoch is not None:
-            self._line = self._describe_view(view)
-        self.epoch, self.members, self._doomed_since, self._died_at = view.epoch, view.members, None, None
-        self._why_gone = {member: why for member, why in self._why_gone.items() if member in view.members}
+        before = None if self.epoch is None else self.members
+        self._lines.begin_view(view.epoch, before, view.members, view.step if view.completes else None, self._now)
+        self.epoch, self.members, self._doomed_since = view.epoch, view.members, None
         self._deaths.clear()
-        return [*self._say_line(view if self._note is None else ChangeExplained(self._note)), *self._heed_found_early()]
-
-    def _describe_view(self, view: ViewAnnounced) -> ViewLine:
-        """Describe what has changed: ``view 2: 3 ranks go on after 0.1 s; rank 3 is now 2; ...``."""
-        seconds = None if self._died_at is None else self._now - self._died_at
-        outcome = "" if seconds is None else "what was done since the last commit is done again"
-        if view.completes:
-            outcome = f"step {view.step} was completed without those who died"
-        is_explained = self._note is not None and self._note.epoch == view.epoch
-        due = self._now + (OUTCOME_SECONDS if is_explained else 0.0)
-        return describe_view(view.epoch, self.members, view.members, self._why_gone, seconds, outcome, due)
+        return [*_say(self._lines.take_line(self._now, must=False)), *self._heed_found_early()]
 
     def _host_lost(self, host: HostSlots, reason: str) -> list[JobInstruction | ElasticInstruction]:
         was_noticed = host.phase is HostPhase.LEAVING
@@ -690,7 +634,7 @@ class ElasticJobState(JobState):
                 continue  # who comes gets the state from these
             self._left_hosts.discard(name)
             if leaving := [slot for slot in running if slot.host == name]:
-                self._why_gone.update((slot.id, f"host {name} is not used any more") for slot in leaving)
+                self._lines.note_gone((slot.id for slot in leaving), f"host {name} is not used any more")
                 instructions += self._ask_to_leave(leaving)
         return instructions
 
@@ -703,11 +647,11 @@ class ElasticJobState(JobState):
         self._doom(slot)
         is_of_host = failure.exit_code == HOST_LOST_EXIT_CODE
         end = f"host {slot.host} was lost" if is_of_host else _describe_end(failure.exit_code, failure.cause)
-        self._why_gone[slot.id] = end
+        self._lines.note_gone([slot.id], end)
         if failure.exit_code != FENCED_EXIT_CODE:
             self._deaths.append(_Death(failure, slot.id))
-        if slot.id in self.members and self._died_at is None:
-            self._died_at = self._now
+        if slot.id in self.members:
+            self._lines.note_death(self._now)
         if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
             self._counted_epoch = self.epoch
             self._num_resets += 1
@@ -889,6 +833,11 @@ class ElasticJobState(JobState):
 def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
     """Return the members' slots, by rank."""
     return tuple(slot for slot, _ in members)
+
+
+def _say(text: str) -> list[JobInstruction | ElasticInstruction]:
+    """Tell the user, if there is something to tell."""
+    return [SayToUser(text)] if text else []
 
 
 def _ask_to_end(numbers: Iterable[int]) -> list[JobInstruction]:

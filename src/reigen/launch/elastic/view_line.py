@@ -1,15 +1,19 @@
-"""Line of the launcher about a change of members: who, why, how long, and which work is done again. Pure."""
+"""Lines of the launcher about changes of members: who, why, how long, and which work is done again. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
-from reigen.cluster.membership.views.history import ChangeNote, describe_moves
+from reigen.cluster.membership.views.history import ChangeNote, StepOutcome, describe_moves
 from reigen.errors import format_ranks
-from reigen.launch.metrics.live_table import format_bytes
+from reigen.launch.units import format_bytes
 
 Members = Sequence[tuple[int, int]]
+
+#: How long the line about a view waits for what its members make of the step that was under way.
+OUTCOME_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +100,95 @@ def describe_pause(seconds: float, num_bytes: int, slots: Sequence[int]) -> str:
 def _describe_gone(slots: Sequence[int], reason: str) -> str:
     who = f"slots {format_ranks(slots)} have" if len(slots) > 1 else f"slot {slots[0]} has"
     return f"{who} gone{reason and f' ({reason})'}"
+
+
+class ChangeLines:
+    """Lines about the changes of a job's members, with what is known of each before it can be said.
+
+    Members are named by slot and incarnation.
+    """
+
+    def __init__(self) -> None:
+        #: why processes have gone, or are to
+        self._why_gone: dict[tuple[int, int], str] = {}
+        #: when the first member has died since the last view began
+        self._died_at: float | None = None
+        #: what members have told of the latest change; the line that waits for it
+        self._note: ChangeNote | None = None
+        self._line: ViewLine | None = None
+        #: view of which a pause was announced
+        self._paused_epoch: int | None = None
+
+    @property
+    def due(self) -> float:
+        """When a line is to be said though members have told nothing; inf: there is none."""
+        return inf if self._line is None else self._line.due
+
+    def note_gone(self, members: Iterable[tuple[int, int]], why: str) -> None:
+        """Take note why processes have gone, or are asked to go."""
+        self._why_gone.update(dict.fromkeys(members, why))
+
+    def note_death(self, now: float) -> None:
+        """Take note that a member has died."""
+        self._died_at = now if self._died_at is None else self._died_at
+
+    def explain(self, note: ChangeNote) -> None:
+        """Take in what members tell of the latest change."""
+        self._note = note
+
+    def begin_view(
+        self, epoch: int, before: Members | None, members: Members, completed_step: int | None, now: float
+    ) -> None:
+        """Make the line about a view that begins: ``view 2: 3 ranks go on after 0.1 s; rank 3 is now 2; ...``.
+
+        Args:
+            epoch: of the view.
+            before: members of the view before, by rank; None: it is the first one, about which there is nothing to say.
+            members: its members, by rank.
+            completed_step: the one that those who are left have finished; None: none.
+            now: when it begins.
+        """
+        if before is not None:
+            seconds = None if self._died_at is None else now - self._died_at
+            outcome = "" if seconds is None else "what was done since the last commit is done again"
+            if completed_step is not None:
+                outcome = f"step {completed_step} was completed without those who died"
+            is_explained = self._note is not None and self._note.epoch == epoch
+            due = now + (OUTCOME_SECONDS if is_explained else 0.0)
+            self._line = describe_view(epoch, before, members, self._why_gone, seconds, outcome, due)
+        self._died_at = None
+        self._why_gone = {member: why for member, why in self._why_gone.items() if member in members}
+
+    def take_line(self, now: float, *, must: bool) -> str:
+        """Return the line about the latest view if it need not wait for what members tell; it is said once.
+
+        Args:
+            now: the time.
+            must: nothing will be told any more.
+
+        Returns:
+            Empty: there is none, or it is too early.
+        """
+        line, note = self._line, self._note
+        if line is None:
+            return ""
+        note = note if note is not None and note.epoch == line.epoch else None
+        is_explained = note is not None and note.outcome is not StepOutcome.PENDING
+        if not is_explained and not must and now < line.due:
+            return ""
+        self._line = None
+        return line.text(note)
+
+    def describe_pause(self, epoch: int | None, seconds: float, num_bytes: int, slots: Collection[int]) -> str:
+        """Describe a pause in a view, once: a transfer that fails is made again. Empty: there is nothing to say.
+
+        Args:
+            epoch: of the view.
+            seconds: see the function of this name.
+            num_bytes: see there.
+            slots: see there; those that run.
+        """
+        if not slots or self._paused_epoch == epoch:
+            return ""
+        self._paused_epoch = epoch
+        return describe_pause(seconds, num_bytes, sorted(slots))
