@@ -147,14 +147,17 @@ def retransmit_after_close(connection: socket.socket) -> None:
 
 
 def wait_until_delivered(connection: socket.socket, seconds: float) -> None:
-    """Wait until the peer's host has all that was sent, or the connection is over, or so long.
+    """Wait until the peer's host has all that was sent, the connection is over, or the host has been silent so long.
 
-    Closing a connection on which something has come that was not read throws away what has not arrived.
+    Closing a connection on which something has come that was not read throws away what has not arrived. Silence before
+    the call counts; who is not silent, and does not take it, is waited for as long from now on.
     """
     until = time.monotonic() + seconds
     pause = 0.0005
     while connection.fileno() >= 0 and time.monotonic() < until:
         if not num_undelivered_bytes(connection) or _tcp_info(connection, _STATE)[0] not in _OPEN:
+            return
+        if silent_seconds(connection) >= seconds:
             return
         time.sleep(pause)
         pause = min(2 * pause, 0.02)

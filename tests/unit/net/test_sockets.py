@@ -19,6 +19,8 @@ from reigen.net.sockets import (
     translate_connection_losses,
     wait_until_delivered,
 )
+from tests.multiprocess.launcher import until
+from tests.patience import patiently
 from tests.silence import fall_silent
 
 SO_DETACH_FILTER = 27
@@ -186,6 +188,24 @@ def test_what_was_sent_is_not_waited_for_in_vain(ends):
     ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     ends[1].close()
     wait_until_delivered(ends[0], 60.0)
+
+
+def test_the_silence_before_counts_when_what_was_sent_is_waited_for():
+    """Who has heard nothing of a host for most of the time after which it is lost does not wait all of it once more."""
+
+    def attempt(seconds):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            one = socket.create_connection(listener.getsockname())
+            other = listener.accept()[0]
+        with one, other:
+            fall_silent(one)
+            until(lambda: silent_seconds(one) >= 0.9 * seconds)
+            one.sendall(b"goodbye")
+            begun = time.monotonic()
+            wait_until_delivered(one, seconds)
+            assert time.monotonic() - begun < 0.5 * seconds
+
+    patiently(attempt)
 
 
 def test_deadlines_stay_deadlines(ends):

@@ -146,7 +146,8 @@ class MembershipClient:
     def close(self) -> None:
         """Close the connection: for the others this rank has died, unless it said something before. Repeatable.
 
-        Where packets are lost that takes a while: what it said must have arrived.
+        Where packets are lost that takes a while: what it said must have arrived. But a host that is silent for the
+        peer timeout, some of which has passed before, gets nothing any more.
         """
         with self._lock:
             if self._has_ended:
