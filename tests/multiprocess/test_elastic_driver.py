@@ -415,6 +415,33 @@ def test_too_few_wait_for_more() -> None:
         lab.make_steps(members)
 
 
+@pytest.mark.parametrize("stopped", [0, 3])
+def test_newcomers_do_not_wait_for_a_host_that_is_stopped_while_there_are_too_few(stopped: int) -> None:
+    """No step shows that its processes are stopped, and newcomers are to be answered by each host: it is left out."""
+    with elastic_lab(["a", "a", "b", "c"], (4, 8), timeouts={"stuck": 0.5, "kill": 0.1}) as lab:
+        members = lab.alive()
+        epoch, _ = lab.run_view(members)
+        lab.make_steps(members)
+        kill(members[1:2], members)
+        lab.until(lambda: all(is_waiting(each) for each in members), "there are too few")
+        victim = lab.processes[stopped, 0]
+        victim.signal(signal.SIGSTOP)
+        rest = [each for each in members if each is not victim]
+
+        rest += [lab.candidate(4, "b"), lab.candidate(5, "b")]
+
+        lab.run_view(rest, epoch)
+        lab.make_steps(rest)
+        victim.signal(signal.SIGCONT)
+        assert lab.exit_code(victim) == 75
+
+
+def is_waiting(process: LabProcess) -> bool:
+    """Whether it says so at last; it is asked again and again."""
+    process.order("ask")
+    return process.told("state")[-1:] == [["waiting", []]]
+
+
 def test_too_few_for_too_long() -> None:
     with elastic_lab(["a"] * 2, sizes=(2, 2), timeouts={"wait": 0.3}) as lab:
         members = lab.alive()

@@ -59,6 +59,11 @@ def test_who_has_stopped_hears_why_the_change_begins(
     assert explain_change(VIEW, ME, event) == reason
 
 
+def test_members_that_wait_change_because_newcomers_do_not_reach_a_host() -> None:
+    reason = explain_change(VIEW, ME, TimerFired(ViewTimer.STUCK), is_waiting=True)
+    assert reason == ChangeReason("processes that come do not reach a host: who is stopped there is left out")
+
+
 def test_the_launcher_is_told_what_is_done_again_whatever_the_reason() -> None:
     """A stop that was planned, and broken, costs what a death costs; a death behind it costs nothing."""
     planned, death = ChangeReason(PLANNED_REASON), ChangeReason("rank 3 is dead", is_of_death=True)

@@ -37,6 +37,7 @@ from reigen.cluster.membership.views.events import (
     Verdict,
     ViewTimer,
 )
+from reigen.cluster.membership.views.late_members import SilentHosts
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState, ViewTimeouts, revoke_neighbours
 from reigen.cluster.membership.views.messages import (
     VIEW_CODEC,
@@ -853,6 +854,47 @@ def test_too_few_members_wait_for_others() -> None:
     other.handle(Rolled(1))
     (end,) = other.handle(TimerFired(ViewTimer.WAIT))
     assert end.reason == "2 rank(s) are left, steps need 3, and no more came in 600 s (HOROVOD_ELASTIC_TIMEOUT)"
+
+
+def waiting(slot: int, view: View) -> ElasticMember:
+    """A member of a view that is too small."""
+    each = ElasticMember(member(slot), view)
+    each.start()
+    each.handle(LayoutsBuilt(1))
+    for other in view.members:
+        each.handle(Received(other, ViewInstalled(1, other) if slot == 0 else ViewGo(1)))
+    each.handle(Rolled(1))
+    assert each.state is ElasticState.WAITING
+    return each
+
+
+def test_a_host_that_newcomers_do_not_reach_is_looked_at_once_while_members_wait() -> None:
+    """All its processes may be stopped, and no step shows that; or the newcomers are cut off."""
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    newcomers = [msgspec.structs.replace(ready(slot, "h0"), unreached=("h2",)) for slot in (8, 9)]
+    for slot, seconds in ((0, 5.0), (1, 10.0)):  # rank 0 may be stopped itself
+        each = waiting(slot, view)
+        assert each.handle(Received(member(8, 2), newcomers[0])) == [], "without host 2 there are too few"
+        timer = StartTimer(ViewTimer.STUCK, seconds)
+        assert each.handle(Received(member(9, 2), newcomers[1])) == [timer]
+        assert each.handle(Received(member(9, 2), newcomers[1])) == [], "it is not put off"
+        assert RevokePlane(1) in each.handle(TimerFired(ViewTimer.STUCK))
+    each = waiting(0, view)
+    for newcomer in newcomers:
+        each.handle(Received(newcomer.host.members[0].id, newcomer))
+    answered = msgspec.structs.replace(newcomers[1], unreached=())
+    assert RevokePlane(1) in each.handle(Received(member(9, 2), answered)), "there are enough with all hosts"
+
+
+def test_newcomers_that_are_cut_off_cause_one_change() -> None:
+    hosts = SilentHosts()
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    newcomers = [msgspec.structs.replace(ready(slot, "h0"), unreached=("h2",)) for slot in (7, 8, 9)]
+    assert hosts.newcomers(view, newcomers[:1], 4) == set()
+    assert hosts.newcomers(view, newcomers[:2], 4) == {member(7, 2), member(8, 2)}
+    hosts.note_change([member(7, 2), member(8, 2)])
+    assert hosts.newcomers(view, newcomers[:2], 4) == set()
+    assert hosts.newcomers(view, newcomers, 4) == {member(9, 2)}
 
 
 def test_rank_0_names_a_step_for_those_who_come() -> None:

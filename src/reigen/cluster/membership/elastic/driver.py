@@ -410,7 +410,8 @@ class ViewDriver:
             or (is_changed and before is ElasticState.PAUSED and not belongs_to_stop(event))
             or (before is ElasticState.CHANGING and self._cause.is_hearsay and isinstance(event, Evidence))
         ):
-            self._cause = explain_change(self._view, self.me, event)
+            is_waiting = before is ElasticState.WAITING
+            self._cause = explain_change(self._view, self.me, event, is_waiting=is_waiting)
             self.reason = self._cause.text
         if is_changed:
             self._take_in_finished(event)
@@ -710,13 +711,14 @@ def belongs_to_stop(event: MemberEvent) -> bool:
             return True
 
 
-def explain_change(view: View, me: MemberId, event: MemberEvent) -> ChangeReason:
+def explain_change(view: View, me: MemberId, event: MemberEvent, *, is_waiting: bool = False) -> ChangeReason:
     """Return why a view ends.
 
     Args:
         view: the one that ends.
         me: this member.
         event: by which the change has begun.
+        is_waiting: there were not enough members to run steps.
     """
     match event:
         case Evidence(member, verdict, detail):
@@ -730,6 +732,8 @@ def explain_change(view: View, me: MemberId, event: MemberEvent) -> ChangeReason
             return ChangeReason(text, is_hearsay=True)
         case Received(MemberId() as sender, RevokeView() | AskMember()):
             return ChangeReason(f"rank {view.ranks.get(sender)} asked for it", is_hearsay=True)
+        case TimerFired() if is_waiting:
+            return ChangeReason("processes that come do not reach a host: who is stopped there is left out")
         case TimerFired():
             return ChangeReason("not all have come to the step at which they were to stop")
         case _:

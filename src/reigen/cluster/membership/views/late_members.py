@@ -1,10 +1,11 @@
-"""Members that are slow: those for which a collective has waited in vain, and those that are in an update. Pure."""
+"""Members that are slow: for which a collective has waited in vain, in an update, or silent to newcomers. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from reigen.cluster.membership.views.events import Evidence, MembersLate, StartTimer, Verdict, ViewTimer
+from reigen.cluster.membership.views.messages import MemberReady
 from reigen.cluster.membership.views.record import MemberId, View
 
 
@@ -68,3 +69,34 @@ class BusyMembers:
             return awaited
         self._num_looks += 1
         return [member for member in awaited if member not in heard]
+
+
+class SilentHosts:
+    """Hosts of a view whose members wait for others, and that these do not reach.
+
+    All processes there may be stopped, and no step shows it. So a change is begun, in which who is silent is left out;
+    if none of them is, the newcomers are cut off. Therefore it is begun once for each newcomer, and only where there
+    are enough members without such hosts.
+    """
+
+    def __init__(self) -> None:
+        self._tried: set[MemberId] = set()
+
+    def newcomers(self, view: View, candidates: Collection[MemberReady], least_size: int) -> set[MemberId]:
+        """Return the newcomers for which a change may help.
+
+        Args:
+            view: the present one.
+            candidates: all that want to be members.
+            least_size: number of members with which steps are run.
+        """
+        names = {host.name for host in view.hosts}
+        cut = {each.host.members[0].id: names.intersection(each.unreached) for each in candidates}
+        found = {member for member, unreached in cut.items() if unreached and member not in self._tried}
+        silent = {name for member in found for name in cut[member]}
+        num_left = sum(len(host.members) for host in view.hosts if host.name not in silent)
+        return found if num_left + len(candidates) >= least_size else set()
+
+    def note_change(self, newcomers: Iterable[MemberId]) -> None:
+        """Take note that a change begins because of these."""
+        self._tried.update(newcomers)

@@ -32,7 +32,7 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.installation import Installation
-from reigen.cluster.membership.views.late_members import BusyMembers, LateMembers
+from reigen.cluster.membership.views.late_members import BusyMembers, LateMembers, SilentHosts
 from reigen.cluster.membership.views.leader import ChangeLeader
 from reigen.cluster.membership.views.messages import (
     AllLeave,
@@ -171,6 +171,8 @@ class ElasticMember:
         self._stop = PlannedStop(me, view)
         self._leaving: set[MemberId] = set()
         self._late, self._busy = LateMembers(me, view, self._timeouts.late), BusyMembers(0)
+        #: hosts that newcomers do not reach; and whether they are given some time, while members wait
+        self._silent_hosts, self._is_doubting = SilentHosts(), False
         #: steps may have been run in the view
         self._has_run = False
 
@@ -483,7 +485,7 @@ class ElasticMember:
             return []
         self._applied = self.view.base.target
         if self.view.size < self._least_size:
-            self.state = ElasticState.WAITING
+            self.state, self._is_doubting = ElasticState.WAITING, False
             return [StartTimer(ViewTimer.WAIT, self._timeouts.wait), *self._take_candidates()]
         self.state, self._has_run = ElasticState.RUNNING, True
         leaving = self._on_leave() if self.me in self._leaving else []
@@ -555,15 +557,24 @@ class ElasticMember:
         return [*answer, *self._take_candidates()]
 
     def _take_candidates(self) -> list[MemberAction]:
-        """Begin a change, as rank 0, if there are candidates that are to be members."""
+        """Begin a change, as rank 0, if there are candidates that are to be members.
+
+        While members wait, a change may also be needed to find out who is stopped on a host that candidates do not
+        reach, rank 0 perhaps.
+        """
         hosts = [host.name for host in self.view.hosts]
         num = sum(reaches(candidate, hosts) for candidate in self._candidates.values())
-        if not num or self.rank != 0 or self.view.size >= self.view.max_size:
+        if self.view.size >= self.view.max_size:
             return []
         if self.state is ElasticState.WAITING:
-            enough = self.view.size + num >= self._least_size
-            return self._begin_change() if enough else []
-        return self._change_soon(None) if self.state in _STEPPING else []
+            if num and self.rank == 0 and self.view.size + num >= self._least_size:
+                return self._begin_change()
+            candidates = self._candidates.values()
+            if self._is_doubting or not self._silent_hosts.newcomers(self.view, candidates, self._least_size):
+                return []
+            self._is_doubting = True
+            return [StartTimer(ViewTimer.STUCK, self._timeouts.stuck * (1 if self.rank == 0 else 2))]
+        return self._change_soon(None) if num and self.rank == 0 and self.state in _STEPPING else []
 
     # -- timers -------------------------------------------------------------------------------------------------------
 
@@ -587,6 +598,11 @@ class ElasticMember:
         """
         if self.state is ElasticState.PAUSED:
             return self._begin_change()
+        if self.state is ElasticState.WAITING and self._is_doubting:
+            newcomers = self._silent_hosts.newcomers(self.view, self._candidates.values(), self._least_size)
+            self._is_doubting = False
+            self._silent_hosts.note_change(newcomers)
+            return self._begin_change() if newcomers else []
         if self.state not in {ElasticState.CHANGING, ElasticState.INSTALLING}:
             return []
         members = [member for member in self.view.members if member not in self.lost]
