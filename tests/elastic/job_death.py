@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from typing import Any
 
 from reigen import context
 from reigen.elastic import state_transfer
 from reigen.errors import PeerLostError
+
+#: How long a process hesitates at most: then the test fails.
+_DEADLINE_SECONDS = 60.0
+
+
+class ViewEnds:
+    """Ends of a job's views, as this process has taken note of them: from then on nothing is applied in them.
+
+    Args:
+        job: whose views.
+    """
+
+    def __init__(self, job: Any) -> None:
+        self._changed, self._epoch = threading.Condition(), 0
+        progress = job.progress
+
+        def progress_then_tell(epoch: int) -> object:
+            found = progress(epoch)
+            with self._changed:
+                self._epoch = max(self._epoch, epoch)
+                self._changed.notify_all()
+            return found
+
+        job.progress = progress_then_tell
+
+    def wait(self) -> None:
+        """Return when the view has ended that the program has."""
+        epoch = elastic_epoch()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._epoch >= epoch, _DEADLINE_SECONDS):
+                raise AssertionError(f"view {epoch} has not ended within {_DEADLINE_SECONDS:g} s")
 
 
 class Death:
@@ -29,7 +60,7 @@ class Death:
 
         `digest`: when newcomers have read the state; `compared`: when all know of that.
         """
-        exchange = jobs.allgather_object
+        exchange, ends = jobs.allgather_object, ViewEnds(job)
 
         def exchange_or_die(obj: object, name: str | None = None) -> list[object]:
             elastic = context.elastic_job()
@@ -39,7 +70,7 @@ class Death:
                 self.at("digest", self.number)
                 found = exchange(obj, name)
                 self.at("compared", self.number)
-                hesitate(job, "digests")
+                hesitate(ends, "digests")
                 return found
             return exchange(obj, name)
 
@@ -47,7 +78,7 @@ class Death:
         begin_update, transfer = job.begin_update, job.training.transfer
 
         def begin_update_late() -> None:
-            hesitate(job, f"update:{job.number}")
+            hesitate(ends, f"update:{job.number}")
             begin_update()
 
         def transfer_or_die(source: int, *args: Any, **options: Any) -> Any:
@@ -63,13 +94,11 @@ def elastic_epoch() -> int:
     return 0 if elastic is None else elastic.epoch
 
 
-def hesitate(job: Any, place: str) -> None:
+def hesitate(ends: ViewEnds, place: str) -> None:
     """Wait there, once, until the view has ended, if ``HESITATES`` says so; with ``MISSES``, as if nothing had come."""
     misses = place == os.environ.get("MISSES")
     if misses or place == os.environ.get("HESITATES"):
         del os.environ["MISSES" if misses else "HESITATES"]
-        epoch = elastic_epoch()
-        while job._mark.revoked < epoch:
-            time.sleep(0.001)
+        ends.wait()
         if misses:
             raise PeerLostError("a member has died before all had everything")

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from reigen.cluster.membership.views.history import StepOutcome
+from reigen.errors import format_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class HeldState:
         arrived: what a newcomer has read during the present step or the one before, what its source had then, or what
             all have compared; None: not known here.
         description: digest of what must be the same on all members (`digest_description`); empty: not known here.
+        has_lost: it was a member, and a part of its weights is of another step than the rest.
     """
 
     number: int
@@ -78,6 +80,7 @@ class HeldState:
     is_in_step: bool = False
     arrived: ArrivedState | None = None
     description: bytes = b""
+    has_lost: bool = False
 
     @property
     def reached(self) -> int:
@@ -108,6 +111,16 @@ class CatchUpPlan:
     waiting: frozenset[int] = frozenset()
 
 
+def note_arrival(number: int, digest: bytes) -> ArrivedState | None:
+    """Take note of the state that newcomers have read; who dies may leave others that have not compared it.
+
+    Args:
+        number: steps that the weights have had in it.
+        digest: of it; empty: it is not known here.
+    """
+    return ArrivedState(number, digest) if digest else None
+
+
 def confirm_newcomers(held: Sequence[HeldState]) -> list[HeldState]:
     """Count newcomers as members if they hold the state of their source.
 
@@ -122,6 +135,21 @@ def confirm_newcomers(held: Sequence[HeldState]) -> list[HeldState]:
 
 def _has_read_one_of(each: HeldState, states: Collection[ArrivedState]) -> bool:
     return each.arrived is not None and each.arrived.number == each.number and each.arrived in states
+
+
+def find_lost_state(held: Sequence[HeldState]) -> str:
+    """Return why the job cannot go on: nobody is left who has its state, and some have half of it; empty: it can.
+
+    Args:
+        held: by all ranks of the view, in order.
+    """
+    lost = [rank for rank, each in enumerate(held) if each.has_lost]
+    if not lost or any(each.is_member for each in held):
+        return ""
+    return (
+        f"no process is left that holds the state of the training: the weights of rank(s) {format_ranks(lost)} were "
+        "being updated, in parts, when others died. Start the job again from its last checkpoint"
+    )
 
 
 def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:

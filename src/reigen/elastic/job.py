@@ -61,9 +61,11 @@ from reigen.elastic.catch_up import (
     UpdateAtHand,
     are_alike,
     confirm_newcomers,
+    find_lost_state,
     find_outcome,
     is_step_redone,
     may_overlap_transfer,
+    note_arrival,
     plan_catch_up,
     plan_updates,
 )
@@ -197,12 +199,14 @@ class _Mark:
         number: steps that its weights have had.
         offset: less by this they are the steps of the membership, which begin at another number.
         is_member: see `HeldState`.
+        has_lost: see `HeldState`.
         revoked: epoch of the latest view that has ended.
     """
 
     number: int = 0
     offset: int = 0
     is_member: bool = False
+    has_lost: bool = False
     revoked: int = 0
 
 
@@ -271,7 +275,7 @@ class BaseJob(ABC):
         self._has_renewed = True
         #: others wait for the end of the step that is completed, to get the state then
         self._is_awaited = False
-        #: this rank's state is not what was sent to it: it leaves
+        #: this rank leaves: its state is not what was sent to it, or nobody has the state any more
         self._is_wrong = False
         #: changes because of members that were late, since the latest step
         self._num_late = 0
@@ -590,8 +594,9 @@ class BaseJob(ABC):
         self._lock.release()
 
     def lose_state(self) -> None:
-        """Take note that this member's weights are not those of any step; within an update."""
-        self._mark.is_member = False
+        """Take note that this member's weights are not those of any step, until it gets them from another one."""
+        with self._lock:
+            self._mark.is_member, self._mark.has_lost, self._arrived = False, True, None
 
     # -- changes of members -------------------------------------------------------------------------------------------
 
@@ -666,34 +671,17 @@ class BaseJob(ABC):
         target = self._elastic.view.base.target
         with self._lock:
             self._mark.offset = self._base_number - max(target, 1)
-            self._mark.is_member = self.rank in self.dealt_ranks()
+            self._mark.is_member, self._mark.has_lost = self.rank in self.dealt_ranks(), False
         return target == 0 and self._elastic.step_applied()
 
     def _catch_up(self) -> None:
         """Collective: all members of a view come to hold the state of those who are furthest."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
-            self._note_arrived(arrival[0].digest() if self._is_summed else b"")
+            self._arrived = note_arrival(self._mark.number, arrival[0].digest() if self._is_summed else b"")
         # All have come to this view (`api.change_view`): nobody fills a bucket, or changes a weight, of the one before.
         mark = self._mark
-        is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
-        update = self._update_at_hand()
-        is_member = mark.is_member and (update is not None or not self._has_begun_update())
-        is_in_step = self._step is not None and not self._step.is_applied
-        has_newcomers = self._elastic is None or len(self._elastic.renumbered) < self.size
-        described = digest_description(self._describe()) if has_newcomers else b""
-        at_hand = self._sums_at_hand()
-        own = HeldState(mark.number, is_member, is_whole, at_hand, update, is_in_step, self._arrived, described)
-        entries = allgather_object(
-            (own, describe_former_sets(self._process_sets), self.training.describe_view()), "elastic.held"
-        )
-        all_held, former_sets, described_views = zip(*entries, strict=True)
-        if self._elastic is not None:
-            self._process_sets = follow_members(self._process_sets, former_sets)
-        held = confirm_newcomers(all_held)
-        if held[self.rank].is_member:
-            with self._lock:
-                mark.is_member = True
+        held, described_views = self._exchange_held()
         plan = plan_catch_up(held)
         may_overlap = self._elastic is not None and may_overlap_transfer(held, plan)
         if plan.finishing and self._step_context is not None:
@@ -721,6 +709,42 @@ class BaseJob(ABC):
             _log.info("the state comes behind the step that the others complete now")
             contexts.current().barrier(name="elastic.next_view", blocking=True).wait()  # which the others begin
 
+    def _exchange_held(self) -> tuple[list[HeldState], tuple[Any, ...]]:
+        """Collective: return what all members of a view hold, and how they describe it; process sets follow.
+
+        Newcomers that have the state count as members.
+
+        Raises:
+            CollectiveError: nobody has the state any more; this process leaves.
+        """
+        mark = self._mark
+        is_whole = self._is_whole or self._step is not None  # what is cut off is undone as a whole
+        if (update := self._update_at_hand()) is None and self._has_begun_update():
+            self.lose_state()
+        is_in_step = self._step is not None and not self._step.is_applied
+        has_newcomers = self._elastic is None or len(self._elastic.renumbered) < self.size
+        described = digest_description(self._describe()) if has_newcomers else b""
+        own = HeldState(
+            *(mark.number, mark.is_member, is_whole, self._sums_at_hand(), update, is_in_step),
+            arrived=self._arrived,
+            description=described,
+            has_lost=mark.has_lost,
+        )
+        entries = allgather_object(
+            (own, describe_former_sets(self._process_sets), self.training.describe_view()), "elastic.held"
+        )
+        all_held, former_sets, described_views = zip(*entries, strict=True)
+        if self._elastic is not None:
+            self._process_sets = follow_members(self._process_sets, former_sets)
+        held = confirm_newcomers(all_held)
+        if problem := find_lost_state(held):
+            self._is_wrong = True
+            raise CollectiveError(problem)
+        if held[self.rank].is_member:
+            with self._lock:
+                mark.is_member = True
+        return held, described_views
+
     def _tell_outcome(
         self, elastic: ElasticJob[contexts.Context], held: Sequence[HeldState], plan: CatchUpPlan
     ) -> None:
@@ -746,6 +770,8 @@ class BaseJob(ABC):
 
         In the latter case it is this rank's step until the result is there: should those die who have it, it is undone.
         """
+        if self._has_begun_update():  # who sends the state may die before this rank has it
+            self.lose_state()
         step, self._step = self._step, None
         self._is_summed = False
         if step is None or step.is_applied:
@@ -796,7 +822,7 @@ class BaseJob(ABC):
             self._arrival[0].read()
 
     def _transfer(
-        self, plan: CatchUpPlan, message: Any = None, *, may_overlap: bool = False, num_before: int = 0
+        self, plan: CatchUpPlan, message: Any = None, *, may_overlap: bool = False, is_repeated: bool = False
     ) -> Any:
         """Collective: receivers get weights and optimizer state, which are compared with those of the source.
 
@@ -804,34 +830,31 @@ class BaseJob(ABC):
             plan: who gets them.
             message: of the source, to all ranks.
             may_overlap: they may get them while the members are in the next step: then `_confirm_arrival` compares.
-            num_before: transfers that have failed.
+            is_repeated: that step is under way, and what they have read meanwhile is wrong: it comes once more. Who
+                dies may leave others that have not compared it.
 
         Returns:
             The source's message; None where `_confirm_arrival` compares.
         """
         source, receivers = plan.source, plan.receivers
         is_compared = self.rank == source or self.rank in receivers
-        for attempt in range(num_before, _MAX_TRANSFERS):
+        for attempt in range(1 if is_repeated else 0, _MAX_TRANSFERS):
             overlapped = self.training.transfer(source, receivers, may_overlap=may_overlap)
             if overlapped is not None:
                 self._arrival = overlapped, plan
                 return None
             own = self.training.digest() if is_compared else b""
-            if num_before:
-                self._note_arrived(own)
+            if is_repeated:
+                self._arrived = note_arrival(self._mark.number, own)
             wrong, found, received = compare_digests(own, source, attempt, message)
             if not wrong:
-                if num_before:
-                    self._note_arrived(found)
+                if is_repeated:
+                    self._arrived = note_arrival(self._mark.number, found)
                 return received
         self._is_wrong = self.rank in wrong
         with suppress(CollectiveError):
             barrier()  # members that change before those ranks know of it would only be asked for the state again
         raise explain_wrong_state(wrong, source, _MAX_TRANSFERS)
-
-    def _note_arrived(self, digest: bytes) -> None:
-        """Take note of the state that newcomers have read; who dies may leave others that have not compared it."""
-        self._arrived = ArrivedState(self._mark.number, digest) if digest else None
 
     def _confirm_arrival(self) -> None:
         """Collective: return when newcomers have the state of which the next step is, and are members."""
@@ -842,10 +865,10 @@ class BaseJob(ABC):
         if wrong:
             gradients = self.training.gradients()
             self._arrival = self._arrived = None  # the digests are of what was sent first
-            self._transfer(plan, num_before=1)
+            self._transfer(plan, is_repeated=True)
             self.training.set_gradients(gradients)
         else:
-            self._note_arrived(found)
+            self._arrived = note_arrival(self._mark.number, found)
         with self._lock:
             self._arrival, self._mark.is_member = None, True
 

@@ -11,6 +11,7 @@ from reigen.elastic.catch_up import (
     SumsAtHand,
     UpdateAtHand,
     are_alike,
+    find_lost_state,
     find_outcome,
     may_overlap_transfer,
     plan_catch_up,
@@ -36,6 +37,13 @@ def test_at_the_beginning_rank_0_gives_to_all() -> None:
 
 def test_at_the_beginning_the_latest_checkpoint_counts() -> None:
     assert plan_catch_up([other(), other(80), other(80)]) == CatchUpPlan(1, frozenset({0, 2}))
+
+
+def test_half_updated_weights_are_nobodys_state() -> None:
+    lost = replace(other(5), has_lost=True)
+    assert find_lost_state([other(), other(3)]) == "", "at the beginning there are checkpoints"
+    assert find_lost_state([lost, member(4)]) == ""
+    assert "the weights of rank(s) 0, 2 were being updated" in find_lost_state([lost, other(), lost])
 
 
 def test_who_is_behind_gets_everything_from_the_furthest() -> None:
