@@ -138,7 +138,7 @@ def _has_read_one_of(each: HeldState, states: Collection[ArrivedState]) -> bool:
 
 
 def find_lost_state(held: Sequence[HeldState]) -> str:
-    """Return why the job cannot go on: nobody is left who has its state, and some have half of it; empty: it can.
+    """Return why the job cannot go on: no rank holds its state any more, and some hold half of it; empty: it can.
 
     Args:
         held: by all ranks of the view, in order.

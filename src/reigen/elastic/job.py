@@ -710,7 +710,7 @@ class BaseJob(ABC):
             contexts.current().barrier(name="elastic.next_view", blocking=True).wait()  # which the others begin
 
     def _exchange_held(self) -> tuple[list[HeldState], tuple[Any, ...]]:
-        """Collective: return what all members of a view hold, and how they describe it; process sets follow.
+        """Collective: return the states and descriptions that all members of a view hold; process sets follow.
 
         Newcomers that have the state count as members.
 

@@ -30,7 +30,7 @@ class StragglerEjection:
         self._ejected_step = step
 
     def is_news(self, slot: JobSlot, obstacle: str) -> bool:
-        """Return whether the user has not been told that a straggler stays for this reason; is told now."""
+        """Return whether this reason for a straggler to stay is a new one; it is not from now on."""
         is_new = self._reported.get(slot.id) != obstacle
         self._reported[slot.id] = obstacle
         return is_new

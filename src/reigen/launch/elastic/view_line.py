@@ -103,7 +103,7 @@ def _describe_gone(slots: Sequence[int], reason: str) -> str:
 
 
 class ChangeLines:
-    """Lines about the changes of a job's members, with what is known of each before it can be said.
+    """Lines about the changes of a job's members, and the facts of each until its line can be printed.
 
     Members are named by slot and incarnation.
     """
@@ -121,7 +121,7 @@ class ChangeLines:
 
     @property
     def due(self) -> float:
-        """When a line is to be said though members have told nothing; inf: there is none."""
+        """Time at which a line is printed although members have sent nothing; inf: there is none."""
         return inf if self._line is None else self._line.due
 
     def note_gone(self, members: Iterable[tuple[int, int]], why: str) -> None:
