@@ -63,6 +63,24 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "dask": (
         Program("docs/dask.md", "dask", (0,), {'"scheduler:8786"': "cluster", "num_proc=4": "num_proc=2"}),
     ),
+    "ray": (
+        Program(
+            "docs/ray.md", "ray", (0,),
+            {"num_workers=8": "num_workers=2", "num_hosts=2": "num_hosts=1", "_per_host=4": "_per_host=2"},
+        ),
+        Program("docs/ray.md", "ray_train", (1,), {"num_workers=4": "num_workers=2"}),
+        Program("docs/ray.md", "ray_elastic", (2,), {"max_workers=8": "max_workers=2"}),
+    ),
+    "spark": (
+        Program(
+            "docs/spark.md", "spark", (0, 1),
+            {"num_proc=8": "num_proc=2", "num_processes=8": "num_processes=2", "Distributor(8,": "Distributor(2,",
+             '"/shared': 'directory + "'},
+        ),
+        Program("docs/spark.md", "spark_elastic", (2,), {"=4, max_num_proc=8": "=1, max_num_proc=2"}),
+        Program("docs/yarn.md", "yarn", (0,), {"num_proc=8": "num_proc=2"}),
+        Program("docs/spark-estimators.md", "estimator", (0,), {"=4,": "=2,", '"hdfs://name:8020/dir"': "directory"}),
+    ),
     "integrations": (
         Program("docs/lightning.md", "lightning"),
         Program("docs/metrics.md", "tensorboard", (1,)),
@@ -73,7 +91,7 @@ LAUNCHERS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(PROGRAMS, ("-np", "2")),
     "servers": ("-np", "2", "-s", "2"),
     "elastic": ("-np", "2", "--min-np", "1"),
-    **dict.fromkeys(("alone", "dask"), None),
+    **dict.fromkeys(("alone", "dask", "ray", "spark"), None),
 }
 #: Blocks that another test runs: parts of the tutorial's program, and a test.
 ELSEWHERE = {

@@ -234,6 +234,4 @@ def test_every_python_block_is_run_by_a_test_or_its_page_says_why_not() -> None:
     assert set(there) - run - set(ELSEWHERE) == named
     assert not named & (run | set(ELSEWHERE))
     assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
-    assert {page for page, _ in named} == {
-        *("docs/ray.md", "docs/sagemaker.md", "docs/spark-estimators.md", "docs/spark.md", "docs/yarn.md")
-    }
+    assert {page for page, _ in named} == {"docs/sagemaker.md"}

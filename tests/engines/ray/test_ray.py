@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from reigen.compat import DIRECTORY
+from tests.docs.programs import PROGRAMS
 from tests.engines.ray.cluster import CPUS, GPUS, RayCluster
 from tests.lab import HostProcess, Hosts, Unavailable
 from tests.network.waiting import wait_for
@@ -438,6 +439,13 @@ def test_a_training_of_ray_train_goes_on_from_its_checkpoint_after_a_death(clust
     assert metrics["first"] == 2
     assert metrics["weights"][0] == metrics["weights"][1] == metrics["weights"][2]
     assert facts["error"] == "None"
+
+
+def test_the_python_blocks_of_the_documentation(cluster: RayCluster):
+    code, out = cluster.run("from tests.docs.run_programs import main\nmain('ray')\n", timeout=150)
+    assert code == 0, out
+    assert {f"ran {program.name}" for program in PROGRAMS["ray"]} <= set(out.splitlines()), out
+    cluster.wait_until_empty()
 
 
 def test_a_driver_outside_of_the_cluster_has_the_same_surface(cluster: RayCluster):
