@@ -11,11 +11,11 @@
 #   make lint       everything that reads the code without running it
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
-#   make environments  what all of these need; two at a time with -j 2
+#   make environments  what tests and documentation need; not with -j: each builds the same source tree
 #   make docs       the documentation site, in build/site: open build/site/index.html, or `python -m http.server -d build/site`
 #   make bench      Reigen and its peers, alternately, in one run; tables, and JSON and pictures in build/benchmarks; BENCH_OPTIONS="--rounds 2"
-#   make bench-all  the figures of the documentation: those, bench-network's, frameworks, parameter servers; about an hour
-#   make bench-network   the same over several hosts (root; stand-in machines made of namespaces); BENCH_OPTIONS="allreduce --hosts 2"
+#   make bench-all  all files of docs/data: those, bench-network's, frameworks, parameter servers; root, about an hour, not with -j
+#   make bench-network   the same over several hosts (root; stand-in machines made of namespaces); BENCH_OPTIONS="loopback --rounds 2"
 #   make clean      removes builds and caches, and leaves the environments
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -92,7 +92,6 @@ $(INTEGRATIONS_VENV)/.stamp: $(STAMP_PARTS)
 	  -e '.[lightning]' transformers accelerate tensorboard torchvision pycocotools nbclient ipykernel scikit-learn hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
-# The one that takes longest comes first.
 environments: $(FRAMEWORKS_VENV)/.stamp $(INTEGRATIONS_VENV)/.stamp $(VENV)/.stamp-dev $(MXNET_VENV)/.stamp $(DOCS_VENV)/.stamp
 
 demo: $(VENV)/.stamp-demo
@@ -140,7 +139,7 @@ nightly-faults: $(VENV)/.stamp-dev
 	  tests/elastic/test_fault_loop.py tests/network/test_elastic_fault_loop.py
 
 # What is found goes to RESULTS, too, as JSON and as pictures. BENCH_OPTIONS="--rounds 2" is a short run; of bench-network, which has
-# other options (python -m benchmarks.network --help), BENCH_OPTIONS="allreduce --hosts 2 --rates 1000 --delays 0" is one.
+# other options (python -m benchmarks.network --help), BENCH_OPTIONS="loopback --rounds 2" is one.
 RESULTS := build/benchmarks
 bench: $(VENV)/.stamp-bench
 	@mkdir -p $(RESULTS)
@@ -150,7 +149,7 @@ bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench startup --np $(NP) --json $(RESULTS)/startup.json $(BENCH_OPTIONS)
 	$(BIN)/python -m tools.docs.charts $(RESULTS)
 
-# All that docs/data holds, in about an hour.
+# All that docs/data holds, in about an hour. Not with -j, which would run benchmarks side by side.
 bench-all: bench bench-network $(FRAMEWORKS_VENV)/.stamp $(MXNET_VENV)/.stamp
 	$(FRAMEWORKS_VENV)/bin/reigen bench frameworks --np $(NP) --only sums,import --json $(RESULTS)/sums.json $(BENCH_OPTIONS)
 	$(FRAMEWORKS_VENV)/bin/reigen bench frameworks --np $(NP) --only tensorflow,keras,jax --json $(RESULTS)/frameworks.json $(BENCH_OPTIONS)

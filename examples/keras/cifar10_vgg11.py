@@ -1,7 +1,8 @@
 """VGG-11 on CIFAR-10 with Keras 3, by allreduce or by parameter servers.
 
-    KERAS_BACKEND=torch reigen run -np 2 python examples/keras/cifar10_vgg11.py --kvstore ring
-    KERAS_BACKEND=torch reigen run -np 2 -s 1 python examples/keras/cifar10_vgg11.py --kvstore dist_sync
+    export KERAS_BACKEND=torch
+    reigen run -np 2 python examples/keras/cifar10_vgg11.py --kvstore ring
+    reigen run -np 2 -s 1 python examples/keras/cifar10_vgg11.py --kvstore dist_sync
     reigen launch --launcher local -n 2 -s 1 python examples/keras/cifar10_vgg11.py --kvstore dist_sync
 
 Any backend will do: tensorflow, jax or torch. CIFAR-10's binary version (data_batch_1.bin and so on,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from coco_data import Coco, collate
 from torch import nn
 from torch.utils.data import DataLoader, Subset
+from torchvision.models.detection import MaskRCNN
 
 import reigen.torch as hvd
 
@@ -36,7 +37,7 @@ def mean_loss(loss_of: LossOf, model: nn.Module, data: Coco, workers: int) -> fl
 
 
 def average_precision(model: nn.Module, data: Coco, device: torch.device, workers: int) -> dict[str, float]:
-    """That of boxes (bbox), and of masks (segm) if the model finds some: the means over overlaps of 0.5 to 0.95.
+    """That of boxes (bbox), and of masks (segm) if the model finds them: the means over overlaps of 0.5 to 0.95.
 
     Each rank looks at a part of the images; the result is on rank 0, and empty elsewhere.
     """
@@ -49,7 +50,8 @@ def average_precision(model: nn.Module, data: Coco, device: torch.device, worker
             found += results({name: value.cpu() for name, value in output.items()}, data.numbers[number], categories)
     model.train()
     gathered = [each for part in hvd.allgather_object(found) for each in part]
-    return precisions(data, gathered) if hvd.rank() == 0 else {}
+    kinds = ["bbox", "segm"] if isinstance(model, MaskRCNN) else ["bbox"]
+    return precisions(data, gathered, kinds) if hvd.rank() == 0 else {}
 
 
 def results(output: dict[str, torch.Tensor], image: int, categories: dict[int, int]) -> Iterator[dict[str, Any]]:
@@ -67,12 +69,11 @@ def results(output: dict[str, torch.Tensor], image: int, categories: dict[int, i
         yield one
 
 
-def precisions(data: Coco, found: list[dict[str, Any]]) -> dict[str, float]:
-    """Average precision of what was found in all images."""
+def precisions(data: Coco, found: list[dict[str, Any]], kinds: Sequence[str]) -> dict[str, float]:
+    """Average precision of what was found in all images, of boxes (bbox) and masks (segm)."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    kinds = ["bbox", "segm"] if any("segmentation" in each for each in found) else ["bbox"]
     if not found:
         return dict.fromkeys(kinds, 0.0)
     reached = {}

@@ -104,7 +104,7 @@ def scripts() -> Iterator[tuple[Block, list[str]]]:
 
 def run(lines: list[str], directory: Path) -> str:
     """Run a script; its output. Nothing of it is left."""
-    script, mark = "\n".join([*lines, "wait"]), uuid.uuid4().hex
+    script, mark = "\n".join([*lines, "for job in $(jobs -p); do wait $job; done"]), uuid.uuid4().hex
     for port in PORTS:
         script = script.replace(port, str(unused_port()))
     process = subprocess.Popen(
@@ -122,9 +122,10 @@ def run(lines: list[str], directory: Path) -> str:
     try:
         out, _ = process.communicate(timeout=DEADLINE_SECONDS)
     except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        for pid in (process.pid, *marked(mark)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=10.0)
         raise
     assert process.returncode == 0, out
     until(lambda: not marked(mark))

@@ -26,7 +26,11 @@ def main(directory: Path) -> None:
         masks = {"masks": target["masks"][:, None].float(), "scores": torch.ones(len(target["labels"]))}
         found += coco_evaluation.results(target | masks, number, categories)
     moved = [each | {"bbox": [each["bbox"][0] + 64, *each["bbox"][1:]]} for each in found]
-    print(json.dumps([coco_evaluation.precisions(data, each) for each in (found, moved, found[::2], [])]))
+    print(
+        json.dumps(
+            [coco_evaluation.precisions(data, each, ("bbox", "segm")) for each in (found, moved, found[::2], [])]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -137,4 +137,4 @@ def test_average_precision_is_1_for_what_is_there_and_falls_with_what_is_not(tmp
     assert found["segm"] > 0.75  # Pillow counts the pixels on an outline, too, which are many in a small image
     assert moved["bbox"] == 0.0
     assert 0.3 < half["bbox"] < 0.9
-    assert nothing == {"bbox": 0.0}
+    assert nothing == {"bbox": 0.0, "segm": 0.0}

@@ -129,7 +129,7 @@ def test_the_host_of_rank_0_vanishes_and_a_witness_lets_the_other_one_go_on(make
     going, seconds = job.who_goes_on()
     assert going == {1}
     print(f"host of rank 0 silent, until the other one goes on: {seconds:.2f} s")
-    assert seconds < PEER_TIMEOUT_SECONDS + 2  # the specification's second, and one for a busy machine
+    assert seconds < 1.7 * PEER_TIMEOUT_SECONDS  # a member that waits for the silent host once more takes twice as long
     (tmp_path / "enough").touch()
     assert job.launcher.wait(60) == 0, job.describe()
     assert not list(tmp_path.glob("reigen-witness-*"))

@@ -41,6 +41,10 @@ _STYLE = (
 )
 
 
+class NothingToDrawError(ResultsError):
+    """Results have no row, or no mode, of a picture; the message says what it wants."""
+
+
 @dataclass(frozen=True)
 class Series:
     """A mode: its label, its colour, its names in files; the fastest counts where a row has several of them."""
@@ -216,7 +220,7 @@ def groups_of(chart: Chart, results: Results) -> list[Group]:
     """Return what a picture shows of results.
 
     Raises:
-        ResultsError: there is nothing to draw.
+        NothingToDrawError: there is nothing to draw.
     """
     rows = results.overheads if chart.is_overhead else {row.title: row.modes for row in results.rows}
     medians = {title: {name: each.median for name, each in modes.items()} for title, modes in rows.items()}
@@ -229,7 +233,7 @@ def groups_of(chart: Chart, results: Results) -> list[Group]:
             found.append(Group(label, values, 0 if chart.rows else sizes[title]))
     if not found:
         modes = [name for each in chart.series for name in each.names]
-        raise ResultsError(
+        raise NothingToDrawError(
             f"nothing to draw for {chart.name}: it wants rows called {list(wanted) or 'by a size'} and modes called "
             f"{modes}; there are { ({title: list(row) for title, row in medians.items()}) }"
         )
@@ -266,7 +270,7 @@ def draw(chart: Chart, results: Results) -> str:
     """Return a picture, as SVG.
 
     Raises:
-        ResultsError: there is nothing to draw.
+        NothingToDrawError: there is nothing to draw.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -351,10 +355,10 @@ def _as_part_of_a_page(svg: str, label: str) -> str:
 
 
 def draw_all(results: Path, pictures: Path) -> list[Path]:
-    """Draw every picture of which there are results; returns the files.
+    """Draw every picture of which there are results; returns the files. A line says which file has none.
 
     Raises:
-        ResultsError: a file is none of results, has nothing of what its picture shows, or there is no file at all.
+        ResultsError: a file is none of results, or there is nothing to draw at all.
     """
     pictures.mkdir(parents=True, exist_ok=True)
     written = []
@@ -364,11 +368,14 @@ def draw_all(results: Path, pictures: Path) -> list[Path]:
             found = read_results(results / chart.data)
             try:
                 file.write_text(draw(chart, found), encoding="utf-8")
-            except ResultsError as error:
-                raise ResultsError(f"{results / chart.data}: {error}") from None
-            written.append(file)
+            except NothingToDrawError as error:  # a run of a part of the benchmark
+                print(f"charts: {results / chart.data}: {error}", file=sys.stderr)
+            else:
+                written.append(file)
     if not written:
-        raise ResultsError(f"{results}: there are no results; they are called {sorted({each.data for each in CHARTS})}")
+        raise ResultsError(
+            f"{results}: there is nothing to draw; files are called {sorted({each.data for each in CHARTS})}"
+        )
     return written
 
 

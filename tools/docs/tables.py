@@ -153,7 +153,7 @@ class Headline:
     """A line of the table for those who read one alone.
 
     Attributes:
-        what: was done; `{alone}` stands for the time of one rank alone.
+        what: was done; `{alone}` stands for the time of one rank alone, `{noise}` for that by which rounds differ.
         file: of results, without .json.
         row: title of the file's row.
         ours: the mode of Reigen's.
@@ -167,7 +167,7 @@ class Headline:
     peers: Mapping[str, tuple[str, ...]]
 
 
-_STEP = "training step, {model}: one rank alone takes {{alone}}"
+_STEP = "training step, {model}: one rank alone takes {{alone}}; rounds differ by {{noise}}"
 _DDP = {"DDP": ("ddp", "ddp, gradients as bucket views")}
 HEADLINES = (
     Headline(
@@ -204,7 +204,8 @@ def draw_headlines() -> str:
     lines = []
     for line in HEADLINES:
         file = DATA / f"{line.file}.json"
-        modes = next((row.modes for row in read_results(file).rows if row.title == line.row), {})
+        results = read_results(file)
+        modes = next((row.modes for row in results.rows if row.title == line.row), {})
         try:
             times = {
                 name: min(modes[each].median for each in names if each in modes) for name, names in line.peers.items()
@@ -212,9 +213,12 @@ def draw_headlines() -> str:
             ours = format_seconds(modes[line.ours].median)
         except (KeyError, ValueError):
             raise ResultsError(f"{file}: the row {line.row!r} lacks a mode of {line}; it has {list(modes)}") from None
-        alone = format_seconds(modes["one rank alone"].median) if "{alone}" in line.what else ""
+        alone = noise = ""
+        if "{alone}" in line.what:
+            alone = format_seconds(modes["one rank alone"].median)
+            noise = format_seconds(results.overheads[line.row][line.ours].noise)
         peers = "; ".join(f"{name} {format_seconds(each)}".strip() for name, each in times.items())
-        lines.append([line.what.format(alone=alone), ours, peers])
+        lines.append([line.what.format(alone=alone, noise=noise), ours, peers])
     return f"\n{markdown(['', 'Reigen', 'torch.distributed with Gloo, or as named'], lines)}\n\n"
 
 
@@ -258,7 +262,9 @@ def draw(table: Table, results: Results) -> str:
                 _ratio(figures.get(by_label[over]), figures.get(by_label[under])) for _, over, under in table.ratios
             ]
             value = claims.get(f"{title}{table.verdict[1]}") if table.verdict else None
-            lines.append([label, *times, *ratios, *([f"{value:.3f}"] if value is not None else [])])
+            lines.append(
+                [label, *times, *ratios, *(["" if value is None else f"{value:.3f}"] if table.verdict else [])]
+            )
     headings = [table.first, *(each.label for each in shown), *(heading for heading, *_ in table.ratios)]
     headings += [table.verdict[0]] if table.verdict else []
     return f"\n{markdown(headings, lines)}\n\n{origin(results)}\n\n"

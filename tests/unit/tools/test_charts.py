@@ -160,7 +160,7 @@ def draw_or_read(file: Path) -> None:
 
 def test_a_directory_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert charts.main([str(tmp_path)]) == 1
-    assert f"{tmp_path}: there are no results; they are called ['allreduce.json'" in capsys.readouterr().err
+    assert f"{tmp_path}: there is nothing to draw; files are called ['allreduce.json'" in capsys.readouterr().err
     assert charts.main([]) == 2
     with pytest.raises(ResultsError, match="No such file"):
         read_results(tmp_path / "kv.json")
@@ -170,6 +170,13 @@ def test_a_bad_file_ends_the_drawing_of_a_directory(tmp_path: Path, capsys: pyte
     (tmp_path / "calls.json").write_text("{}")
     assert charts.main([str(tmp_path)]) == 1
     assert f"charts: {tmp_path / 'calls.json'} is not what `reigen bench --json` writes" in capsys.readouterr().err
+
+
+def test_results_of_a_part_of_a_benchmark_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    written(tmp_path / "network.json", {"25 MiB, 2 hosts": {"gloo": 1.0}})
+    assert charts.main([str(tmp_path)]) == 1, "there is no other file"
+    assert f"charts: {tmp_path / 'network.json'}: nothing to draw for network" in capsys.readouterr().err
 
 
 def test_a_picture_is_a_part_of_its_page(tmp_path: Path) -> None:
