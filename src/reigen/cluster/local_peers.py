@@ -360,18 +360,18 @@ def _publish_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: 
 def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting: _WaitLimits) -> list[bytes]:
     """Get the values of ``prefix/RANK``, in the order of ``ranks``."""
     found: dict[int, bytes] = {}
-    loss: PeerLostError | None = None
-    while missing := [peer for peer in ranks if peer not in found]:
-        left = waiting.until - time.monotonic()
-        keys = [f"{prefix}/{peer}" for peer in missing]
-        values = rendezvous.get_all(keys, max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
-        found.update((peer, value) for peer, value in zip(missing, values, strict=True) if value is not None)
-        if len(found) < len(ranks):
-            if loss is not None:
-                raise loss
-            loss = waiting.loss()  # all may have come before it ended: look once more
-            if time.monotonic() >= waiting.until:
-                break
+    for peer in ranks:
+        loss: PeerLostError | None = None
+        while peer not in found:
+            try:
+                left = waiting.until - time.monotonic()
+                found[peer] = rendezvous.get(f"{prefix}/{peer}", max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
+            except TimeoutError:
+                if loss is not None:
+                    raise loss from None
+                loss = waiting.loss()  # all may have come before it ended: look once more
+                if time.monotonic() >= waiting.until:
+                    break  # are others missing, too?
     missing = [peer for peer in ranks if peer not in found]
     if missing:
         raise init_timeout_error(missing, waiting.timeout_seconds)

@@ -671,7 +671,8 @@ class BaseJob(ABC):
         target = self._elastic.view.base.target
         with self._lock:
             self._mark.offset = self._base_number - max(target, 1)
-            self._mark.is_member, self._mark.has_lost = self.rank in self.dealt_ranks(), False
+            self._mark.is_member = self.rank in self.dealt_ranks()
+            self._mark.has_lost = self._mark.has_lost and not self._mark.is_member
         return target == 0 and self._elastic.step_applied()
 
     def _catch_up(self) -> None:
@@ -739,6 +740,8 @@ class BaseJob(ABC):
         held = confirm_newcomers(all_held)
         if problem := find_lost_state(held):
             self._is_wrong = True
+            with suppress(CollectiveError):
+                barrier()  # who has not seen this yet would take the end of the others for a change of views
             raise CollectiveError(problem)
         if held[self.rank].is_member:
             with self._lock:

@@ -23,8 +23,11 @@ _LAUNCH_PY = re.compile(_WORD_BEFORE + r"(?:python[\d.]*\s+)?[\w./$-]*tools/laun
 _INSTALLS = re.compile(r"\bpip[\d.]*\s+install\b|\bconda\s+install\b|\bmamba\s+install\b")
 _HOROVOD = re.compile(r"(?<![\w./-])horovod(\[[\w, -]*\])?(?![\w./-])")
 _REQUIREMENT = re.compile(
-    r"""(?:^\s*-?\s*|["'])(?P<name>horovod(?:\[[\w, -]*\])?(?:\s*[=<>!~]{1,3}[\w.,*=<>!~ ]*)?)\s*(?=$|["';#{@])"""
+    r"""^\s*-?\s*(?:[\w-]+::)?(?P<line>horovod(?:\[[\w, -]*\])?(?![\w.-])(?:\s*[=<>!~]{1,3}[\w.,*=<>!~ ]*)?)"""
+    r"""|["'](?P<text>horovod(?:\[[\w, -]*\])?(?:\s*[=<>!~]{1,3}[\w.,*+=<>!~ ]*)?)\s*["';@](?!\s*:)"""
 )
+#: Lines of a project's own name and words, and of what is no package.
+_NO_REQUIREMENT = re.compile(r"""^\s*["']?(?:name|keywords|horovod\s*=\s*None\b)""")
 _ASKS = re.compile(r"(\bwhich|\bcommand\s+-v|\btype|\becho|\bman)\s+$")
 #: Options of torchrun's that say nothing where one host starts all: whether a value follows.
 _TORCHRUN_OPTIONS: Mapping[str, bool] = {
@@ -101,8 +104,10 @@ def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) 
 def find_in_package_list(text: str) -> Iterator[LineFinding]:
     """Yield findings about Horovod in a list of packages: a line for each, quoted or not, or a key of TOML."""
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.lstrip().startswith("#") and (match := _REQUIREMENT.search(line)):
-            yield LineFinding(number, "change", match["name"].strip(), _INSTALL)
+        if line.lstrip().startswith("#") or _NO_REQUIREMENT.search(line):
+            continue
+        if match := _REQUIREMENT.search(line):
+            yield LineFinding(number, "change", (match["line"] or match["text"]).strip(), _INSTALL)
 
 
 _INSTALL = (

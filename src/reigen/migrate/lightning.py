@@ -29,6 +29,7 @@ def find_in_lightning_script(source: PythonSource) -> Iterator[LineFinding]:
 
 
 def _check_trainer(source: PythonSource, use: NameUse, call: ast.Call) -> Iterator[LineFinding]:
+    by_hand = any(each.arg == "accelerator" and ast.unparse(each.value) == "'horovod'" for each in call.keywords)
     for keyword in call.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         subject = f"{keyword.arg}={ast.unparse(keyword.value)}"
@@ -37,16 +38,28 @@ def _check_trainer(source: PythonSource, use: NameUse, call: ast.Call) -> Iterat
             yield LineFinding(
                 keyword.value.lineno, "change", subject, f"{message}`import reigen.lightning`: {_STARTED}"
             )
-        elif keyword.arg == "strategy" and _is_replaced(value):
+        elif keyword.arg == "strategy" and _is_replaced(value) and not by_hand:
             statement = use.imported.statement
             if statement not in source.tree.body or not source.is_alone(statement):
                 message = f'by hand: strategy="reigen", and `import reigen.lightning`: {_STARTED}'
                 yield LineFinding(keyword.value.lineno, "change", subject, message)
                 continue
             edits = [source.replace(keyword.value, '"reigen"')]
-            if not any(each.dotted in {"reigen", "reigen.lightning"} for each in source.imports):
+            if not _imports_strategy(source):
                 edits.append(source.insert_after(statement, "import reigen.lightning"))
             yield LineFinding(keyword.value.lineno, "change", subject, _STARTED, tuple(edits))
+
+
+def _imports_strategy(source: PythonSource) -> bool:
+    """Return whether the file has ``import reigen.lightning``, or imports names of it."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import) and any(each.name == "reigen.lightning" for each in node.names):
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "reigen":
+            return any(each.name == "lightning" for each in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module == "reigen.lightning":
+            return True
+    return False
 
 
 def _is_replaced(strategy: object) -> bool:

@@ -11,7 +11,15 @@ from reigen.migrate.syntax import NameUse, PythonSource
 from reigen.migrate.text_files import Edit
 
 #: Classes and functions that start processes, some of which may be those that train.
-PROCESSES = {"multiprocessing.Process", "torch.multiprocessing.Process", "torch.multiprocessing.start_processes"}
+PROCESSES = {
+    "concurrent.futures.ProcessPoolExecutor",
+    "torch.multiprocessing.start_processes",
+    *(
+        f"{module}.{name}"
+        for module in ("multiprocessing", "torch.multiprocessing")
+        for name in ("Pool", "Process", "get_context")
+    ),
+}
 _BY_TORCHRUN_ENV = "it runs unchanged by `reigen run --torchrun-env`, and torch averages"
 _BY_ITSELF = "it starts its processes by itself, as before, and torch averages"
 

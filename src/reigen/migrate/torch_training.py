@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 
 from reigen.launch.local_plan import PER_RANK_VARIABLES
@@ -35,6 +36,8 @@ _METHODS = {
     "join": "with hvd.uneven_data(optimizer, model): ...",
     "register_comm_hook": "DistributedOptimizer(..., compression=...), see docs/compression.md",
 }
+#: How the objects are called whose `step` changes weights.
+_OPTIMIZER = re.compile(r"opt|scal", re.IGNORECASE)
 _LOCAL_RANK = {"--local_rank", "--local-rank"}
 #: Names that read gradients between backward and step, where they have to be averages.
 _READERS = {"clip_grad_norm_", "clip_grad_value_", "unscale_", "GradScaler", "grad"}
@@ -215,7 +218,7 @@ class TrainingRules:
     def _accumulation(self) -> None:
         """Find steps that are made after several backward passes."""
         for node in ast.walk(self._source.tree) if self._models else ():
-            if isinstance(node, ast.FunctionDef | ast.Module):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 self._passes_in_loops(node)
             if not isinstance(node, ast.If) or not any(isinstance(each, ast.Mod) for each in ast.walk(node.test)):
                 continue
@@ -225,17 +228,18 @@ class TrainingRules:
                 message = "a step for several passes: DistributedOptimizer(..., backward_passes_per_step=N)"
                 self._record.block(steps[0], message)
 
-    def _passes_in_loops(self, scope: ast.FunctionDef | ast.Module) -> None:
+    def _passes_in_loops(self, scope: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> None:
         """Find loops of backward passes behind which a step is made: it stands beside the loop, and not in it."""
         calls = [each for each in ast.walk(scope) if isinstance(each, ast.Call) and self._source.scope(each) is scope]
         steps = [each for each in calls if _method(each) == "step" and "sched" not in ast.unparse(each).lower()]
+        of_optimizers = {each for each in steps if _OPTIMIZER.search(ast.unparse(each))}  # and not a profiler's
         for call in calls:
             loop = next((each for each in self._source.ancestors(call) if isinstance(each, ast.For | ast.While)), None)
             if _method(call) != "backward" or loop is None or self._source.scope(loop) is not scope:
                 continue
             inside = set(ast.walk(loop))
             behind = [each for each in steps if each not in inside and each.lineno > loop.lineno]
-            if behind and not any(each in inside for each in steps):
+            if behind and inside.isdisjoint(of_optimizers):
                 self._record.block(call, f"a step for several passes: {_PASSES}")
 
     # -- data ---------------------------------------------------------------------------------------------------------

@@ -150,14 +150,15 @@ def wait_until_delivered(connection: socket.socket, seconds: float) -> None:
     """Wait until the peer's host has all that was sent, the connection is over, or the host has been silent so long.
 
     Closing a connection on which something has come that was not read throws away what has not arrived. Silence before
-    the call counts; who is not silent, and does not take it, is waited for as long from now on.
+    the call counts, but for that of a peer that is merely idle (`KeepalivePlan.idle_seconds`).
     """
-    until = time.monotonic() + seconds
-    pause = 0.0005
-    while connection.fileno() >= 0 and time.monotonic() < until:
+    begin, silence, pause = time.monotonic(), -1.0, 0.0005
+    while connection.fileno() >= 0:
         if not num_undelivered_bytes(connection) or _tcp_info(connection, _STATE)[0] not in _OPEN:
             return
-        if silent_seconds(connection) >= seconds:
+        if silence < 0:
+            silence = max(0.0, silent_seconds(connection) - KeepalivePlan.of(seconds).idle_seconds)
+        if time.monotonic() - begin >= seconds - silence:
             return
         time.sleep(pause)
         pause = min(2 * pause, 0.02)

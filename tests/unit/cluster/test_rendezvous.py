@@ -112,15 +112,6 @@ def test_what_is_forgotten_is_gone_and_makes_room(ranks):
     assert [one.peek(key) for key in ("view 1/a", "view 1/b", "view 10/a")] == [None, None, b"value"]
 
 
-def test_what_is_asked_for_next_is_served_when_all_is_forgotten(server):
-    client = RendezvousClient(server.address, SECRET, 0, 60.0)
-    for key in ("old/a", "old/b", "new/a"):
-        client.put(key, b"there")
-    client.begin_forget("old/")
-    assert [client.peek(key) for key in ("old/a", "old/b", "new/a")] == [None, None, b"there"]
-    client.close()
-
-
 def test_the_store_counts_what_was_forgotten():
     store = RendezvousStore()
     for number in range(3):
@@ -145,34 +136,6 @@ def test_a_wait_ends_and_names_the_key(ranks):
         ranks[0].get("missing", 0.02)
     ranks[1].put("missing", b"late")
     assert ranks[0].get("missing", 60.0) == b"late"
-
-
-def test_several_values_come_in_the_order_of_their_keys_and_who_does_not_come_is_missing(ranks):
-    zero, one = PrefixRendezvous(ranks[0], "room"), PrefixRendezvous(ranks[1], "room")
-    keys = [f"place/{number}" for number in range(20)]
-    for key in reversed(keys):
-        zero.put(key, key.encode())
-    assert one.get_all(keys, 60.0) == [key.encode() for key in keys]
-    wanted = ["nowhere", keys[3], "no place"]
-
-    def look(seconds):
-        assert one.get_all(wanted, seconds) == [None, keys[3].encode(), None]
-
-    patiently(look, 0.05)
-    zero.put("nowhere", b"late")
-    assert one.get_all([keys[1], "nowhere"], 60.0) == [keys[1].encode(), b"late"], "no answer of before is taken for it"
-    assert one.get_all([], 0.0) == []
-
-
-def test_several_values_are_waited_for(ranks):
-    zero, one = ranks
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(one.get_all(["a", "b", "c"], 60.0)))
-    waiting.start()
-    for key in "cab":
-        zero.put(key, key.encode())
-    waiting.join(60.0)
-    assert found == [[b"a", b"b", b"c"]]
 
 
 def test_a_look_does_not_wait(ranks):

@@ -174,6 +174,29 @@ def test_a_script_that_starts_processes_in_other_ways_stays_as_it_is_too(tmp_pat
     assert any(each.blocks and "starts the processes" in each.message for each in file.findings)
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        'import torch.multiprocessing as mp\n\nmp.get_context("spawn").Process(target=main, args=(0,)).start()\n',
+        "from multiprocessing import Pool\n\nPool(2).map(main, range(2))\n",
+        "from concurrent.futures import ProcessPoolExecutor\n\nProcessPoolExecutor(2).map(main, range(2))\n",
+    ],
+)
+def test_contexts_and_pools_start_processes_too(tmp_path: Path, start: str) -> None:
+    [file] = read(tmp_path, train_py=_DDP + start).files
+    assert file.new_text is None
+
+
+def test_a_step_of_a_profiler_is_none_of_the_optimizer(tmp_path: Path) -> None:
+    text = _DDP.replace(
+        "        loss.backward()\n",
+        "        for part in range(2):\n            loss.backward()\n            prof.step()\n",
+    )
+    assert text != _DDP
+    [file] = read(tmp_path, train_py=text).files
+    assert file.new_text is None
+
+
 def test_files_that_start_the_processes_of_others_belong_to_these(tmp_path: Path) -> None:
     start = "import multiprocessing\nimport train\n\nmultiprocessing.Process(target=train.main, args=(0,)).start()\n"
     files = read(tmp_path, start_py=start, train_py=_DDP).files
@@ -295,6 +318,10 @@ def test_stores_of_mxnet(tmp_path: Path) -> None:
             "from pytorch_lightning import Trainer\nTrainer(strategy='ddp_find_unused_parameters_true')\n",
             'from pytorch_lightning import Trainer\nimport reigen.lightning\nTrainer(strategy="reigen")\n',
         ),
+        (
+            'import lightning as L\nimport reigen.torch\nL.Trainer(strategy="ddp")\n',
+            'import lightning as L\nimport reigen.lightning\nimport reigen.torch\nL.Trainer(strategy="reigen")\n',
+        ),
         ('import lightning as L\nL.Trainer(strategy="fsdp")\nL.Trainer()\n', None),
         ('from mine import Trainer\nTrainer(strategy="ddp")\n', None),
     ],
@@ -310,6 +337,7 @@ def test_trainers_of_lightning(tmp_path: Path, old: str, new: str | None) -> Non
     [
         "from pytorch_lightning import Trainer\nTrainer(accelerator='horovod', gpus=1)\n",
         "import lightning as L\nL.Trainer(strategy=L.pytorch.strategies.DDPStrategy(static_graph=True))\n",
+        "from pytorch_lightning import Trainer\nTrainer(accelerator='horovod', strategy='horovod')\n",
         "if True:\n    import lightning as L; L.Trainer(strategy='ddp')\n",
     ],
 )
@@ -371,6 +399,9 @@ def test_command_lines_that_need_a_hand_or_none(tmp_path: Path, line: str, statu
     [
         ("requirements.txt", "torch\nhorovod==0.28.1  # averages\n", "horovod==0.28.1"),
         ("environment.yml", "dependencies:\n  - pip:\n    - horovod[pytorch]>=0.28\n", "horovod[pytorch]>=0.28"),
+        ("requirements.txt", "torch\nhorovod==0.28.1 --hash=sha256:aa\n", "horovod==0.28.1"),
+        ("requirements.txt", "torch\nhorovod[pytorch]==0.28.1 \\\n", "horovod[pytorch]==0.28.1"),
+        ("environment.yml", "dependencies:\n  - torch\n  - conda-forge::horovod=0.28\n", "horovod=0.28"),
         ("setup.py", 'import horovod_free\nsetup(\n    install_requires=["torch", "horovod>=0.2"])\n', "horovod>=0.2"),
         ("pyproject.toml", "[project]\n# horovod\ndependencies = ['torch', 'horovod[keras] ~= 0.28']\n", None),
         ("Pipfile", '[packages]\ntorch = "*"\nhorovod = "*"\n', "horovod ="),
@@ -382,6 +413,19 @@ def test_packages_that_a_project_needs(tmp_path: Path, name: str, text: str, sub
 
     assert [(each.line, each.status) for each in file.findings] == [(3 if name != "requirements.txt" else 2, "change")]
     assert file.findings[0].subject == (subject or "horovod[keras] ~= 0.28")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pyproject.toml", '[project]\nname = "horovod"\nkeywords = ["horovod", "mpi"]\n'),
+        ("setup.py", 'horovod = None\nsetup(extras_require={"horovod": []})\n'),
+        ("requirements.txt", "horovod-tools==1.0\nhorovod_x\n"),
+    ],
+)
+def test_names_that_are_no_packages(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert not read(tmp_path).files
 
 
 def test_command_lines_of_others_are_left_alone(tmp_path: Path) -> None:

@@ -190,6 +190,22 @@ def test_what_was_sent_is_not_waited_for_in_vain(ends):
     wait_until_delivered(ends[0], 60.0)
 
 
+def test_who_is_merely_idle_is_waited_for():
+    def attempt(seconds):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            one = socket.create_connection(listener.getsockname())
+            other = listener.accept()[0]
+        with one, other:
+            until(lambda: silent_seconds(one) >= 1.5 * seconds)
+            fall_silent(other)
+            one.sendall(b"goodbye")
+            begun = time.monotonic()
+            wait_until_delivered(one, seconds)
+            assert time.monotonic() - begun >= seconds
+
+    patiently(attempt, 0.2)
+
+
 def test_the_silence_before_counts_when_what_was_sent_is_waited_for():
     """Who has heard nothing of a host for most of the time after which it is lost does not wait all of it once more."""
 
@@ -205,7 +221,7 @@ def test_the_silence_before_counts_when_what_was_sent_is_waited_for():
             wait_until_delivered(one, seconds)
             assert time.monotonic() - begun < 0.5 * seconds
 
-    patiently(attempt)
+    patiently(attempt, 5.0)  # a peer that is idle for a second is not silent
 
 
 def test_deadlines_stay_deadlines(ends):

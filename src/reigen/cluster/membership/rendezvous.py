@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,10 +42,6 @@ __all__ = [
 ]
 
 
-#: Requests of one client that wait at a time: those of all together are bounded, see `MAX_WAITERS`.
-_MAX_ASKED = 8
-
-
 class Rendezvous(ABC):
     """Interface of a rendezvous to a rank; `RendezvousClient` names the errors of one over a network."""
 
@@ -68,17 +64,6 @@ class Rendezvous(ABC):
         if value is None:
             raise WireError("the rendezvous answered a Get without a value")
         return value
-
-    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes | None]:
-        """Return the values of ``keys``, in order, waited for; None for values that were not put in time."""
-        until = time.monotonic() + timeout_seconds
-        values: list[bytes | None] = []
-        for key in keys:
-            try:
-                values.append(self.get(key, max(0.0, until - time.monotonic())))
-            except TimeoutError:
-                values.append(None)
-        return values
 
     def peek(self, key: str) -> bytes | None:
         """The value of ``key`` if there is one now."""
@@ -144,10 +129,6 @@ class PrefixRendezvous(Rendezvous):
         else:
             message = msgspec.structs.replace(message, key=f"{self._name}/{message.key}")
         return self._rendezvous.request(message, timeout_seconds)
-
-    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes | None]:
-        """Return the values of keys in this room; see `Rendezvous.get_all`."""
-        return self._rendezvous.get_all([f"{self._name}/{key}" for key in keys], timeout_seconds)
 
     def close(self) -> None:
         """Leave the whole rendezvous."""
@@ -239,56 +220,9 @@ class RendezvousClient(Rendezvous):
             raise ArgumentError(f"rendezvous key {_key_of(message)!r}: {reply.problem}")
         return reply.value
 
-    def get_all(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes | None]:
-        """Return the values of ``keys``, as `Rendezvous.get_all`; several requests are sent at once."""
-        deadline = time.monotonic() + timeout_seconds
-        values: list[bytes | None] = []
-        for begin in range(0, len(keys), _MAX_ASKED):
-            messages = [GetValue(0, key) for key in keys[begin : begin + _MAX_ASKED]]
-            for message in messages:
-                check_entry(message)
-            with self._lock:
-                replies = self._ask_all(messages, deadline)
-            for message, reply in zip(messages, replies, strict=True):
-                if reply is not None and reply.problem:
-                    raise ArgumentError(f"rendezvous key {message.key!r}: {reply.problem}")
-                values.append(None if reply is None else reply.value)
-        return values
-
-    def begin_forget(self, prefix: str) -> None:
-        """Send the request of `forget`, without waiting for the answer; later requests are served behind it."""
-        check_entry(message := ForgetKeys(0, prefix))
-        with self._lock:
-            self._num_requests += 1
-            data = REQUEST_CODEC.encode(msgspec.structs.replace(message, request=self._num_requests))
-            try:
-                self._stream.send(data, time.monotonic() + self._timeout_seconds)
-            except OSError as error:
-                raise self._lost(error) from None
-
     def close(self) -> None:
         """Leave; all values stay. May be called twice."""
         self._stream.close()
-
-    def _ask_all(self, messages: Sequence[GetValue], deadline: float) -> list[StoreReply | None]:
-        """Send requests; return the answers, and None for each that does not arrive in time."""
-        first = self._num_requests + 1
-        self._num_requests += len(messages)
-        found: dict[int, StoreReply] = {}
-        try:
-            for number, message in enumerate(messages, first):
-                self._stream.send(REQUEST_CODEC.encode(msgspec.structs.replace(message, request=number)), deadline)
-            while len(found) < len(messages):
-                reply = STORE_REPLY_CODEC.decode(self._stream.receive(deadline))
-                if reply.request >= first:
-                    found[reply.request] = reply
-        except TimeoutError:
-            for number in range(first, first + len(messages)):
-                if number not in found:
-                    self._give_up(number)
-        except OSError as error:
-            raise self._lost(error) from None
-        return [found.get(number) for number in range(first, first + len(messages))]
 
     def _call(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float) -> StoreReply:
         deadline = time.monotonic() + timeout_seconds

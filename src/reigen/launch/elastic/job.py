@@ -465,14 +465,22 @@ class ElasticJobState(JobState):
         self._lines.note_gone([slot.id], "SIGTERM, or hvd.elastic.leave()")
         return _say(f"{self._name(slot)} leaves; {self._describe_number()}")
 
+    @property
+    def _deciding_host(self) -> str:
+        """Host of rank 0; empty: it is not known."""
+        number = self.members[0][0] if self.members else -1
+        return self.slots[number].host if self.slots.has(number) else ""
+
     def _member_straggles(self, slot: JobSlot, event: MemberStraggles) -> list[JobInstruction | ElasticInstruction]:
         """Report a straggler, or ask it to leave: it does so behind a step, and nothing is done again."""
         text = (
             f"{self._name(slot)} is late: {event.work_seconds:.3g} s of work in each of the last {event.num_steps} "
             f"steps, where the median of the others is {event.median_seconds:.3g} s"
         )
-        usable, deciding = self.slots.usable(self._now), self.slots[self.members[0][0]].host if self.members else ""
-        if stays := self._ejection.find_obstacle(slot, event.step, event.min_ranks, usable, self.members, deciding):
+        usable = self.slots.usable(self._now)
+        if stays := self._ejection.find_obstacle(
+            slot, event.step, event.min_ranks, usable, self.members, self._deciding_host
+        ):
             return _say(f"{text}; it stays: {stays}") if self._ejection.is_news(slot, stays) else []
         self._ejection.note_ejection(event.step)
         self._lines.note_gone([slot.id], "ejected as a straggler")

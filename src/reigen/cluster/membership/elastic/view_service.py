@@ -71,7 +71,7 @@ class ViewService:
                     passed = {epoch for epoch in self._served if epoch < view.epoch}
                     self._served = self._served - passed | {view.epoch}
                 for epoch in sorted(passed):
-                    client.begin_forget(f"{view_service_name(epoch)}/")
+                    client.forget(f"{view_service_name(epoch)}/")
         except BaseException:
             client.close()
             raise

@@ -75,8 +75,8 @@ class SilentHosts:
     """Hosts of a view whose members wait for others, and that these do not reach.
 
     All processes there may be stopped, and no step shows it. So a change is begun, in which who is silent is left out;
-    if none of them is, the newcomers are cut off. Therefore it is begun once for each newcomer, and only where there
-    are enough members without such hosts.
+    if none of them is, the newcomers are cut off. Therefore a member begins it once for each newcomer, and only where
+    there are enough members without such hosts.
     """
 
     def __init__(self) -> None:
