@@ -281,10 +281,12 @@ PARTS = ("allreduce", "hierarchy", "overlap", "loopback")
 
 def main(arguments: Sequence[str]) -> int:
     chosen = _parser().parse_args(arguments)
-    command = shlex.join(["python", "benchmarks/network.py", *arguments])
+    command = shlex.join(["python", "-m", "benchmarks.network", *arguments])
     rates, delays = (tuple(1e6 * rate for rate in chosen.rates), tuple(1e-3 * delay for delay in chosen.delays))
     control = chosen.congestion_control or None
     bench = Bench(Settings(chosen.hosts, rates, delays, chosen.rounds, chosen.seconds, control), command)
+    if set(chosen.parts) == {"loopback"}:
+        bench.document.num_ranks = 2
     measures = {
         "allreduce": bench.allreduce,
         "hierarchy": bench.hierarchy,

@@ -84,7 +84,7 @@ def job(
             places = ring_places(hosts)
         worker: list[str | Path] = [
             sys.executable,
-            Path(__file__).resolve(),
+            *("-m", "benchmarks.ps_vs_ring"),
             "--worker",
             "dist_sync" if servers else "ring",
         ]
