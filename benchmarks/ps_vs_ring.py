@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     chosen = parser.parse_args(arguments)
     settings = Settings(1e6 * chosen.rate, chosen.compute, chosen.steps, chosen.rounds)
-    command = shlex.join(["python", "benchmarks/ps_vs_ring.py", *arguments])
+    command = shlex.join(["python", "-m", "benchmarks.ps_vs_ring", *arguments])
     try:
         rows = run([int(count) for count in chosen.hosts.split(",")], settings)
     except Unavailable as error:

@@ -58,7 +58,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     cpu: str
     num_cores: int
-    load: float = 0.0
+    load: float
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -84,7 +84,6 @@ class Results(msgspec.Struct, frozen=True):
         rows: times.
         overheads: what a step took longer than one rank alone: model -> mode -> seconds.
         verdicts: what is held beside budgets.
-        source: how the figures came into the file, if the run did not write it.
     """
 
     command: str
@@ -96,7 +95,6 @@ class Results(msgspec.Struct, frozen=True):
     rows: list[ResultRow]
     overheads: dict[str, dict[str, Figure]] = {}
     verdicts: list[Verdict] = []
-    source: str = ""
 
 
 def read_results(path: Path) -> Results:

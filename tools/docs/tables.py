@@ -298,8 +298,6 @@ def _ratio(over: Figure | None, under: Figure | None) -> str:
 
 def origin(results: Results) -> str:
     """Return where figures are from, as a line of the page."""
-    if results.source:
-        return results.source
     versions = ", ".join(f"{name} {version}".removeprefix("mpi ") for name, version in results.versions.items())
     command = re.sub(r" --json \S+", "", results.command)
     return (
