@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from io import StringIO
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.harness.report import format_seconds
 from benchmarks.harness.sizes import format_size
+from tools.docs.results import Figure as Measured
 from tools.docs.results import Results, ResultsError, read_results
 
 if TYPE_CHECKING:
@@ -216,37 +217,47 @@ def rows_of(chart: Chart, results: Results) -> dict[str, str]:
     return {title: size for title, size in shown.items() if title == size + chart.suffix}
 
 
+def figures_of(chart: Chart, results: Results) -> dict[str, Mapping[str, Measured]]:
+    """Return the figures of which a picture shows some: title of a row -> mode -> figure."""
+    if chart.is_overhead:
+        return dict(results.overheads)
+    return {row.title: row.modes for row in results.rows}
+
+
+def fastest(series: Sequence[Series], row: Mapping[str, Measured]) -> dict[Series, Measured]:
+    """Return the figures of modes that a row has; where one has several names, the least."""
+    found = {each: [row[name] for name in each.names if name in row] for each in series}
+    return {each: min(figures, key=lambda figure: figure.median) for each, figures in found.items() if figures}
+
+
 def groups_of(chart: Chart, results: Results) -> list[Group]:
     """Return what a picture shows of results.
 
     Raises:
         NothingToDrawError: there is nothing to draw.
     """
-    rows = results.overheads if chart.is_overhead else {row.title: row.modes for row in results.rows}
-    medians = {title: {name: each.median for name, each in modes.items()} for title, modes in rows.items()}
+    rows = figures_of(chart, results)
     sizes = {row.title: row.nbytes for row in results.rows}
     wanted = rows_of(chart, results)
     found = []
     for title, label in wanted.items():
-        values = dict(_values(chart, medians.get(title, {})))
+        values = _values(chart, rows.get(title, {}))
         if values:
             found.append(Group(label, values, 0 if chart.rows else sizes[title]))
     if not found:
         modes = [name for each in chart.series for name in each.names]
         raise NothingToDrawError(
             f"nothing to draw for {chart.name}: it wants rows called {list(wanted) or 'by a size'} and modes called "
-            f"{modes}; there are { ({title: list(row) for title, row in medians.items()}) }"
+            f"{modes}; there are { ({title: list(row) for title, row in rows.items()}) }"
         )
     return found
 
 
-def _values(chart: Chart, row: Mapping[str, float]) -> Iterator[tuple[Series, float]]:
-    for series in chart.series:
-        times = [row[name] for name in series.names if name in row]
-        if times and not chart.alone:
-            yield series, min(times)
-        elif times and chart.alone in row:
-            yield series, 100 * row[chart.alone] / min(times)
+def _values(chart: Chart, row: Mapping[str, Measured]) -> dict[Series, float]:
+    medians = {series: figure.median for series, figure in fastest(chart.series, row).items()}
+    if not chart.alone:
+        return medians
+    return {series: 100 * row[chart.alone].median / each for series, each in medians.items() if chart.alone in row}
 
 
 def describe(chart: Chart, results: Results, groups: Sequence[Group]) -> str:

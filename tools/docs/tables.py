@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks import frameworks
 from benchmarks.harness.report import format_seconds, markdown
-from tools.docs.charts import CHARTS, DATA, GREY, ROOT, Chart, Series, rows_of
+from tools.docs.charts import CHARTS, DATA, GREY, ROOT, Chart, Series, fastest, figures_of, rows_of
 from tools.docs.results import Figure, Results, ResultsError, read_results
 
 #: The pages that have tables.
@@ -248,7 +248,9 @@ def draw(table: Table, results: Results) -> str:
     Raises:
         ResultsError: there is nothing to show.
     """
-    rows = {title: (label, _figures(table, results, title)) for title, label in rows_of(table.chart, results).items()}
+    found = figures_of(table.chart, results)
+    wanted = rows_of(table.chart, results)
+    rows = {title: (label, fastest(table.columns(), found.get(title, {}))) for title, label in wanted.items()}
     shown = [each for each in table.columns() if any(each in figures for _, figures in rows.values())]
     if not shown:
         raise ResultsError(f"nothing to show for {table.name}: none of {list(rows)} has one of its modes")
@@ -257,7 +259,7 @@ def draw(table: Table, results: Results) -> str:
     lines = []
     for title, (label, figures) in rows.items():
         if figures:
-            times = [_time(table, results, title, figures.get(series)) for series in shown]
+            times = [_time(table, found[title], figures.get(series)) for series in shown]
             ratios = [
                 _ratio(figures.get(by_label[over]), figures.get(by_label[under])) for _, over, under in table.ratios
             ]
@@ -270,23 +272,12 @@ def draw(table: Table, results: Results) -> str:
     return f"\n{markdown(headings, lines)}\n\n{origin(results)}\n\n"
 
 
-def _figures(table: Table, results: Results, title: str) -> dict[Series, Figure]:
-    """Return what a row's modes took; of several that are one column the fastest."""
-    if table.chart.is_overhead:
-        modes: Mapping[str, Figure] = results.overheads.get(title, {})
-    else:
-        modes = next((row.modes for row in results.rows if row.title == title), {})
-    found = {series: [modes[name] for name in series.names if name in modes] for series in table.columns()}
-    return {series: min(each, key=lambda figure: figure.median) for series, each in found.items() if each}
-
-
-def _time(table: Table, results: Results, title: str, figure: Figure | None) -> str:
+def _time(table: Table, row: Mapping[str, Figure], figure: Figure | None) -> str:
     if figure is None:
         return ""
     shown = format_seconds(figure.median)
     if table.chart.alone:
-        [alone] = [row.modes[table.chart.alone].median for row in results.rows if row.title == title]
-        return f"{shown}, {100 * alone / figure.median:.0f} %"
+        return f"{shown}, {100 * row[table.chart.alone].median / figure.median:.0f} %"
     return shown if figure.is_clear else f"{shown}, within the noise of {format_seconds(figure.noise)}"
 
 
