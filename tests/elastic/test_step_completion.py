@@ -120,14 +120,19 @@ def test_an_update_of_shared_weights_is_finished_for_the_dead() -> None:
 
 
 def test_nobody_goes_on_with_weights_of_an_update_that_it_has_not_counted() -> None:
-    """Rank 1 cannot complete it, since a newcomer is there; and who sends the state to both, and has it alone, dies."""
+    """Rank 1 cannot complete it, since a newcomer is there; and who sends the state to both, and has it alone, dies.
+
+    So nobody has it, and the job ends, long before the timeout of those who wait for more members.
+    """
     points = ["knows 0 1,sends 0 2", "late 0 1", "gradient 0 2", ""]
-    environ = {"SHARE": "1", "SPARES": "1", "REIGEN_BUCKET_BYTES": "262144", "REIGEN_ELASTIC_TIMEOUT": "5"}
+    environ = {"SHARE": "1", "SPARES": "1", "REIGEN_BUCKET_BYTES": "262144", "REIGEN_ELASTIC_TIMEOUT": "600"}
     with ElasticProcesses(*PROGRAM, "4", *points, max_size=3, **environ) as job:
         [member] = job.start_first(1)
         job.wait_for("ENDED", seconds=300.0)
     assert member.says("ENDED [-9, 1, -9, 1]"), member.lines
-    assert member.says("holds the state of"), member.lines
+    assert member.says("no process is left that holds the state of the training: rank(s) 0 of view 2 died"), (
+        member.lines
+    )
     assert max(int(line.split()[1]) for line in member.lines if line.startswith("TRY ")) == 2, "step 1 is not redone"
     assert not any(line.startswith("TRY 1 3") for line in member.lines)
 

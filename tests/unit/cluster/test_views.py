@@ -52,6 +52,7 @@ from reigen.cluster.membership.views.messages import (
     MemberReport,
     PrepareView,
     RevokeView,
+    StateLost,
     StepProgress,
     StepReached,
     ViewAccepted,
@@ -62,7 +63,7 @@ from reigen.cluster.membership.views.messages import (
     ViewPromise,
 )
 from reigen.cluster.membership.views.paxos import Acceptor, Proposer
-from reigen.cluster.membership.views.planning import plan_view
+from reigen.cluster.membership.views.planning import explain_lost_state, plan_view
 from reigen.cluster.membership.views.quorum import QuorumRule, choose_rule, count_voters, has_quorum
 from reigen.cluster.membership.views.record import (
     MAX_VIEW_BYTES,
@@ -310,6 +311,21 @@ def test_there_is_no_view_without_the_state() -> None:
     found, reason = plan_view(view, reports(view, 6, 6, is_leaving=True))
     assert found is None
     assert reason == "all members that are left and hold the state of step 5 want to leave"
+
+
+def test_the_state_is_lost_when_all_are_dead_who_could_hold_it() -> None:
+    view = msgspec.structs.replace(make_view(2, ranks_each=2), base=StepBase(5, stable_step=5))
+    said = reports(view, 0, 0)
+
+    assert explain_lost_state(view, said, {member(2)}) == "", "rank 3 has not said how far it is"
+    assert explain_lost_state(view, reports(view, 0, 5), {member(2), member(3)}) == ""
+    assert explain_lost_state(view, reports(view, 0, 5), {member(1), member(2), member(3)}), "it has died since"
+    assert explain_lost_state(view, said, {member(2), member(3)}) == (
+        "no process is left that holds the state of the training: rank(s) 2, 3 of view 1 died, and rank(s) 0, 1 had "
+        "not received it, or were in the middle of an update. Start the job again from its last checkpoint"
+    )
+    assert "died" not in explain_lost_state(view, reports(view, 0, 0, 0, 4), ())
+    assert explain_lost_state(make_view(2), reports(make_view(2), 0, 0), ()) == "", "at the beginning all hold it"
 
 
 # -- voters ------------------------------------------------------------------------------------------------------------

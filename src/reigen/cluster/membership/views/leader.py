@@ -16,7 +16,7 @@ from reigen.cluster.membership.views.messages import (
     ViewPromise,
 )
 from reigen.cluster.membership.views.paxos import Proposer
-from reigen.cluster.membership.views.planning import plan_view
+from reigen.cluster.membership.views.planning import explain_lost_state, plan_view
 from reigen.cluster.membership.views.record import MemberId, View
 
 
@@ -73,9 +73,18 @@ class ChangeLeader:
         """Return members that have not reported, and of which nothing speaks against it."""
         return [member for member in self._view.members if member not in self.reports and member not in lost]
 
+    @property
+    def _is_free(self) -> bool:
+        """True if this leader may propose a view of its own, and has proposed none."""
+        return self.proposer.proposed is None and self.proposer.may_propose[0] and self.proposer.adopted is None
+
+    def explain_lost_state(self, dead: Collection[MemberId]) -> str:
+        """Return why no view can follow, because all holders of the state are dead; empty: one may."""
+        return explain_lost_state(self._view, self.reports, dead) if self._is_free else ""
+
     def is_abandoned(self, dead: Collection[MemberId]) -> bool:
         """Return whether no view can follow, because every member leaves, but for the dead; nothing was proposed."""
-        if self.proposer.proposed is not None or not self.proposer.may_propose[0] or self.proposer.adopted is not None:
+        if not self._is_free:
             return False
         leaving = {member for member, report in self.reports.items() if report.is_leaving}
         return all(member in leaving or member in dead for member in self._view.members)

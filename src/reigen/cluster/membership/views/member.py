@@ -43,6 +43,7 @@ from reigen.cluster.membership.views.messages import (
     MemberReady,
     MemberReport,
     RevokeView,
+    StateLost,
     StepProgress,
     StepReached,
     ViewAccepted,
@@ -85,7 +86,7 @@ class ElasticState(Enum):
     GONE = "gone"
     #: others have gone on without it
     FENCED = "fenced"
-    #: no view could be decided, or not enough members came
+    #: no view could be decided, not enough members came, or nobody is left that holds the state
     STOPPED = "stopped"
 
 
@@ -149,13 +150,14 @@ class ElasticMember:
         reason: why the latest change took place, or why there is no decision.
         required_size: with fewer members its program does not run, whatever the view's ``min_size``; the same on all.
         is_planned: all who go on had stopped at the step that was named for that when the view was decided.
+        is_ending: the program is done on some member: nobody needs the state any more, and all end by themselves.
     """
 
     def __init__(self, me: MemberId, view: View, timeouts: ViewTimeouts | None = None) -> None:
         self.me, self.view, self._timeouts = me, view, timeouts or ViewTimeouts()
         self.state = ElasticState.INSTALLING
         self.lost: dict[MemberId, Evidence] = {}
-        self.reason, self.required_size, self.is_planned = "", 1, False
+        self.reason, self.required_size, self.is_planned, self.is_ending = "", 1, False, False
         #: how far it was when the plane was stopped; None: it still runs, or is being stopped
         self._progress: StepProgress | None = None
         #: leaders of the next view that wait for this member's report
@@ -295,11 +297,18 @@ class ElasticMember:
             decided = leader.proposer.proposed
             assert decided is not None
             return [*actions, *leader.announcements(decided), *self._adopt(decided)]
-        if leader.is_abandoned({each for each, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}):
+        dead = {each for each, evidence in self.lost.items() if evidence.verdict is Verdict.DEAD}
+        if leader.is_abandoned(dead):
             return [
                 *actions,
                 *_send_to_others(self.view, self.me, AllLeave(self.view.epoch + 1)),
                 *self._end(ElasticState.GONE, 0, ALL_LEFT_REASON),
+            ]
+        if not self.is_ending and (reason := leader.explain_lost_state(dead)):
+            return [
+                *actions,
+                *_send_to_others(self.view, self.me, StateLost(self.view.epoch + 1, reason)),
+                *self._end(ElasticState.STOPPED, 1, reason),
             ]
         return actions
 
@@ -374,6 +383,12 @@ class ElasticMember:
             actions.append(SendTo(message.leader, ViewBuilding(self.view.epoch, self.me)))
         self._asked_by[message.leader] = None
         return actions
+
+    def _on_state_lost(self, message: StateLost, _: MemberId | VoterId) -> list[MemberAction]:
+        if message.epoch != self.view.epoch + 1 or self._progress is None or self.is_ending:
+            return []
+        is_holder = self._progress.applied >= self.view.base.stable_step
+        return [] if is_holder else self._end(ElasticState.STOPPED, 1, message.reason)
 
     # -- a view that was decided --------------------------------------------------------------------------------------
 
@@ -692,6 +707,7 @@ class ElasticMember:
             if message.epoch == self.view.epoch + 1 and self.state is ElasticState.CHANGING and self.me in self._leaving
             else []
         ),
+        StateLost: _on_state_lost,
         MemberReady: _on_ready,
     }
     _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {

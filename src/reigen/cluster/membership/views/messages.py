@@ -21,7 +21,8 @@ h. A process that wants to become a member, and has a copy of the state, sends R
    members stop for it (ChangeAt). A member that wants to leave names one itself. Who has applied that step runs no
    other one, and sends Reached to rank 0. Only when all have, rank 0 begins with a: what comes of the last step still
    travels where it must, and nobody is cut off in the middle of it.
-i. Where every member leaves there is no next view: the leader says so (AllLeave), and all end.
+i. Where every member leaves there is no next view: the leader says so (AllLeave), and all end. So it is where all are
+   dead who held the state (StateLost). As long as one of these is only silent, it is waited for.
 """
 
 from __future__ import annotations
@@ -217,6 +218,16 @@ class AllLeave(_Message, frozen=True, tag=20):
     """Every member of the view before ``epoch`` that lives has said that it leaves: there is no view ``epoch``."""
 
 
+class StateLost(_Message, frozen=True, tag=22):
+    """No member of the view before ``epoch`` is left that holds the state: there is no view ``epoch``.
+
+    Attributes:
+        reason: for the user.
+    """
+
+    reason: str
+
+
 class ViewBuilding(_Message, frozen=True, tag=21):
     """A member lives, and builds what view ``epoch`` needs, or ends an update in it; or it waits for those that do."""
 
@@ -240,6 +251,7 @@ ViewMessage = (
     | MemberReady
     | StepReached
     | AllLeave
+    | StateLost
     | ViewBuilding
 )
 #: Every message of this protocol.

@@ -22,6 +22,7 @@ import msgspec
 
 from reigen.cluster.membership.views.messages import MemberReady, MemberReport
 from reigen.cluster.membership.views.record import MemberId, StepBase, View, ViewHost, ViewMember, Witness
+from reigen.errors import format_ranks
 
 _Voter = TypeVar("_Voter", ViewHost, Witness)
 
@@ -61,6 +62,33 @@ def plan_view(
     following = View.make(view.epoch + 1, hosts, base=StepBase(), sizes=sizes, witness=witness)
     base, reason = _plan_base(following, holders)
     return msgspec.structs.replace(following, base=base), f"{_describe(view, following)}; {reason}"
+
+
+def explain_lost_state(view: View, reports: Mapping[MemberId, MemberReport], dead: Collection[MemberId]) -> str:
+    """Return why no view can ever follow: all holders of the state are dead; empty: one may live.
+
+    Who is silent, or cannot be reached, may. Who has reported gets no further in this view, so that waiting for
+    others is of no use.
+
+    Args:
+        view: the one that ends.
+        reports: of its members.
+        dead: members that are known to be dead.
+    """
+    stable = view.base.stable_step
+    without = [
+        rank
+        for member, rank in view.ranks.items()
+        if member not in dead and member in reports and reports[member].progress.applied < stable
+    ]
+    gone = [rank for member, rank in view.ranks.items() if member in dead]
+    if len(without) + len(gone) < view.size:
+        return ""
+    died = f"rank(s) {format_ranks(gone)} of view {view.epoch} died, and " if gone else ""
+    return (
+        f"no process is left that holds the state of the training: {died}rank(s) {format_ranks(without)} had not "
+        "received it, or were in the middle of an update. Start the job again from its last checkpoint"
+    )
 
 
 def _connected(
