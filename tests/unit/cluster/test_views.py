@@ -887,7 +887,7 @@ def waiting(slot: int, view: View) -> ElasticMember:
 def test_a_host_that_newcomers_do_not_reach_is_looked_at_once_while_members_wait() -> None:
     """All its processes may be stopped, and no step shows that; or the newcomers are cut off."""
     view = msgspec.structs.replace(make_view(3), min_size=4)
-    newcomers = [msgspec.structs.replace(ready(slot, "h0"), unreached=("h2",)) for slot in (8, 9)]
+    newcomers = [cut_off(slot, "h2") for slot in (8, 9)]
     for slot, seconds in ((0, 5.0), (1, 10.0)):  # rank 0 may be stopped itself
         each = waiting(slot, view)
         assert each.handle(Received(member(8, 2), newcomers[0])) == [], "without host 2 there are too few"
@@ -902,15 +902,129 @@ def test_a_host_that_newcomers_do_not_reach_is_looked_at_once_while_members_wait
     assert RevokePlane(1) in each.handle(Received(member(9, 2), answered)), "there are enough with all hosts"
 
 
+def cut_off(slot: int, *hosts: str, epoch: int = 1) -> MemberReady:
+    return msgspec.structs.replace(ready(slot, "h0"), unreached=hosts, epoch=epoch)
+
+
 def test_newcomers_that_are_cut_off_cause_one_change() -> None:
     hosts = SilentHosts()
     view = msgspec.structs.replace(make_view(3), min_size=4)
-    newcomers = [msgspec.structs.replace(ready(slot, "h0"), unreached=("h2",)) for slot in (7, 8, 9)]
+    newcomers = [cut_off(slot, "h2") for slot in (7, 8, 9)]
     assert hosts.newcomers(view, newcomers[:1], 4) == set()
     assert hosts.newcomers(view, newcomers[:2], 4) == {member(7, 2), member(8, 2)}
-    hosts.note_change([member(7, 2), member(8, 2)])
+    hosts.note_change([*newcomers[:2], cut_off(9)])
     assert hosts.newcomers(view, newcomers[:2], 4) == set()
-    assert hosts.newcomers(view, newcomers, 4) == {member(9, 2)}
+    assert hosts.newcomers(view, newcomers, 4) == {member(9, 2)}, "it had reached all"
+
+
+def test_a_change_for_newcomers_that_another_member_has_begun_is_not_begun_again() -> None:
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    each = waiting(1, view)
+    for newcomer in (cut_off(8, "h2"), cut_off(9, "h2")):
+        each.handle(Received(newcomer.host.members[0].id, newcomer))
+    assert RevokePlane(1) in each.handle(Received(member(0), RevokeView(1)))
+    again = wait_in_next_view(each)
+    assert again == [], "the timer of those who wait goes on, and all have been asked"
+    assert each.handle(Received(member(9, 2), cut_off(9, "h2", epoch=2))) == []
+    assert each.handle(Received(member(7, 2), cut_off(7, "h2", epoch=2))) == [StartTimer(ViewTimer.STUCK, 10.0)], (
+        "another one"
+    )
+
+
+def wait_in_next_view(each: ElasticMember) -> list[Any]:
+    """The next view has the same members, and is too small, too; returns what they do in it."""
+    epoch = each.view.epoch
+    each.handle(PlaneRevoked(epoch, progress(0)))
+    following = View.make(epoch + 1, each.view.hosts, base=StepBase(), sizes=(each.view.min_size, each.view.max_size))
+    each.handle(Received(member(0), ViewDecided(epoch + 1, following)))
+    each.handle(LayoutsBuilt(epoch + 1))
+    each.handle(Received(member(0), ViewGo(epoch + 1)))
+    return each.handle(Rolled(epoch + 1))
+
+
+def test_the_time_for_more_members_is_not_put_off_by_changes_among_too_few() -> None:
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    each = waiting(1, view)
+    each.handle(Received(member(0), RevokeView(1)))
+    assert wait_in_next_view(each) == []
+    (end,) = each.handle(TimerFired(ViewTimer.WAIT))
+    assert end.reason == "3 rank(s) are left, steps need 4, and no more came in 600 s (HOROVOD_ELASTIC_TIMEOUT)"
+
+    each = waiting(1, view)
+    each.handle(Received(member(0), RevokeView(1)))
+    assert each.handle(TimerFired(ViewTimer.WAIT)) == [], "this change may bring enough"
+    (end,) = wait_in_next_view(each)
+    assert end.exit_code == 1
+
+
+def test_the_time_for_more_members_begins_anew_when_there_were_enough() -> None:
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    for fires in (False, True):
+        each = waiting(1, view)
+        each.handle(Received(member(0), RevokeView(1)))
+        if fires:
+            each.handle(TimerFired(ViewTimer.WAIT))
+        each.view = msgspec.structs.replace(view, min_size=1)
+        wait_in_next_view(each)
+        assert each.state is ElasticState.RUNNING
+        assert each.handle(TimerFired(ViewTimer.WAIT)) == []
+        assert each.state is ElasticState.RUNNING
+        each.handle(Received(member(0), RevokeView(2)))
+        assert each.handle(TimerFired(ViewTimer.WAIT)) == []
+        each.required_size = 4
+        assert wait_in_next_view(each) == [StartTimer(ViewTimer.WAIT, 600.0)]
+        assert each.state is ElasticState.WAITING
+
+
+def test_all_end_at_once_when_those_are_dead_who_held_the_state() -> None:
+    view = msgspec.structs.replace(make_view(1, ranks_each=4), base=StepBase(5, stable_step=5))
+    each = running(1, view)
+    each.handle(Evidence(member(0), Verdict.DEAD))
+    each.handle(PlaneRevoked(1, progress(0)))
+    each.handle(Received(VoterId("h0", 1), ViewPromise(2, Ballot(1, 1), 0)))
+    each.handle(Received(member(3), MemberReport(2, member(3), progress(0))))
+    each.handle(Evidence(member(2), Verdict.UNREACHABLE))
+    assert each.state is ElasticState.CHANGING, "rank 2 may hold it"
+    actions = each.handle(Evidence(member(2), Verdict.DEAD))
+
+    assert messages(actions, StateLost) == [member(0), member(2), member(3)]
+    assert isinstance(actions[-1], EndProcess)
+    assert actions[-1].exit_code == 1
+    assert "no process is left that holds the state" in actions[-1].reason
+    assert each.state is ElasticState.STOPPED
+
+
+def test_without_a_quorum_nobody_says_that_the_state_is_lost() -> None:
+    """The others may have gone on in another view."""
+    each = running(1, msgspec.structs.replace(make_view(3), base=StepBase(5, stable_step=5)))
+    each.handle(Evidence(member(0), Verdict.DEAD))
+    each.handle(Evidence(member(2), Verdict.DEAD))
+    each.handle(PlaneRevoked(1, progress(0)))
+    each.handle(Received(VoterId("h1", 1), ViewPromise(2, Ballot(1, 1), 1)))
+    assert each.state is ElasticState.CHANGING
+
+
+def test_who_is_told_that_the_state_is_lost_ends_unless_it_holds_it() -> None:
+    view = msgspec.structs.replace(make_view(1, ranks_each=4), base=StepBase(5, stable_step=5))
+    told = Received(member(1), StateLost(2, "why"))
+    for applied, end in ((0, [EndProcess(1, "why")]), (5, [])):
+        each = running(3, view)
+        each.handle(Received(member(1), RevokeView(1)))
+        assert each.handle(told) == [], "it has not said how far it is"
+        each.handle(PlaneRevoked(1, progress(applied)))
+        assert each.handle(Received(member(1), StateLost(3, "another view"))) == []
+        assert each.handle(told) == end
+
+
+def test_where_the_program_is_done_the_state_is_not_missed() -> None:
+    """Members that have finished end; who has not read the state then ends by itself."""
+    view = msgspec.structs.replace(make_view(1, ranks_each=2), base=StepBase(5, stable_step=5))
+    each = running(1, view)
+    each.is_ending = True
+    each.handle(Evidence(member(0), Verdict.DEAD))
+    each.handle(PlaneRevoked(1, progress(0)))
+    assert each.handle(Received(VoterId("h0", 1), ViewPromise(2, Ballot(1, 1), 0))) == []
+    assert each.handle(Received(member(0), StateLost(2, "why"))) == []
 
 
 def test_rank_0_names_a_step_for_those_who_come() -> None:

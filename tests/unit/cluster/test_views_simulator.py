@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from reigen.cluster.membership.views import leader, planning
 from reigen.cluster.membership.views import member as member_module
-from reigen.cluster.membership.views import planning
 from reigen.cluster.membership.views.candidate import ElasticCandidate
 from reigen.cluster.membership.views.events import (
     Copied,
@@ -28,12 +28,15 @@ from reigen.cluster.membership.views.events import (
     RevokePlane,
     Rolled,
     RunView,
+    StartTimer,
     Verdict,
+    ViewTimer,
 )
 from reigen.cluster.membership.views.installation import Installation
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState
-from reigen.cluster.membership.views.messages import HeldSums, MemberReport, StepProgress
-from reigen.cluster.membership.views.record import MemberId, SamplePosition, StepBase, View, ViewHost
+from reigen.cluster.membership.views.messages import AskMember, HeldSums, MemberReport, RevokeView, StepProgress
+from reigen.cluster.membership.views.paxos import Acceptor
+from reigen.cluster.membership.views.record import MemberId, SamplePosition, StepBase, View, ViewHost, VoterId
 from tests.unit.cluster.views_nightly import (
     BLOCK_SIZE,
     Block,
@@ -43,7 +46,7 @@ from tests.unit.cluster.views_nightly import (
     read_blocks,
     summarize,
 )
-from tests.unit.cluster.views_simulator import NUM_BUCKETS, TIMEOUTS, Process, Rules, Simulator, make_plan, play
+from tests.unit.cluster.views_simulator import NUM_BUCKETS, TIMEOUTS, Host, Process, Rules, Simulator, make_plan, play
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
@@ -205,6 +208,122 @@ def test_one_cut_connection_costs_one_host() -> None:
         assert simulator.seen["goes on"], seed
         assert len(simulator.views[max(simulator.views)].hosts) == len(plan.hosts) - 1, seed
         assert max(simulator.views) == 2, "by one change"
+
+
+class LosesHolders(Simulator):
+    """All who hold the state are killed, or cut off for a while, when a newcomer reads it."""
+
+    lost_at, ended_seconds, is_cut = 0.0, 0.0, False
+
+    def _begin_step(self, process: Process, view: View) -> None:
+        super()._begin_step(process, view)
+        if process.is_reading and not self.lost_at:
+            self.lost_at = self.now
+            self.at(0.0, lambda: self._lose_holders(view))
+
+    def _lose_holders(self, view: View) -> None:
+        holders = [self.processes[member] for member in view.members if not self.processes[member].is_reading]
+        if self.is_cut:
+            names = {holder.host for holder in holders}
+            self.cuts |= {pair for name in names for other in self.hosts for pair in ((name, other), (other, name))}
+            self._see_cuts()
+            self.at(5 * TIMEOUTS.stuck, self.cuts.clear)
+        else:
+            for holder in holders:
+                self._die(holder)
+
+    def _carry(self, process: Process, actions: list[Any]) -> None:
+        super()._carry(process, actions)
+        if any(isinstance(action, EndProcess) for action in actions):
+            self.ended_seconds = self.now - self.lost_at
+
+
+def lose_holders(*, is_cut: bool = False) -> list[LosesHolders]:
+    """Let jobs lose all holders of the state; returns those that did."""
+    found: list[LosesHolders] = []
+    for seed in range(60):
+        plan = make_plan(random.Random(seed))
+        plan.hosts, plan.faults, plan.loss, plan.travel = ((2,), (1,), (2, 1))[seed % 3], ["join"] * 2, 0.0, 0.002
+        plan.witness, plan.min_size, plan.max_size, plan.fault_seconds = False, 1, 5, 1.0
+        simulator = LosesHolders(seed, plan=plan)
+        simulator.is_cut = is_cut
+        simulator.run()
+        if simulator.lost_at and simulator.ended_seconds:
+            found.append(simulator)
+    assert len(found) > 10
+    return found
+
+
+def test_a_job_whose_state_is_lost_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(each.ended_seconds for each in lose_holders()) < 0.5
+
+    monkeypatch.setattr(leader, "explain_lost_state", lambda *_: "")
+    assert max(each.ended_seconds for each in lose_holders()) > TIMEOUTS.change
+
+
+def exit_reasons(simulators: Sequence[Simulator]) -> str:
+    return "\n".join(process.exit.reason for each in simulators for process in each.processes.values() if process.exit)
+
+
+def test_a_state_that_cannot_be_reached_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no process is left" not in exit_reasons(lose_holders(is_cut=True))
+
+    explain = planning.explain_lost_state
+
+    def give_up(view: View, reports: dict[MemberId, MemberReport], dead: Any) -> str:
+        return explain(view, reports, {*dead, *(member for member in view.members if member not in reports)})
+
+    monkeypatch.setattr(leader, "explain_lost_state", give_up)
+    assert "no process is left" in exit_reasons(lose_holders(is_cut=True))
+
+
+def wait_beside_newcomers_that_are_cut_off(seed: int) -> tuple[int, float]:
+    """Let four members wait for a fifth, while two newcomers do not reach one of them.
+
+    Returns how many changes there were, and how long it took until one of the members gave up.
+    """
+    plan = make_plan(random.Random(seed))
+    plan.hosts, plan.loss, plan.travel, plan.min_size, plan.max_size = (1, 1, 1, 1), 0.0, 0.002, 5, 6
+    simulator = Simulator(seed, plan=plan)
+    simulator._until(lambda: False, 1.0)
+    for number in range(2):
+        host = Host(f"n{number}", Acceptor(VoterId(f"n{number}", 1)))
+        simulator.hosts[host.name] = host
+        simulator.cuts |= {(host.name, "h3"), ("h3", host.name)}
+        simulator.start_candidate(MemberId(4 + number, 1), host)
+    simulator._until(lambda: False, TIMEOUTS.wait - 1.0)
+    num_changes = max(simulator.views) - 1
+    simulator._until(lambda: len(simulator._members()) < 4, 10 * TIMEOUTS.wait)
+    return num_changes, simulator.now
+
+
+def test_newcomers_that_are_cut_off_cause_one_change_of_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And put off the end of waiting not at all."""
+    for seed in range(20):
+        num_changes, seconds = wait_beside_newcomers_that_are_cut_off(seed)
+        assert num_changes == 1
+        assert seconds < TIMEOUTS.wait + 1.0
+
+    for kind in (RevokeView, AskMember):
+        monkeypatch.setitem(ElasticMember._MESSAGE_HANDLERS, kind, _forget_changes_of_others(kind))
+    assert max(wait_beside_newcomers_that_are_cut_off(seed)[0] for seed in range(20)) > 1
+
+
+def _forget_changes_of_others(kind: type) -> Callable[..., Any]:
+    handle = ElasticMember._MESSAGE_HANDLERS[kind]
+
+    def handle_and_forget(self: ElasticMember, *args: Any) -> Any:
+        before = {*self._silent_hosts._tried}
+        actions = handle(self, *args)
+        self._silent_hosts._tried = before
+        return actions
+
+    return handle_and_forget
+
+
+def test_the_end_of_waiting_is_not_put_off_by_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ElasticMember, "_wait_for_more", lambda self: [StartTimer(ViewTimer.WAIT, TIMEOUTS.wait)])
+    assert wait_beside_newcomers_that_are_cut_off(0)[1] > TIMEOUTS.wait + 1.0
 
 
 class Restarting(Simulator):

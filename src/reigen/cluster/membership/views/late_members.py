@@ -75,8 +75,9 @@ class SilentHosts:
     """Hosts of a view whose members wait for others, and that these do not reach.
 
     All processes there may be stopped, and no step shows it. So a change is begun, in which who is silent is left out;
-    if none of them is, the newcomers are cut off. Therefore a member begins it once for each newcomer, and only where
-    there are enough members without such hosts.
+    if none of them is, the newcomers are cut off. Therefore one is begun once for each newcomer, by whichever member is
+    first: any change that begins while newcomers are known has asked all members. And only where there are enough
+    members without such hosts.
     """
 
     def __init__(self) -> None:
@@ -97,6 +98,6 @@ class SilentHosts:
         num_left = sum(len(host.members) for host in view.hosts if host.name not in silent)
         return found if num_left + len(candidates) >= least_size else set()
 
-    def note_change(self, newcomers: Iterable[MemberId]) -> None:
-        """Take note that a change begins because of these."""
-        self._tried.update(newcomers)
+    def note_change(self, candidates: Iterable[MemberReady]) -> None:
+        """Take note that a change begins, here or elsewhere, while these want to be members."""
+        self._tried.update(each.host.members[0].id for each in candidates if each.unreached)

@@ -175,6 +175,8 @@ class ElasticMember:
         self._late, self._busy = LateMembers(me, view, self._timeouts.late), BusyMembers(0)
         #: hosts that newcomers do not reach; and whether they are given some time, while members wait
         self._silent_hosts, self._is_doubting = SilentHosts(), False
+        #: views have had too few members since the timer `WAIT` was started; and whether it has ended
+        self._is_short = self._has_waited = False
         #: steps may have been run in the view
         self._has_run = False
 
@@ -228,6 +230,8 @@ class ElasticMember:
         """
         if self.state is ElasticState.CHANGING:
             return []
+        if self.state is ElasticState.WAITING:
+            self._silent_hosts.note_change(self._candidates.values())
         self.state, self._progress, self._leader = ElasticState.CHANGING, None, None
         self._asked_by.clear()
         self._busy = BusyMembers(math.ceil(self._timeouts.install / self._timeouts.stuck) - 1)
@@ -501,8 +505,11 @@ class ElasticMember:
         self._applied = self.view.base.target
         if self.view.size < self._least_size:
             self.state, self._is_doubting = ElasticState.WAITING, False
-            return [StartTimer(ViewTimer.WAIT, self._timeouts.wait), *self._take_candidates()]
+            if self._has_waited:
+                return self._stop_waiting()
+            return [*self._wait_for_more(), *self._take_candidates()]
         self.state, self._has_run = ElasticState.RUNNING, True
+        self._is_short = self._has_waited = False
         leaving = self._on_leave() if self.me in self._leaving else []
         return [RunView(self.view), *leaving, *self._take_candidates()]
 
@@ -614,10 +621,9 @@ class ElasticMember:
         if self.state is ElasticState.PAUSED:
             return self._begin_change()
         if self.state is ElasticState.WAITING and self._is_doubting:
-            newcomers = self._silent_hosts.newcomers(self.view, self._candidates.values(), self._least_size)
             self._is_doubting = False
-            self._silent_hosts.note_change(newcomers)
-            return self._begin_change() if newcomers else []
+            is_needed = self._silent_hosts.newcomers(self.view, self._candidates.values(), self._least_size)
+            return self._begin_change() if is_needed else []
         if self.state not in {ElasticState.CHANGING, ElasticState.INSTALLING}:
             return []
         members = [member for member in self.view.members if member not in self.lost]
@@ -655,9 +661,20 @@ class ElasticMember:
             ElasticState.STOPPED, 1, f"no view could follow view {self.view.epoch}: {why} ({missing or 'all answer'})"
         )
 
+    def _wait_for_more(self) -> list[MemberAction]:
+        """Start the timer; it goes on over all views until one has enough members."""
+        is_short, self._is_short = self._is_short, True
+        return [] if is_short else [StartTimer(ViewTimer.WAIT, self._timeouts.wait)]
+
     def _on_wait_timeout(self) -> list[MemberAction]:
-        if self.state is not ElasticState.WAITING:
+        if not self._is_short:
             return []
+        if self.state is ElasticState.WAITING:
+            return self._stop_waiting()
+        self._has_waited = True  # a change is under way, which may bring more
+        return []
+
+    def _stop_waiting(self) -> list[MemberAction]:
         text = f"{self.view.size} rank(s) are left, steps need {self._least_size}, and no more came"
         return self._end(ElasticState.STOPPED, 1, f"{text} in {self._timeouts.wait:g} s (HOROVOD_ELASTIC_TIMEOUT)")
 
