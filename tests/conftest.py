@@ -32,7 +32,7 @@ _SHARES_RANKS = ("tests/torch/", "tests/keras/", "tests/jax/", "tests/tensorflow
 #: Files whose tests take long and share nothing: each test goes to a worker that has nothing else to do.
 _SHARES_NOTHING = (
     *("tests/examples/", "tests/network/test_batch_standins.py", "tests/unit/engine/test_simulator.py"),
-    "tests/multiprocess/test_as_horovod.py",
+    *("tests/multiprocess/test_as_horovod.py", "tests/docs/test_docs_programs.py"),
 )
 
 
@@ -47,6 +47,14 @@ class ByFile(LoadFileScheduling):
             return nodeid
         shared = next((each for each in _SHARES_RANKS if nodeid.startswith(each)), None)
         return shared or super()._split_scope(nodeid)
+
+    def _reschedule(self, node: Any) -> None:
+        """Gives a worker more when it has one test left, the one it begins with the next; xdist would when it has two.
+
+        What it has, no other worker does, and at the end all others wait for it.
+        """
+        if not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1:
+            super()._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)
