@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,11 +106,3 @@ def adversaries() -> None:
 
 def test_two_networks_in_one_function(rank_pool):
     rank_pool(2).run(adversaries, init=True)
-
-
-def test_the_example_runs():
-    example = Path(__file__).parents[2] / "examples" / "tensorflow" / "digits.py"
-    command = [sys.executable, "-m", "reigen", "run", "-np", "2", "--no-prefix", sys.executable, str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "weights bit-identical on all ranks: yes" in done.stdout
