@@ -32,6 +32,7 @@ class Table:
         ratios: (heading, label of a mode, label of another): how many times as long as the other's the first's time is.
         first: heading of the first column.
         verdict: (heading, claim behind the row's title) of a figure that the benchmark has beside its budget; or none.
+        ranks: how many there were, where rows of the file differ in that.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Table:
     ratios: tuple[tuple[str, str, str], ...] = ()
     first: str = ""
     verdict: tuple[str, str] | None = None
+    ranks: str = ""
 
     def columns(self) -> tuple[Series, ...]:
         """Return the modes."""
@@ -107,7 +109,7 @@ TABLES = (
         ),
         "model",
     ),
-    Table("network", _CHARTS["network"], ratios=(("Gloo / Reigen", "Gloo", "Reigen"),), first="bytes"),
+    Table("network", _CHARTS["network"], ratios=(("Gloo / Reigen", "Gloo", "Reigen"),), first="bytes", ranks="2 ranks"),
     Table(
         "hosts",
         replace(
@@ -119,6 +121,7 @@ TABLES = (
         (("Gloo / Reigen", "Gloo", "Reigen"),),
         "25 MiB",
         ("part of the wire", ": part of the wire's limit"),
+        "one rank a host",
     ),
     Table(
         "kv",
@@ -269,7 +272,7 @@ def draw(table: Table, results: Results) -> str:
             )
     headings = [table.first, *(each.label for each in shown), *(heading for heading, *_ in table.ratios)]
     headings += [table.verdict[0]] if table.verdict else []
-    return f"\n{markdown(headings, lines)}\n\n{origin(results)}\n\n"
+    return f"\n{markdown(headings, lines)}\n\n{origin(results, table.ranks)}\n\n"
 
 
 def _time(table: Table, row: Mapping[str, Figure], figure: Figure | None) -> str:
@@ -287,12 +290,13 @@ def _ratio(over: Figure | None, under: Figure | None) -> str:
     return f"{over.median / under.median:.2f}"
 
 
-def origin(results: Results) -> str:
-    """Return where figures are from, as a line of the page."""
+def origin(results: Results, ranks: str = "") -> str:
+    """Return where figures are from, as a line of the page; `ranks`: of these figures, if not those of the file."""
     versions = ", ".join(f"{name} {version}".removeprefix("mpi ") for name, version in results.versions.items())
     command = re.sub(r" --json \S+", "", results.command)
+    ranks = ranks or f"{results.num_ranks} ranks"
     return (
-        f"`{command}`, {results.created[:10]}: {results.num_ranks} ranks, medians of {results.rounds} rounds; "
+        f"`{command}`, {results.created[:10]}: {ranks}, medians of {results.rounds} rounds; "
         f"{results.machine.cpu}, {results.machine.num_cores} cores, load before it {results.machine.load:.1f}; "
         f"{versions}."
     )
