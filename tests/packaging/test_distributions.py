@@ -33,6 +33,8 @@ total = reigen.allreduce(np.ones(3, np.float32), op=reigen.Sum)
 print("total", total.tolist(), [name for name in ("torch", "tensorflow", "jax") if name in sys.modules])
 """
 TOTALS = "total [2.0, 2.0, 2.0] []\n" * 2
+#: Extras that need another version of a package than development does.
+OTHER_VERSIONS = {"mxnet": ["numpy"], "sagemaker": ["rich", "pyarrow"]}
 #: Small extras: what needs each, as options of `reigen run` and variables.
 SMALL_EXTRAS: dict[str, tuple[list[str], dict[str, str]]] = {
     "tls": ([], {"REIGEN_TLS": "1"}),
@@ -232,13 +234,12 @@ def test_the_sagemaker_extra_has_the_class_that_ours_is_one_of(tmp_path: Path) -
     assert needed == {node.name for node in own.body if isinstance(node, ast.FunctionDef)}
 
 
-#: MXNet needs a NumPy that is older than everybody else's; and pip is at sagemaker's extra for minutes.
-TOGETHER = [name for name in EXTRAS if name not in {"mxnet", "sagemaker"}]
+TOGETHER = [name for name in EXTRAS if name not in OTHER_VERSIONS]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("extras", [TOGETHER, ["mxnet"]], ids=["all but mxnet", "mxnet"])
+@pytest.mark.parametrize("extras", [TOGETHER, *([name] for name in OTHER_VERSIONS)], ids=["most", *OTHER_VERSIONS])
 def test_extras_have_versions_of_all_that_they_need_which_go_together(
     extras: list[str], distributions: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
@@ -249,7 +250,8 @@ def test_extras_have_versions_of_all_that_they_need_which_go_together(
     [wheel] = distributions[0].parent.glob("reigen-*.whl")
     limits, report = tmp_path / "constraints.txt", tmp_path / "report.json"
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-    limits.write_text("".join(line for line in lines if extras != ["mxnet"] or not line.startswith("numpy==")))
+    others = {name for extra in extras for name in OTHER_VERSIONS.get(extra, ())}
+    limits.write_text("".join(line for line in lines if line.partition("==")[0] not in others))
     install = ["install", "--dry-run", "--ignore-installed", "--report", report, "-c", limits]
     requirement = f"reigen[{','.join(extras)}] @ {wheel.as_uri()}"
     subprocess.run([*PIP, *install, requirement], check=True, stderr=subprocess.DEVNULL)
