@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.quick_python import quick_environment
 
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
 KERAS_3, LEGACY = {"TF_USE_LEGACY_KERAS": "0"}, {"TF_USE_LEGACY_KERAS": "1"}
@@ -20,7 +21,7 @@ def ran(size: int, *arguments: str, environ: dict[str, str] = KERAS_3) -> tuple[
     command = [sys.executable, "-m", "reigen", "run", "--as-horovod", "-np", str(size), "--no-prefix", sys.executable]
     done = subprocess.run(
         [*command, *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environ},
+        env={**quick_environment(), "TF_CPP_MIN_LOG_LEVEL": "3", **environ},
         cwd=SCRIPTS,
         capture_output=True,
         text=True,
