@@ -1,6 +1,6 @@
 """For processes of tests that import a framework: looking for garbage is a third of the time to start and to end one.
 
-In PYTHONPATH. What a program does in between, and the order in which it ends, stay as they are.
+In PYTHONPATH. Not for tests of how a process ends: what is in cycles then is not finalized.
 """
 
 import atexit
