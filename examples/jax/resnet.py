@@ -9,11 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+BLOCKS = {6: (1, 1), 10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 
 
 class ResNet(nn.Module):
-    """https://arxiv.org/abs/1512.03385 with strides in the 3 x 3 convolutions: ResNet-50 (v1.5), ResNet-18 or -10."""
+    """https://arxiv.org/abs/1512.03385 with strides in the 3 x 3 convolutions: ResNet-50 (v1.5), -18, -10 or -6."""
 
     layers: int
     classes: int

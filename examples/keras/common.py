@@ -32,11 +32,12 @@ class Show(keras.callbacks.Callback):
     Args:
         progress: which prints them.
         batch: samples of all ranks in a batch.
+        loss: the name of what is shown as loss.
     """
 
-    def __init__(self, progress: Progress, batch: int) -> None:
+    def __init__(self, progress: Progress, batch: int, loss: str = "loss") -> None:
         super().__init__()
-        self._progress, self._batch = progress, batch
+        self._progress, self._batch, self._loss = progress, batch, loss
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._progress.add(self._batch, (logs or {}).get("loss", 0.0))
+        self._progress.add(self._batch, (logs or {}).get(self._loss, 0.0))

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 from keras import layers
 
-BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+BLOCKS = {6: (1, 1), 10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 
 
 def make_resnet(depth: int, classes: int, size: int) -> keras.Model:
-    """https://arxiv.org/abs/1512.03385 with strides in the 3 x 3 convolutions: ResNet-50 (v1.5), ResNet-18 or -10."""
+    """https://arxiv.org/abs/1512.03385 with strides in the 3 x 3 convolutions: ResNet-50 (v1.5), -18, -10 or -6."""
 
     def conv(x: Any, width: int, kernel: int, stride: int = 1) -> Any:
         options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}

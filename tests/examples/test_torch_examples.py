@@ -24,10 +24,10 @@ def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
     assert_same(
         "norm of the weights",
         1e-6,
-        lambda: run("cifar10_vgg11.py", *options("local")),
-        lambda: run("cifar10_vgg11.py", *options("ring"), np=2),
-        lambda: run("cifar10_vgg11.py", *options("ring"), np=4),
-        lambda: run("cifar10_vgg11.py", *options("dist_sync"), np=2, servers=1),
+        run("cifar10_vgg11.py", *options("local")),
+        run("cifar10_vgg11.py", *options("ring"), np=2),
+        run("cifar10_vgg11.py", *options("ring"), np=4),
+        run("cifar10_vgg11.py", *options("dist_sync"), np=2, servers=1),
     )
 
 
@@ -42,9 +42,9 @@ def test_gpt() -> None:
     assert_same(
         "test loss",
         1e-3,
-        lambda: run("gpt.py", *options),
-        lambda: run("gpt.py", *options, np=2),
-        lambda: run("gpt.py", *options, np=4),
+        run("gpt.py", *options),
+        run("gpt.py", *options, np=2),
+        run("gpt.py", *options, np=4),
     )
 
 
@@ -53,9 +53,9 @@ def test_recommender() -> None:
     assert_same(
         "test error",
         1e-3,
-        lambda: run("recommender.py", *options, servers=1),
-        lambda: run("recommender.py", *options, np=2, servers=1),
-        lambda: run("recommender.py", *options, np=4, servers=2, launcher=LAUNCH),
+        run("recommender.py", *options, servers=1),
+        run("recommender.py", *options, np=2, servers=1),
+        run("recommender.py", *options, np=4, servers=2, launcher=LAUNCH),
     )
 
 
@@ -64,9 +64,9 @@ def test_sync_batch_norm() -> None:
     assert_same(
         "test loss",
         1e-3,
-        lambda: run("sync_batch_norm.py", *options),
-        lambda: run("sync_batch_norm.py", *options, np=2),
-        lambda: run("sync_batch_norm.py", *options, np=4),
+        run("sync_batch_norm.py", *options),
+        run("sync_batch_norm.py", *options, np=2),
+        run("sync_batch_norm.py", *options, np=4),
     )
 
 
@@ -88,9 +88,9 @@ def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been
     assert_same(
         "last epoch's loss",
         1e-3,
-        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2),
-        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, np=2),
-        lambda: run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=4),
+        run("imagenet_resnet50.py", *options, "--epochs", 2),
+        run("imagenet_resnet50.py", *options, "--epochs", 2, np=2),
+        run("imagenet_resnet50.py", *options, "--epochs", 2, *checkpoint, np=4),
     )
 
 
@@ -110,9 +110,9 @@ def test_faster_rcnn() -> None:
     assert_same(
         "test loss",
         1e-3,
-        lambda: run("coco_detection.py", *options),
-        lambda: run("coco_detection.py", *options, np=2),
-        lambda: run("coco_detection.py", *options, np=4),
+        run("coco_detection.py", *options),
+        run("coco_detection.py", *options, np=2),
+        run("coco_detection.py", *options, np=4),
     )
 
 

@@ -1,0 +1,1 @@
+../jax/recommender_data.py
