@@ -25,7 +25,7 @@ DEADLINE_SECONDS = 580
 #: That no environment has all of.
 LIBRARIES = ("torch", "torchvision", "PIL", "sklearn", "tensorflow", "keras", "jax", "flax", "optax", "mxnet")
 VARIABLES = {
-    "PYTHONPATH": f"{ROOT / 'src'}:{OPERATORS}",
+    "PYTHONPATH": f"{ROOT / 'tests' / 'quick_python'}:{ROOT / 'src'}:{OPERATORS}",
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "TORCHDYNAMO_DISABLE": "1",  # otherwise torchvision's replacement of roi_align is compiled first
