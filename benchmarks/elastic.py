@@ -3,6 +3,7 @@
     python -m benchmarks.elastic kills --rounds 10
     python -m benchmarks.elastic cost --rounds 20
     python -m benchmarks.elastic join --rounds 5 --parameters 25 --optimizer adam
+    python -m benchmarks.elastic spares --rounds 8 --parameters 25
 
 ``kills``: two jobs of four ranks train the same model on this host, one with `hvd.elastic` below `reigen run`, one with
 DDP below ``torchrun --max-restarts``, whose processes go on from a checkpoint. By turns, a rank of one of them is
@@ -10,12 +11,16 @@ killed, while the other stands still (SIGSTOP). Taken is the time until a step h
 then: three here, four new ones there; and how many steps were lost. ``cost``: milliseconds of a step in a static job,
 in an elastic one, and in one that commits each step, by turns. ``join``: milliseconds that a newcomer to a
 `hvd.elastic.Job` costs its three members: what the longest step around the change took more than a usual one of four
-ranks, and of that the parts. One JSON line comes out.
+ranks, and of that the parts. ``spares``: two jobs of three ranks and a spare, with ``--spares 1`` and ``--spares
+1:warm``, by turns: a rank that takes samples is killed at a random moment. Taken is the time from the kill until the
+next step has begun, and has ended, on three ranks, and until one has ended whose samples three ranks have taken, the
+spare among them; and how long a usual step is, also in a job without spares. One JSON line comes out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -26,15 +31,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic_train.py"
 JOIN_PROGRAM = PROGRAM.with_name("elastic_join.py")
+SPARE_PROGRAM = PROGRAM.with_name("elastic_spare.py")
 _PATIENCE_SECONDS = 240.0
 RANKS = 4
 
@@ -49,12 +56,29 @@ class Step(NamedTuple):
     at: float
 
 
+class Mark(NamedTuple):
+    """A line of `elastic_spare`."""
+
+    kind: str
+    number: int
+    view: int
+    size: int
+    num_dealt: int
+    num_samples: int
+    at: float
+
+    @classmethod
+    def parse(cls, line: str) -> Mark:
+        kind, *numbers, at = line.split()
+        return cls(kind, *map(int, numbers), float(at))
+
+
 class TrainingJob:
     """A job that trains in the background, below a launcher that is in a session of its own."""
 
-    def __init__(self, directory: Path, command: list[str]) -> None:
+    def __init__(self, directory: Path, command: list[str], environ: Mapping[str, str]) -> None:
         self.directory = directory
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
         self._output = (directory / "output").open("wb")
         self.process = subprocess.Popen(
             command, env=environ, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
@@ -82,10 +106,24 @@ class TrainingJob:
                 raise RuntimeError(f"{self.process.args}: {(self.directory / 'output').read_text()[-3000:]}")
             time.sleep(0.002)
 
+    def signal_processes(self, number: int) -> None:
+        for pid in self.marks():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def signal_ranks(self, number: int) -> None:
         for step in self.steps():
             with suppress(ProcessLookupError):
                 os.kill(step.pid, number)
+
+    def marks(self) -> dict[int, list[Mark]]:
+        """All that the living processes of `elastic_spare` have written, by process."""
+        found = {}
+        for path in self.directory.glob("steps.*"):
+            if Path(f"/proc/{path.suffix[1:]}").exists():
+                lines = path.read_text().rpartition("\n")[0].splitlines()
+                found[int(path.suffix[1:])] = [Mark.parse(line) for line in lines]
+        return found
 
     def close(self) -> None:
         (self.directory / "enough").touch()
@@ -98,10 +136,12 @@ class TrainingJob:
 
 
 @contextmanager
-def training(directory: Path, command: list[str]) -> Iterator[TrainingJob]:
+def training(
+    directory: Path, command: list[str], environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[TrainingJob]:
     """Run a training for as long as the block."""
     directory.mkdir()
-    job = TrainingJob(directory, command)
+    job = TrainingJob(directory, command, environ)
     try:
         yield job
     finally:
@@ -221,6 +261,100 @@ def measure_joins(rounds: int, parameters: float, optimizer: str) -> dict[str, o
     return result
 
 
+def kill_for_spare(job: TrainingJob, chances: random.Random) -> dict[str, float]:
+    """Kill a rank that takes samples; returns seconds until steps have begun and ended."""
+    job.wait(lambda: len(job.marks()) == RANKS)
+    since = time.time()
+
+    def is_ready() -> bool:
+        """The spare waits, or has made some steps without samples; the others have made some with them."""
+        latest = {pid: [mark for mark in marks if mark.at > since] for pid, marks in job.marks().items()}
+        has_samples = [len(marks) > 6 and marks[-1].num_samples > 0 for marks in latest.values()]
+        spare = [pid for pid, has in zip(latest, has_samples, strict=True) if not has]
+        if len(latest) != RANKS or len(spare) != 1 or sum(has_samples) != RANKS - 1:
+            return False
+        is_member = job.marks()[spare[0]][-1].kind != "waits"
+        return len(latest[spare[0]]) > 6 if is_member else time.time() - since > 2.0
+
+    job.wait(is_ready)
+    time.sleep(chances.uniform(0.0, 0.7))
+    marks = job.marks()
+    takers = [pid for pid, each in marks.items() if each[-1].num_samples]
+    usual = statistics.median(
+        later.at - mark.at
+        for pid in takers
+        for mark, later in itertools.pairwise([mark for mark in marks[pid] if mark.kind == "end"][-8:])
+    )
+    victim = chances.choice(takers)
+    (spare,) = marks.keys() - set(takers)
+    at = time.time()
+    os.kill(victim, signal.SIGKILL)
+
+    def seconds(kind: str, *, is_whole: bool) -> float | None:
+        """Until the first step of these ranks, in a view behind the kill, has begun or ended on all that must."""
+        others = {pid: each for pid, each in job.marks().items() if pid in marks and pid != victim}
+        first = []
+        for pid, each in others.items():
+            last_view = max(mark.view for mark in marks[pid])
+            new = [m for m in each if m.kind == kind and m.at > at and (m.view > last_view or pid == spare)]
+            new = [m for m in new if m.num_samples] if is_whole else new
+            if (pid != spare or is_whole) and not new:
+                return None
+            first += [new[0].at - at] if new else []
+        return max(first) if len(others) == RANKS - 1 else None
+
+    job.wait(lambda: seconds("end", is_whole=True))
+    found = {
+        "begun": seconds("begin", is_whole=False),
+        "ended": seconds("end", is_whole=False),
+        "ended_by_three": seconds("end", is_whole=True),
+    }
+    return {name: value for name, value in found.items() if value is not None} | {"usual_step": usual}
+
+
+def measure_spares(rounds: int, parameters: float, optimizer: str, seed: int) -> dict[str, object]:
+    """Kill ranks of two jobs with spares by turns; and measure steps of a third one, without any."""
+    chances = random.Random(seed)
+    options = {"spares 1": ["--spares", "1"], "spares 1:warm": ["--spares", "1:warm"], "no spares": []}
+    found: dict[str, list[dict[str, float]]] = {who: [] for who in options}
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path), "REIGEN_DEADLINE": "3600"}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        jobs = {}
+        for who, more in options.items():
+            directory = Path(name) / who.replace(" ", "-").replace(":", "-")
+            launcher = [sys.executable, "-m", "reigen", "run", "-np", str(RANKS - 1), "--min-np", "1", *more]
+            launcher += ["--blacklist-cooldown-range", "1", "1", sys.executable, str(SPARE_PROGRAM)]
+            command = [*launcher, str(directory), str(parameters), optimizer]
+            job = jobs[who] = stack.enter_context(training(directory, command, environ))
+            job.wait(lambda job=job, more=more: len(job.marks()) == RANKS - 1 + bool(more))
+            job.signal_processes(signal.SIGSTOP)
+        for number in range(rounds):
+            for who, job in jobs.items():
+                job.signal_processes(signal.SIGCONT)
+                found[who].append(kill_for_spare(job, chances) if options[who] else usual_step(job))
+                job.signal_processes(signal.SIGSTOP)
+            print(f"{number + 1}/{rounds}", {who: each[-1] for who, each in found.items()}, file=sys.stderr)
+        for job in jobs.values():
+            job.signal_processes(signal.SIGCONT)
+    result: dict[str, object] = {"parameters": parameters, "optimizer": optimizer}
+    for who, each in found.items():
+        for part in each[0]:
+            values = [round(1000 * one[part]) for one in each]
+            result[f"{who}, {part}_ms"] = [statistics.median(values), min(values), max(values)]
+    return result
+
+
+def usual_step(job: TrainingJob) -> dict[str, float]:
+    """Return how long a step is in a job in which nobody dies."""
+    since = time.time() + 0.5
+
+    def ends() -> list[list[float]]:
+        return [[mark.at for mark in marks if mark.kind == "end" and mark.at > since] for marks in job.marks().values()]
+
+    job.wait(lambda: all(len(each) > 8 for each in ends()))
+    return {"usual_step": statistics.median(later - at for each in ends() for at, later in itertools.pairwise(each))}
+
+
 def join_costs(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Seconds that newcomers cost a member, and parts of them; ``steps`` as `elastic_join` writes them."""
     found = []
@@ -237,7 +371,7 @@ def join_costs(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "cost", "join"))
+    parser.add_argument("what", choices=("kills", "cost", "join", "spares"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parameters", type=float, default=25, help="of a model that newcomers get, in millions")
@@ -247,6 +381,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     if chosen.what == "join":
         found = measure_joins(chosen.rounds, chosen.parameters, chosen.optimizer)
+    elif chosen.what == "spares":
+        found = measure_spares(chosen.rounds, chosen.parameters, chosen.optimizer, chosen.seed)
     else:
         found = measure_kills(chosen.rounds, chosen.seed) if chosen.what == "kills" else measure_cost(chosen.rounds)
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count(), "load": load}

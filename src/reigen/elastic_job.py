@@ -332,7 +332,8 @@ class ElasticJob(Generic[_Context]):
         with closing(first.rendezvous):
             sizes, layout = (self._place.min_size, self._place.max_size), first.layout
             timeout = config.start_timeout_seconds
-            view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout)
+            num_spares = self._place.num_spares
+            view = meet_first_view(node, first.rendezvous, layout.rank, layout.size, sizes, timeout, num_spares)
         self._driver = ViewDriver(node, self, self._access.rendezvous(node.voter.page), timeouts, rule)
         self._driver.begin(view)
         self._notices = NoticeHandler(self)
@@ -479,6 +480,11 @@ class ElasticJob(Generic[_Context]):
     def require_size(self, size: int) -> None:
         """Have steps run only in views of so many members; all members ask for the same. Others are waited for."""
         self._driver.require_size(size)
+
+    @property
+    def has_warm_spares(self) -> bool:
+        """Return whether members beyond a number take no samples (`View.spares`), which the program has to know of."""
+        return self._place.num_spares > 0
 
     @property
     def lost_ranks(self) -> list[int]:
@@ -635,6 +641,8 @@ class ElasticJob(Generic[_Context]):
         is_planned = self._driver.is_planned
         outcome = first_outcome(is_planned=is_planned, tells_outcomes=self.step_state is not None)
         change = compare_views(self._ran, view, reason=reason, seconds=seconds, is_planned=is_planned, outcome=outcome)
+        if view.num_spares:
+            self._counters.is_warm_spare = view.ranks[self._place.member] in view.spares
         with self._changed:
             self.history = self.history.add(change)
         if change.reason:

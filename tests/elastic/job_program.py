@@ -107,12 +107,25 @@ def make_job(num_samples: int, *trained: object) -> hvd.elastic.Job:
         deal_as_to_a_newcomer(job)
     if os.environ.get("CORRUPT") == "1":
         corrupt(job, model)
+    tell_transfers(job)
     if path := os.environ.get("PREPARES_UNTIL"):
         print(f"PREPARED {hvd.rank()} {hvd.size()}", flush=True)
         while not Path(path).exists():
             time.sleep(0.01)
     limit_resources(job)
     return job
+
+
+def tell_transfers(job: hvd.elastic.Job) -> None:
+    """Write down each transfer of weights and optimizer state: ``TRANSFER view source receivers``."""
+    transfer = job.training.transfer
+
+    def tell(source: int, receivers: frozenset[int], *, may_overlap: bool = False) -> OverlappedTransfer | None:
+        elastic = context.elastic_job()
+        print(f"TRANSFER {elastic.epoch if elastic else 0} {source} {json.dumps(sorted(receivers))}", flush=True)
+        return transfer(source, receivers, may_overlap=may_overlap)
+
+    job.training.transfer = tell
 
 
 def limit_resources(job: hvd.elastic.Job) -> None:
@@ -204,12 +217,12 @@ def change_weights(model: torch.nn.Module) -> None:
 
 
 def deal_as_to_a_newcomer(job: hvd.elastic.Job) -> None:
-    """Have only the first ranks take samples of the first step, as many as ``DEALT`` says."""
+    """Have only the first ranks take samples of the first step, as many as ``DEALT`` says; of ``DEALT_STEPS``."""
     deal, dealt = job.deal, []
 
     def deal_first(interval: SampleInterval) -> tuple[Part, ...]:
         dealt.append(interval)
-        if len(dealt) > 1:
+        if len(dealt) > int(os.environ.get("DEALT_STEPS", "1")):
             return deal(interval)
         num_dealt = int(os.environ["DEALT"])
         return job.data.deal(interval, hvd.rank(), num_dealt) if hvd.rank() < num_dealt else ()

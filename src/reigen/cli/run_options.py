@@ -273,9 +273,9 @@ def _add_elastic(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup
     )
     add(
         "--spares",
-        type=int,
-        metavar="N",
-        help="so many more processes of an elastic job are started, and wait to take the places of those that die",
+        metavar="N[:warm]",
+        help="so many more processes of an elastic job are started, and wait to take the places of those that die; "
+        "with :warm they make the steps of a hvd.elastic.Job meanwhile, without samples, so that they have its state",
     )
     add(
         "--eject-stragglers",

@@ -38,6 +38,7 @@ __all__ = [
     "SLOT_VARIABLE",
     "STRAGGLER_VARIABLE",
     "VOTER_FD_VARIABLE",
+    "WARM_SPARES_VARIABLE",
     "WITNESS_VARIABLE",
     "WORKERS_LOST_EXIT_CODE",
     "JobInfo",
@@ -67,6 +68,8 @@ INCARNATION_VARIABLE = "REIGEN_INCARNATION"
 #: Bounds of the number of members; the greatest one is missing where there is none.
 MIN_SIZE_VARIABLE = "REIGEN_MIN_SIZE"
 MAX_SIZE_VARIABLE = "REIGEN_MAX_SIZE"
+#: How many of the greatest number take no samples, and are there to take the places of others; missing: none.
+WARM_SPARES_VARIABLE = "REIGEN_WARM_SPARES"
 #: Seconds for which there may be fewer.
 ELASTIC_TIMEOUT_VARIABLE = "REIGEN_ELASTIC_TIMEOUT"
 #: Number of an inherited descriptor: memory of the host's voter, the same for all processes of the job there.

@@ -95,6 +95,11 @@ PROCESS_METRICS: tuple[Metric, ...] = (
     Metric("reigen_ranks", "gauge", "ranks of the job, or of the view of an elastic one"),
     Metric("reigen_view_epoch", "gauge", "number of the view of an elastic job"),
     Metric(
+        "reigen_warm_spare",
+        "gauge",
+        "1: this rank of an elastic job is a warm spare, which takes no samples; 0: it is none",
+    ),
+    Metric(
         "reigen_view_changes_total",
         "counter",
         "changes of the members of an elastic job: planned, completed (the step under way was finished), rerun",

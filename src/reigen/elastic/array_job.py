@@ -30,10 +30,12 @@ from reigen.api.operations import ALLREDUCE, BROADCAST, Sum
 from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.elastic.cursor import Cursor, Part
 from reigen.elastic.job import BaseJob
+from reigen.elastic.membership import WARM_SPARES_TEXT
 from reigen.elastic.pauses import BroadcastPauses
 from reigen.elastic.state import Departure
 from reigen.elastic.state_transfer import digest_of, read_from_source
 from reigen.elastic.training import (
+    LocalState,
     TrainingState,
     generator_states,
     reading_checkpoint,
@@ -76,6 +78,22 @@ class GradientBackend(Protocol):
         """Return a sparse gradient as a tensor."""
 
 
+class _ArraysOfRanks:
+    """Implementation of `LocalState` where what each rank has for itself is among its arrays, and cannot be known."""
+
+    is_empty = True
+
+    def find_problem(self) -> str:
+        """Implement `LocalState.find_problem`."""
+        return WARM_SPARES_TEXT
+
+    def copy(self) -> None:
+        """Implement `LocalState.copy`."""
+
+    def load(self, local: Any) -> None:
+        """Implement `LocalState.load`."""
+
+
 class ArrayTraining(TrainingState, ABC):
     """Training whose weights and optimizer state can be read and written as arrays.
 
@@ -87,6 +105,7 @@ class ArrayTraining(TrainingState, ABC):
 
     def __init__(self, backend: GradientBackend) -> None:
         self.backend = backend
+        self.local: LocalState = _ArraysOfRanks()
         self.update: AbstractContextManager[None] | None = None
         self._generators: dict[str, Any] = {}
         self._broadcasts = BroadcastPauses()

@@ -70,6 +70,7 @@ class HeldState:
             all have compared; None: not known here.
         description: digest of what must be the same on all members (`digest_description`); empty: not known here.
         has_lost: it was a member, and a part of its weights is of another step than the rest.
+        is_idle: it was a warm spare, and has not followed what only forward passes change.
     """
 
     number: int
@@ -81,6 +82,7 @@ class HeldState:
     arrived: ArrivedState | None = None
     description: bytes = b""
     has_lost: bool = False
+    is_idle: bool = False
 
     @property
     def reached(self) -> int:
@@ -153,7 +155,7 @@ def find_lost_state(held: Sequence[HeldState]) -> str:
 
 
 def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
-    """Choose the source: who has applied most steps, best to their end; of equals, the lowest rank.
+    """Choose the source: who has applied most steps, best to their end, and no spare; of equals, the lowest rank.
 
     A step that all were in, and of whose sums nothing is lost, is completed by all. Who has not applied a step that
     others have, but has its sums, applies it by itself. If one is left who cannot, all of them get the state.
@@ -168,7 +170,7 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     """
     are_members = any(each.is_member for each in held)
     chosen = [rank for rank, each in enumerate(held) if each.is_member or not are_members]
-    source = max(chosen, key=lambda rank: (held[rank].reached, not held[rank].update, held[rank].is_whole, -rank))
+    source = max(chosen, key=lambda rank: _fitness(held[rank], rank))
     best = held[source]
     if best.update is not None:
         completes = frozenset(r for r in chosen if held[r].update is not None and held[r].reached == best.reached)
@@ -192,6 +194,32 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
     if completing:
         return CatchUpPlan(source, partial_receivers=frozenset(partial), completing=frozenset(completing))
     return CatchUpPlan(source, frozenset(receivers), frozenset(partial))
+
+
+def _fitness(each: HeldState, rank: int) -> tuple[int, bool, bool, bool, int]:
+    return each.reached, not each.update, each.is_whole, not each.is_idle, -rank
+
+
+def find_relief(
+    held: Sequence[HeldState], plan: CatchUpPlan, sharing: Collection[int]
+) -> tuple[int | None, frozenset[int]]:
+    """Return whose statistics and the like are followed, and who gets them: who was a spare, or has a spare's state.
+
+    A member that receives a spare's weights keeps its own statistics.
+
+    Args:
+        held: by all ranks of the view, in order.
+        plan: made of that.
+        sharing: ranks that take samples from here on.
+
+    Returns:
+        None: nobody is there that has followed them.
+    """
+    idle = {rank for rank, each in enumerate(held) if each.is_idle}
+    new = {rank for rank, each in enumerate(held) if not each.is_member}
+    stale = idle | (new & plan.receivers) if plan.source in idle else idle - plan.receivers
+    followers = [rank for rank in range(len(held)) if rank not in stale | new | plan.waiting]
+    return next(iter(followers), None), frozenset(stale.intersection(sharing) - plan.waiting)
 
 
 def are_alike(held: Sequence[HeldState], plan: CatchUpPlan) -> bool:

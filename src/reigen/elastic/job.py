@@ -27,12 +27,18 @@ h. A member that waits holds the gradients of this step until it is applied, the
 
 Newcomers to a running job may get its state while the members are in the next step (`OverlappedTransfer`):
 
-i. They take no samples of that step (`BaseJob.deal`), and are no members, for views and plans, until they have the
+i. They take no samples of it (`BaseJob.dealt_ranks`), and are no members, for views and plans, until they have the
    state. Whoever dies meanwhile has the next view begin with (c), where they get it anew.
 j. Before the update all exchange digests. Where one is wrong everybody waits until the state has been sent again: the
    weights are still those of the step before. Who dies here leaves whole sums behind: the others look at the digests in
    the next view (`confirm_newcomers`), and go on with the update there, as in (f). Who had all digests before that
    death has compared them, and answers for the source, even if it has applied the step (`ArrivedState`).
+
+Warm spares (`View.spares`) are members that are dealt no samples, so that they always have the state:
+
+k. A spare comes as any newcomer, adds nothing to the sums of each step, and makes its update. When a member has gone,
+   the next view deals it samples, and nothing is copied but what forward passes change and each rank has for itself
+   (statistics of BatchNorm, say), which it has not followed (`HeldState.is_idle`, `LocalState`).
 """
 
 from __future__ import annotations
@@ -63,6 +69,7 @@ from reigen.elastic.catch_up import (
     confirm_newcomers,
     find_lost_state,
     find_outcome,
+    find_relief,
     is_step_redone,
     may_overlap_transfer,
     note_arrival,
@@ -73,7 +80,7 @@ from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.description import check_description, digest_description
 from reigen.elastic.state import Departure
 from reigen.elastic.state_transfer import OverlappedTransfer, compare_digests, explain_wrong_state
-from reigen.elastic.training import TrainingState
+from reigen.elastic.training import LocalState, TrainingState
 from reigen.errors import (
     ArgumentError,
     CollectiveError,
@@ -145,7 +152,9 @@ class ElasticStep(AbstractContextManager["ElasticStep"]):
         is_last: it is the last of its epoch.
         num_epochs: how many epochs the training has.
         rank, size: this rank, and how many there are.
-        num_dealt: how many of them share the samples; newcomers that read the state take none.
+        num_dealt: how many of them share the samples; newcomers that read the state take none, nor do warm spares.
+        num_sharing: how many share those of the following steps, if members stay as they are: all but warm spares.
+        place: of this rank among these; None: it is a warm spare.
         parts: what this rank takes of them; may be empty.
         is_applied: the weights have had it.
     """
@@ -153,9 +162,11 @@ class ElasticStep(AbstractContextManager["ElasticStep"]):
     def __init__(self, job: BaseJob, number: int, interval: SampleInterval, num_epochs: int) -> None:
         self._job, self.number, self.interval, self.num_epochs = job, number, interval, num_epochs
         self.rank, self.size = job.rank, job.size
-        self.num_dealt = len(job.dealt_ranks())
+        sharing = job.sharing_ranks()
+        self.num_dealt, self.num_sharing = len(job.dealt_ranks()), len(sharing)
+        self.place = sharing.index(self.rank) if self.rank in sharing else None
         self.parts = StepParts(job, job.deal(interval))
-        self.is_last = job.data.is_last(interval, job.size)
+        self.is_last = job.data.is_last(interval, self.num_sharing)
         self.is_applied = self.has_ended = False
 
     @property
@@ -200,6 +211,7 @@ class _Mark:
         offset: less by this they are the steps of the membership, which begin at another number.
         is_member: see `HeldState`.
         has_lost: see `HeldState`.
+        is_idle: see `HeldState`.
         revoked: epoch of the latest view that has ended.
     """
 
@@ -207,7 +219,22 @@ class _Mark:
     offset: int = 0
     is_member: bool = False
     has_lost: bool = False
+    is_idle: bool = False
     revoked: int = 0
+
+
+def _newcomers(arrival: tuple[OverlappedTransfer, CatchUpPlan] | None) -> frozenset[int]:
+    """Return the ranks whose state is not yet known to be that of its source: they read it during a step; (i)."""
+    return frozenset() if arrival is None else arrival[1].receivers
+
+
+def _relieve_spares(local: LocalState, rank: int, source: int | None, receivers: frozenset[int]) -> None:
+    """Collective: who has taken no samples, and does so from here on, gets what only forward passes change."""
+    if source is None or not receivers or local.is_empty:
+        return
+    given = broadcast_object(local.copy() if rank == source else None, source, "elastic.local_state")
+    if rank in receivers:
+        local.load(given)
 
 
 class BaseJob(ABC):
@@ -289,6 +316,9 @@ class BaseJob(ABC):
     def __enter__(self) -> Self:
         """Collective: all ranks get the state of rank 0, or of the members that there are."""
         self._elastic = contexts.elastic_job()
+        has_spares = self._elastic is not None and self._elastic.has_warm_spares
+        if has_spares and (problem := self.training.local.find_problem()):
+            raise ArgumentError(problem)
         if membership.is_candidate() and self._elastic is not None:
             self._elastic.reserve_memory(self.training.registered_bytes())
             self.training.warm_up()
@@ -313,7 +343,9 @@ class BaseJob(ABC):
             if error is None:
                 self._complete_arrival()
                 self._settle()
-            elif isinstance(error, JobLeft) and self._on_leave is not None and not self._is_arriving:
+            elif (
+                isinstance(error, JobLeft) and self._on_leave is not None and self.rank not in _newcomers(self._arrival)
+            ):
                 self._step, self._is_stable = None, True  # all have stopped at one step, or this one is undone
                 self._on_leave(Departure(error.rank, error.size, error.all_leave))
         finally:
@@ -325,7 +357,7 @@ class BaseJob(ABC):
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """Number of members, warm spares among them."""
         return contexts.current().size
 
     @property
@@ -362,7 +394,7 @@ class BaseJob(ABC):
                 first step; or a step is under way.
         """
         self._settle()
-        if self._is_arriving:
+        if self.rank in _newcomers(self._arrival):
             raise StepOrderError(
                 "this process has come to the running job, and the state that it has read is compared with that of its "
                 "source in its first step: call state_dict() behind that step"
@@ -395,7 +427,7 @@ class BaseJob(ABC):
             OSError: it cannot be written.
         """
         self._settle()
-        if self._is_arriving:  # so that rank 0, which writes, is another: newcomers stand behind members
+        if self.rank in _newcomers(self._arrival):  # rank 0, which writes, is another: they stand behind members
             return
         state = self.state_dict()
         if self.rank == 0:
@@ -433,15 +465,15 @@ class BaseJob(ABC):
             return ()
         return self.data.deal(interval, ranks.index(self.rank), len(ranks), self.num_parts)
 
-    @property
-    def _is_arriving(self) -> bool:
-        """The state that this rank has read is not yet known to be that of its source; see (i)."""
-        return self._arrival is not None and self.rank in self._arrival[1].receivers
+    def sharing_ranks(self) -> list[int]:
+        """Return the ranks that take samples as long as members stay as they are, in order: all but warm spares."""
+        spares = frozenset[int]() if self._elastic is None else self._elastic.view.spares
+        return [rank for rank in range(self.size) if rank not in spares]
 
     def dealt_ranks(self) -> list[int]:
         """Return the ranks that take samples of the next step, in order."""
-        newcomers = frozenset[int]() if self._arrival is None else self._arrival[1].receivers
-        return [rank for rank in range(self.size) if rank not in newcomers]
+        newcomers = _newcomers(self._arrival)
+        return [rank for rank in self.sharing_ranks() if rank not in newcomers]
 
     def begin_part(self, part: Part) -> None:
         """Begin with a part: its gradients come next."""
@@ -480,7 +512,7 @@ class BaseJob(ABC):
         if self.counts_steps:
             contexts.mark("STEP")
         counters.samples += step.parts.num_samples
-        left = self.data.num_steps_behind(step.interval, step.num_epochs, step.size)
+        left = self.data.num_steps_behind(step.interval, step.num_epochs, step.num_sharing)
         counters.goal_steps = counters.steps + left
 
     def _count_step(self, elastic: ElasticJob[contexts.Context]) -> bool:
@@ -671,7 +703,7 @@ class BaseJob(ABC):
         target = self._elastic.view.base.target
         with self._lock:
             self._mark.offset = self._base_number - max(target, 1)
-            self._mark.is_member = self.rank in self.dealt_ranks()
+            self._mark.is_member = self.rank not in _newcomers(self._arrival)
             self._mark.has_lost = self._mark.has_lost and not self._mark.is_member
         return target == 0 and self._elastic.step_applied()
 
@@ -703,6 +735,10 @@ class BaseJob(ABC):
         self.training.enter_view(described_views, keeps_gradients=is_completing)
         if plan.receivers or plan.partial_receivers:
             self._receive(plan, held, may_overlap=may_overlap)
+        sharing = self.sharing_ranks()
+        _relieve_spares(self.training.local, self.rank, *find_relief(held, plan, sharing))
+        with self._lock:
+            mark.is_idle = self.rank not in sharing or (mark.is_idle and self.rank in plan.waiting)
         self._is_whole = True  # or nobody has more
         self._is_stable = not plan.completing
         self._is_awaited = bool(plan.waiting)
@@ -730,6 +766,7 @@ class BaseJob(ABC):
             arrived=self._arrived,
             description=described,
             has_lost=mark.has_lost,
+            is_idle=mark.is_idle,
         )
         entries = allgather_object(
             (own, describe_former_sets(self._process_sets), self.training.describe_view()), "elastic.held"
@@ -754,7 +791,7 @@ class BaseJob(ABC):
         """Tell the outcome for the step that was under way."""
         outcome, number = find_outcome(held, plan)
         step = self._step
-        interval = self.data.next_interval(self.size) if step is None else step.interval
+        interval = self.data.next_interval(len(self.sharing_ranks())) if step is None else step.interval
         is_known = number == self._mark.number  # this member has not applied it, so that it knows which samples it had
         samples = (interval.epoch, interval.start, interval.stop) if is_known else ()
         elastic.tell_outcome(outcome, number, samples)
@@ -796,6 +833,8 @@ class BaseJob(ABC):
         if plan.receivers and not are_alike(held, plan):
             check_description(self._describe(), source)
         backup = self.training.backup() if receives and self._mark.is_member else None
+        keeps_local = receives and held[source].is_idle and not held[self.rank].is_idle and self._mark.is_member
+        local = self.training.local.copy() if keeps_local else None
         if receives:
             self._arrived = None
         own = None
@@ -818,6 +857,8 @@ class BaseJob(ABC):
                 self._is_whole = False
         if receives or self.rank in plan.partial_receivers:
             self.training.load_small_state(small)
+        if keeps_local:
+            self.training.local.load(local)
         if receives and self._step is not None:
             self._step.is_applied = True  # elsewhere
             self._step = None

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Protocol
 from reigen import context
 from reigen.api import job
 from reigen.cluster.membership.views.history import ElasticHistory
-from reigen.errors import HostsUpdatedInterrupt
+from reigen.errors import ArgumentError, HostsUpdatedInterrupt
 
 if TYPE_CHECKING:  # elastic jobs alone load it
     from reigen.elastic_job import ElasticJob
+
+
+#: Why a program cannot have warm spares.
+WARM_SPARES_TEXT = (
+    "--spares N:warm (REIGEN_WARM_SPARES): only a hvd.elastic.Job of reigen.torch has steps that a spare can make "
+    "without samples. Start this job with --spares N: its spares get the state when they take a place"
+)
 
 
 class Membership(Protocol):
@@ -78,7 +85,14 @@ def use(membership: Membership | None) -> None:
 
 
 def _member() -> Membership | None:
+    elastic = context.elastic_job()
+    if _given is None and elastic is not None and elastic.has_warm_spares:
+        raise ArgumentError(WARM_SPARES_TEXT)
     join()
+    return _find_member()
+
+
+def _find_member() -> Membership | None:
     elastic = context.elastic_job()
     return _JobMembership(elastic) if _given is None and elastic is not None else _given
 
@@ -115,6 +129,7 @@ def step_applied() -> None:
 
     Raises:
         HostsUpdatedInterrupt: the members change now, at this step of all of them.
+        ArgumentError: the job has warm spares, which only a `Job` knows of.
     """
     if (member := _member()) is not None:
         member.step_applied()
@@ -154,15 +169,13 @@ def leave(grace_seconds: float | None = None) -> None:
         grace_seconds: then the process ends, wherever it is; steps that take longer are not waited for, so that the
             others do the present one again. None: REIGEN_NOTICE_GRACE (30).
     """
-    elastic = context.elastic_job()
-    member = _JobMembership(elastic) if _given is None and elastic is not None else _given
-    if member is not None:
+    if (member := _find_member()) is not None:
         member.leave(grace_seconds)
 
 
 def fail() -> None:
     """Take note that the program ends by an exception: the end of this process is a loss to the others."""
-    if (member := _member()) is not None:
+    if (member := _find_member()) is not None:
         member.fail()
 
 

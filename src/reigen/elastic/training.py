@@ -15,12 +15,34 @@ from reigen.elastic.state_transfer import OverlappedTransfer
 from reigen.errors import ArgumentError, CollectiveError
 
 
+class LocalState(Protocol):
+    """State that forward passes change besides random generators, each member's own; warm spares do not follow it."""
+
+    def find_problem(self) -> str:
+        """Return why a rank that takes no samples for many steps would not be fit to go on; empty: it would."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is none; the same on all members."""
+
+    def copy(self) -> Any:
+        """Return a copy, for `load`."""
+
+    def load(self, local: Any) -> None:
+        """Take what `copy` has returned on another member; a step that is undone goes back to that."""
+
+
 class TrainingState(Protocol):
     """State of a training. All methods are called by the thread that trains.
 
     *Small state* is what a step changes besides weights and the optimizer's state: random number generators, buffers
     such as BatchNorm's, learning rate schedulers, the loss scale.
+
+    Attributes:
+        local: see there.
     """
+
+    local: LocalState
 
     def attach(self, update: AbstractContextManager[None], complete: Callable[[CollectiveError], bool]) -> None:
         """Connect the optimizer with the job.

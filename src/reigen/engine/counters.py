@@ -64,6 +64,7 @@ class EngineCounters:
         tuned: parameters that autotuning has chosen, where it has.
         view_changes: changes of members of an elastic job, by kind.
         view_change_seconds: for which they let no steps be run; members that were lost, and that joined.
+        is_warm_spare: this rank takes no samples in the view of its elastic job; None: that has no such spares.
         waits_for: name of the collective for which a thread began to wait last.
     """
 
@@ -84,6 +85,7 @@ class EngineCounters:
         "execution_seconds",
         "fused",
         "goal_steps",
+        "is_warm_spare",
         "joined_ranks",
         "lost_ranks",
         "operations",
@@ -113,6 +115,7 @@ class EngineCounters:
         self.registered_bytes = 0
         self.view_changes: dict[str, int] = {}
         self.view_change_seconds, self.lost_ranks, self.joined_ranks = 0.0, 0, 0
+        self.is_warm_spare: bool | None = None
         self.waits_for = ""
         self.tuned: TunedParameters | None = None
         self._num_waiting, self._waiting_since, self._execution_before = 0, 0.0, 0.0
@@ -197,6 +200,8 @@ class EngineCounters:
             yield "reigen_view_change_seconds_total", (), self.view_change_seconds
             yield "reigen_lost_ranks_total", (), self.lost_ranks
             yield "reigen_joined_ranks_total", (), self.joined_ranks
+        if self.is_warm_spare is not None:
+            yield "reigen_warm_spare", (), float(self.is_warm_spare)
         yield "reigen_memory_bytes", ("registered",), self.registered_bytes
 
     def _byte_samples(self) -> Iterator[MetricSample]:

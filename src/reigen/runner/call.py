@@ -63,6 +63,7 @@ def run(
     dashboard: bool | int | str | None = None,
     metrics_port: int | str | None = None,
     metrics_file: str | os.PathLike[str] | None = None,
+    spares: int | str | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -114,6 +115,9 @@ def run(
             ``"ADDRESS:PORT"``, as ``reigen run --dashboard`` has it.
         metrics_port: serve metrics for Prometheus: a port, or ``"ADDRESS:PORT"``, as ``reigen run --metrics-port``.
         metrics_file: write metrics there, as JSON lines.
+        spares: of an elastic job: how many more processes are started, which wait to take the places of those that
+            die; ``"1:warm"``: they make the steps of a ``Job`` of `reigen.torch.elastic` meanwhile, without samples, so
+            that they have its state.
 
     Returns:
         The values that the processes returned, by rank; of an elastic job, those of the last members.

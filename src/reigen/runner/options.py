@@ -20,7 +20,7 @@ from reigen.launch.ssh.command import SshOptions
 #: Accepted for the sake of existing calls.
 _WITHOUT_EFFECT = ("use_gloo", "use_mpi", "mpi_args", "disable_cache")
 #: The same in a job that is not elastic.
-_ELASTIC_ONLY = ("slots", "reset_limit", "cooldown_range", "eject_stragglers")
+_ELASTIC_ONLY = ("slots", "reset_limit", "cooldown_range", "eject_stragglers", "spares")
 
 
 class RunSettings(msgspec.Struct, frozen=True):
@@ -125,9 +125,11 @@ def _elastic_request(arguments: Mapping[str, Any]) -> ElasticRequest:
         start_timeout_seconds=arguments["start_timeout"],
         reset_limit=arguments["reset_limit"],
         cooldown_range=arguments["cooldown_range"],
+        spares=arguments["spares"],
         eject_stragglers=arguments["eject_stragglers"],
         names=("num_proc", *names, "cooldown_range"),
         straggler_name="eject_stragglers",
+        spares_name="spares",
     )
 
 

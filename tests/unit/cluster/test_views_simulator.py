@@ -397,6 +397,39 @@ def _stop_at_once(self: ElasticMember) -> list[Any]:
     return self._begin_change() if is_there and self.state.value in {"running", "leaving"} else []
 
 
+def play_warm_spares(seeds: Sequence[int], rules: Rules | None = None) -> Counter[str]:
+    """Play schedules of jobs that have one or two warm spares, which are there from the beginning or come later."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        plan = make_plan(random.Random(seed))
+        plan.num_spares = 1 + seed % 2
+        plan.max_size = max(sum(plan.hosts), plan.num_spares + 1) + seed % 3 % 2
+        plan.faults += ["kill", "join"]
+        seen.update(dict.fromkeys(Simulator(seed, rules, plan).run().seen, 1))
+    return seen
+
+
+def test_a_warm_spare_has_the_state_when_it_takes_samples() -> None:
+    seen = play_warm_spares(range(300))
+    assert min(seen[what] for what in ("relieved", "completed", "joined", "step")) >= 15, seen
+
+
+def test_a_warm_spare_that_makes_no_steps_has_not() -> None:
+    with pytest.raises(AssertionError, match=r"13: spare .* lacks|holders of the state are at most one step apart"):
+        play_warm_spares(range(300), Rules(spares_follow=False))
+
+
+def test_spares_must_not_be_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def oldest(self: View) -> frozenset[int]:
+        ages = [each.joined for host in self.hosts for each in host.members]
+        by_age = sorted(range(len(ages)), key=lambda rank: (-ages[rank], rank))
+        return frozenset(by_age[self.max_size - self.num_spares :]) if self.num_spares else frozenset()
+
+    monkeypatch.setattr(View, "spares", property(oldest))
+    with pytest.raises(AssertionError, match=r"13: "):
+        play_warm_spares(range(300))
+
+
 # -- rules that are broken on purpose ----------------------------------------------------------------------------------
 
 

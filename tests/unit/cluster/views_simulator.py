@@ -100,6 +100,8 @@ class Rules:
     reads_before_it_contributes: bool = True
     #: who might write to memory in use is looked at, and not only what comes of it
     memory_is_checked: bool = True
+    #: warm spares make each step, though they take no samples
+    spares_follow: bool = True
 
 
 @dataclass
@@ -118,6 +120,8 @@ class Plan:
     step_seconds: float
     encodes: bool
     heals: bool = True
+    #: how many of ``max_size`` are warm spares
+    num_spares: int = 0
 
 
 def make_plan(rng: random.Random) -> Plan:
@@ -285,7 +289,7 @@ class Simulator:
             hosts.append(ViewHost(f"h{number}", 1, "", members))
         witness = Witness("w", 1, "") if self.plan.witness else None
         sizes = self.plan.min_size, self.plan.max_size
-        view = View.make(1, hosts, base=StepBase(), sizes=sizes, witness=witness)
+        view = View.make(1, hosts, base=StepBase(), sizes=sizes, witness=witness, num_spares=self.plan.num_spares)
         for voter in (*(host.voter for host in hosts), *([witness.voter] if witness else [])):
             self.hosts[voter.name] = Host(voter.name, Acceptor(voter, view))
         for host in hosts:
@@ -472,6 +476,7 @@ class Simulator:
             process.history, process.stable = (), 0
             self.do(process, Rolled(view.epoch))
             return
+        missed = view.base.stable_step - process.applied
         missing = self._take_state(process, view)
         if missing:
             self.at(0.1, lambda: self._roll(process, view, begun))
@@ -479,6 +484,7 @@ class Simulator:
                 for each in missing:
                     self.do(process, Evidence(each, Verdict.STUCK))
             return
+        self._check_relief(process, view, missed)
         process.held.clear()
         process.stable = max(process.stable, view.base.stable_step)
         if process.applied != view.base.target:
@@ -617,7 +623,13 @@ class Simulator:
         """All have contributed to a bucket: its sum is there, and the step before is stable."""
         view = process.plane
         parts = process.inbox[step, bucket]
-        if view is None or step != process.applied + 1 or bucket in process.held or len(parts) < view.size:
+        if view is None or step != process.applied + 1 or bucket in process.held:
+            return
+        if not self.rules.spares_follow:
+            if view.ranks[process.id] in view.spares:
+                return
+            parts = dict.fromkeys(view.spares, (view.epoch, step, view.size)) | parts
+        if len(parts) < view.size:
             return
         if any(part != (view.epoch, step, view.size) for part in parts.values()):
             raise Violation(f"2: {process.id} adds {parts} in view {view.epoch}, step {step}")
@@ -675,8 +687,35 @@ class Simulator:
             new = [each for host in view.hosts for each in host.members]
             if [each for each in new if each in old] != [each for each in old if each in new]:
                 raise Violation(f"6: those who go on change places: {old}, {new}")
+        self._check_spares(before, view)
         if self.processes[view.members[0]].applied < view.base.stable_step:
             raise Violation(f"6: rank 0 of view {view.epoch} does not hold step {view.base.stable_step}")
+
+    def _check_spares(self, before: View | None, view: View) -> None:
+        """As many take samples as may; and nobody who does stops to, as long as it holds the state."""
+        num_sharing = view.size - len(view.spares)
+        if num_sharing != min(view.size, view.max_size - view.num_spares):
+            raise Violation(f"13: {num_sharing} of {view.size} ranks take samples in view {view.epoch}")
+        if 0 in view.spares:
+            raise Violation(f"13: rank 0 of view {view.epoch} takes no samples")
+        if before is None or not view.num_spares:
+            return
+        old, new = ({each.id: each.joined for host in one.hosts for each in host.members} for one in (before, view))
+        for member, joined in new.items():
+            was_spare, is_spare = (one.ranks.get(member) in one.spares for one in (before, view))
+            if member in old and old[member] == joined and is_spare and not was_spare:
+                raise Violation(f"13: {member} has taken samples, and is a spare in view {view.epoch}")
+
+    def _check_relief(self, process: Process, view: View, missed: int) -> None:
+        """A spare that takes samples in this view has had the state all the time."""
+        before = self.views.get(view.epoch - 1)
+        joined = {each.id: each.joined for host in view.hosts for each in host.members}[process.id]
+        if before is None or joined == view.epoch or before.ranks.get(process.id) not in before.spares:
+            return
+        if view.ranks[process.id] not in view.spares:
+            self.seen["relieved"] += 1
+            if missed > 0:
+                raise Violation(f"13: spare {process.id} lacks {missed} steps in view {view.epoch}")
 
     def _make_stable(self, process: Process) -> None:
         process.stable = process.applied

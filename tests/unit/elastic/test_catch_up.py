@@ -13,6 +13,7 @@ from reigen.elastic.catch_up import (
     are_alike,
     find_lost_state,
     find_outcome,
+    find_relief,
     may_overlap_transfer,
     plan_catch_up,
 )
@@ -114,3 +115,52 @@ def test_all_wait_at_the_beginning_and_for_members() -> None:
 def test_all_wait_where_a_step_is_completed_first() -> None:
     begun = HeldState(5, is_member=True, update=UpdateAtHand(1, 0, 0))
     assert not may_overlap(begun, begun, other())
+
+
+# -- warm spares -------------------------------------------------------------------------------------------------------
+
+
+def spare(number: int) -> HeldState:
+    return HeldState(number, is_member=True, is_idle=True)
+
+
+def test_a_spare_needs_no_state() -> None:
+    assert plan_catch_up([member(5), spare(5)]) == CatchUpPlan(0)
+
+
+def test_of_equals_who_has_taken_samples_gives_the_state() -> None:
+    assert plan_catch_up([spare(5), member(5), other()]) == CatchUpPlan(1, frozenset({0, 2}) - {0})
+    assert plan_catch_up([spare(5), member(4)]) == CatchUpPlan(0, frozenset({1})), "it may be further"
+
+
+def test_a_spare_that_takes_samples_gets_what_forward_passes_change() -> None:
+    held = [member(5), member(5), spare(5)]
+    plan = plan_catch_up(held)
+    assert find_relief(held, plan, [0, 1, 2]) == (0, frozenset({2}))
+    assert find_relief(held, plan, [0, 1]) == (0, frozenset()), "it stays a spare"
+
+
+def test_a_spare_on_the_first_host_follows_another_one() -> None:
+    held = [spare(5), member(5)]
+    assert find_relief(held, plan_catch_up(held), [0, 1]) == (1, frozenset({0}))
+
+
+def test_where_only_spares_are_left_nobody_has_followed() -> None:
+    held = [spare(5), spare(5)]
+    source, receivers = find_relief(held, plan_catch_up(held), [0, 1])
+    assert source is None
+    assert receivers == {0, 1}
+
+
+def test_a_spare_that_gets_the_state_gets_this_with_it() -> None:
+    held = [member(5), spare(4), other()]
+    plan = plan_catch_up(held)
+    assert plan.receivers == {1, 2}
+    assert find_relief(held, plan, [0, 1, 2]) == (0, frozenset())
+
+
+def test_a_member_that_gets_a_spares_weights_keeps_its_own_statistics_and_gives_them_to_newcomers() -> None:
+    held = [member(4), spare(5), other()]
+    plan = plan_catch_up(held)
+    assert (plan.source, plan.receivers) == (1, {0, 2})
+    assert find_relief(held, plan, [0, 1, 2]) == (0, frozenset({1, 2}))

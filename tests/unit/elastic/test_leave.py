@@ -17,7 +17,6 @@ def leave(arrival: Any) -> list[Departure]:
     job: Any = SimpleNamespace(
         _arrival=arrival, rank=2, _on_leave=departures.append, training=SimpleNamespace(detach=int), _elastic=None
     )
-    job._is_arriving = BaseJob._is_arriving.fget(job)
     left = JobLeft(2, 3, all_leave=True)
     BaseJob.__exit__(job, JobLeft, left, None)
     return departures

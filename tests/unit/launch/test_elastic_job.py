@@ -328,6 +328,23 @@ def test_spares_are_no_first_members() -> None:
     assert len(job.started) == 6
 
 
+def test_a_warm_spare_counts_for_the_least_number() -> None:
+    job = Job(options(least=3, most=3, spares=1, has_warm_spares=True, timeout_seconds=60.0), ("h1", 4))
+    assert len(job.state.members) == 3, "it comes later"
+    job.handle(ViewAnnounced(2, ((0, 0), (1, 0), (2, 0), (3, 0)), spares=(3,)))
+    job.exit(1)
+    assert job.texts[-1] == "slot 1: exit code 1; 3 processes go on, its place rests for 10 s"
+    job.handle(ViewAnnounced(3, ((0, 0), (2, 0), (3, 0))))
+    job.exit(2)
+    assert job.state.next_due() < 61, "there are too few"
+
+
+def test_a_straggler_is_ejected_where_a_warm_spare_takes_over() -> None:
+    job = Job(options(least=3, most=3, spares=1, has_warm_spares=True, ejects_stragglers=True), ("h1", 4))
+    job.handle(ViewAnnounced(2, ((0, 0), (1, 0), (2, 0), (3, 0)), spares=(3,)))
+    assert SignalProcesses((1,), SIGTERM) in job.handle(late(1, min_ranks=3))
+
+
 def test_planned_changes_have_a_limit_of_their_own() -> None:
     job = Job(options(reset_limit=1, resize_limit=1), ("h1", 4))
     job.exit(0)

@@ -101,6 +101,13 @@ def test_rules_for_failures_are_horovods_under_its_name() -> None:
         ({"min_ranks": 1, "cooldown_range": (1, 3601)}, "1 <= MIN <= MAX <= 3600"),
         ({"min_ranks": 1, "cooldown_range": (1,)}, "two numbers of seconds"),
         ({"min_ranks": 1, "blacklist": "rack"}, "--blacklist rack: there is seat and host"),
+        ({"num_ranks": 2, "min_ranks": 1, "spares": -1}, "the number of spares must be at least 0, not -1"),
+        ({"num_ranks": 2, "min_ranks": 1, "spares": "1:hot"}, "--spares 1:hot: it must be a whole number, as in 1, or"),
+        ({"num_ranks": 2, "min_ranks": 1, "spares": "warm"}, "--spares warm: it must be a whole number"),
+        ({"num_ranks": 2, "min_ranks": 1, "spares": "1:"}, "--spares 1:: it must be a whole number"),
+        ({"min_ranks": 1, "spares": "1:warm"}, "which processes are spares depends on -np or --max-np: give one"),
+        ({"num_ranks": 1024, "min_ranks": 1, "spares": "1:warm"}, "a view would have more than 1024 members"),
+        ({"num_ranks": 2, "min_ranks": 1, "spares": "1:warm", "as_horovod": True}, "--spares 1 starts spares that get"),
         ({"min_ranks": 1, "eject_stragglers": "slow"}, "--eject-stragglers slow: it must be FACTOR or FACTOR/STEPS"),
     ],
 )
@@ -115,6 +122,22 @@ def test_stragglers_are_ejected_where_the_user_wants_it() -> None:
     assert (chosen.ejects_stragglers, str(chosen.stragglers)) == (True, "2.5/20")
     [start] = place_starts([SlotStart(0, 0, "h1", 0)], chosen, {"h1": 0})
     assert start.variables["REIGEN_STRAGGLERS"] == "2.5/20"
+
+
+@pytest.mark.parametrize("spares", [1, "1", "1:warm"])
+def test_warm_spares_are_members(spares: int | str) -> None:
+    chosen = resolved(num_ranks=3, min_ranks=2, spares=spares)
+    is_warm = spares == "1:warm"
+    assert (chosen.spares, chosen.has_warm_spares) == (1, is_warm)
+    assert (chosen.max_ranks, chosen.max_members, chosen.max_processes) == (3, 3 + is_warm, 4)
+    [start] = place_starts([SlotStart(3, 0, "h1", 3)], chosen, {"h1": 0})
+    assert start.variables["REIGEN_MAX_SIZE"] == ("4" if is_warm else "3")
+    assert start.variables.get("REIGEN_WARM_SPARES") == ("1" if is_warm else None)
+    assert "REIGEN_WARM_SPARES" not in without_elastic_variables({"REIGEN_WARM_SPARES": "1"})
+
+
+def test_no_warm_spares_are_none() -> None:
+    assert resolved(num_ranks=3, min_ranks=2, spares="0:warm").has_warm_spares is False
 
 
 def test_horovods_jobs_need_two_hosts() -> None:

@@ -55,6 +55,12 @@ def test_cells_of_a_server_and_of_a_rank_that_has_left() -> None:
     assert second[0] == "server 0"
 
 
+def test_a_warm_spare_is_named() -> None:
+    more: tuple[MetricSample, ...] = (("reigen_warm_spare", (), 1.0),)
+    (row,) = job((0.0, "r", report(3, more=more))).status(1.0)
+    assert format_row(row)[-1] == "spare"
+
+
 def test_who_is_in_trouble_is_shown_where_there_is_little_room() -> None:
     rows = lockstep(6, late=4).status(2.5)
     shown, num_left_out = choose_rows(rows, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reigen.cluster.membership.views.history import ChangeNote, StepOutcome
-from reigen.launch.elastic.view_line import ViewLine, describe_pause, describe_view
+from reigen.launch.elastic.view_line import ChangeLines, ViewLine, describe_pause, describe_view
 
 BEFORE = ((0, 0), (1, 0), (2, 0), (3, 0))
 
@@ -61,3 +61,32 @@ def test_outcomes() -> None:
 def test_a_pause_is_said_with_its_length_if_that_is_known() -> None:
     assert describe_pause(2.13, 5 << 29, [3]) == "members wait about 2.1 s while slot 3 gets the state (2.5 GiB)"
     assert describe_pause(0, 1 << 30, [3, 4]) == "members wait while slots 3, 4 get the state (1.0 GiB)"
+
+
+def test_warm_spares() -> None:
+    """Three members and a spare: it joins, takes over, and another one comes."""
+    lines, members = ChangeLines(), BEFORE[:3]
+    lines.begin_view(1, None, members, None, 0.0)
+    lines.begin_view(2, members, BEFORE, None, 1.0, [3])
+    assert lines.take_line(1.0, must=True) == (
+        "view 2: 3 ranks go on, and 1 warm spare; slot 3 joins as rank 3, a warm spare"
+    )
+    after = (BEFORE[0], BEFORE[2], BEFORE[3])
+    lines.note_gone([(1, 0)], "killed by SIGKILL")
+    lines.note_death(2.0)
+    lines.begin_view(3, BEFORE, after, None, 2.1)
+    lines.explain(ChangeNote(3, outcome=StepOutcome.UNDONE, step=7))
+    assert lines.take_line(2.1, must=False) == (
+        "view 3: 3 ranks go on 0.1 s after that; slot 1 has gone (killed by SIGKILL); "
+        "slot 3, a warm spare, takes over; ranks 2-3 are now 1-2; step 7 is undone and run again"
+    )
+    lines.begin_view(4, after, (*after, (1, 1), (4, 0)), None, 3.0, [3, 4])
+    lines.begin_view(5, (*after, (1, 1), (4, 0)), ((3, 0), (1, 1), (4, 0)), None, 4.0)
+    assert "slots 1, 4, warm spares, take over" in lines.take_line(4.0, must=True)
+
+
+def test_a_spare_that_dies_is_no_loss_of_a_place() -> None:
+    lines = ChangeLines()
+    lines.begin_view(1, None, BEFORE, None, 0.0, [3])
+    lines.begin_view(2, BEFORE, BEFORE[:3], None, 1.0)
+    assert lines.take_line(1.0, must=True) == "view 2: 3 ranks go on; slot 3 has gone"

@@ -18,6 +18,7 @@ from reigen.cluster.environ import (
     SLOT_VARIABLE,
     STRAGGLER_VARIABLE,
     VOTER_FD_VARIABLE,
+    WARM_SPARES_VARIABLE,
     WITNESS_VARIABLE,
     parse_secret,
 )
@@ -41,6 +42,7 @@ class ElasticPlace:
         voter_fd: descriptor of the memory of this host's voter.
         witness: as of `reigen.cluster.membership.elastic.witness.make_witness`; empty: there is none.
         stragglers: who is one.
+        num_spares: how many of ``max_size`` are warm spares.
     """
 
     member: MemberId
@@ -51,6 +53,7 @@ class ElasticPlace:
     voter_fd: int
     witness: str = ""
     stragglers: StragglerRule = DEFAULT_STRAGGLER_RULE
+    num_spares: int = 0
 
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> Self | None:
@@ -65,13 +68,15 @@ class ElasticPlace:
         names = (SLOT_VARIABLE, INCARNATION_VARIABLE, MIN_SIZE_VARIABLE, VOTER_FD_VARIABLE)
         slot, incarnation, min_size, voter_fd = (reader.number(name) for name in names)
         max_size = reader.optional(MAX_SIZE_VARIABLE) or _MOST_RANKS
+        num_spares = reader.optional(WARM_SPARES_VARIABLE) or 0
         timeout = _read_seconds(reader, ELASTIC_TIMEOUT_VARIABLE)
         reader.check("the variables of an elastic job are not in order", "; start it with `reigen run --min-np N ...`.")
         is_candidate = environ.get(CANDIDATE_VARIABLE) == "1"
         witness = environ.get(WITNESS_VARIABLE, "")
         text = environ.get(STRAGGLER_VARIABLE, "")
         rule = StragglerRule.parse(text, STRAGGLER_VARIABLE) if text else DEFAULT_STRAGGLER_RULE
-        return cls(MemberId(slot, incarnation), is_candidate, min_size, max_size, timeout, voter_fd, witness, rule)
+        member, sizes = MemberId(slot, incarnation), (min_size, max_size)
+        return cls(member, is_candidate, *sizes, timeout, voter_fd, witness, rule, num_spares)
 
     def candidate_job(self, environ: Mapping[str, str]) -> JobInfo | None:
         """Describe the job to a process that has no rank yet; None for one that has.

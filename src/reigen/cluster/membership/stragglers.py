@@ -7,6 +7,8 @@ a. Each member says how long its steps have taken, and how much of that it has w
 b. Its *lateness* in a step is how much longer than the median of the others it has worked. It is late if the step has
    taken ``factor`` times as long as it would have without that lateness: where moving data takes most of the time,
    nobody is late who works three milliseconds in place of one.
+   Warm spares take no samples, so that members are compared with the median of the others that take some; a spare that
+   works even longer is late, too.
 c. Who was late in ``num_steps`` steps in a row is a `Straggler`, and is one again after as many more.
 """
 
@@ -16,6 +18,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple, Self
 
 from reigen.cluster.membership.views.record import MemberId
@@ -114,10 +117,13 @@ class StragglerDetector:
     Args:
         rule: who is a straggler.
         members: of the view.
+        spares: those of them that take no samples.
     """
 
-    def __init__(self, rule: StragglerRule, members: Collection[MemberId]) -> None:
-        self._rule = rule
+    def __init__(
+        self, rule: StragglerRule, members: Collection[MemberId], spares: Collection[MemberId] = frozenset()
+    ) -> None:
+        self._rule, self._spares = rule, frozenset(spares)
         self._late = {member: _LateSteps() for member in members}
         #: times of steps that some members have not said yet
         self._open: dict[int, dict[MemberId, StepTime]] = {}
@@ -148,9 +154,12 @@ class StragglerDetector:
         self._judged = step
         self._open = {number: known for number, known in self._open.items() if number > step}
         found: list[Straggler] = []
-        works = sorted(time.work_seconds for time in times.values())
+        works = sorted(time.work_seconds for member, time in times.items() if member not in self._spares)
         for member, time in times.items():
-            usual = _median_of_others(works, time.work_seconds)
+            is_spare = member in self._spares
+            if not is_spare and len(works) == 1:
+                continue  # the only one that takes samples
+            usual = median(works) if is_spare else _median_of_others(works, time.work_seconds)
             late = self._late[member]
             lateness = time.work_seconds - usual
             if lateness <= 0 or time.seconds < self._rule.factor * (time.seconds - lateness):

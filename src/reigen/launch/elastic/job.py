@@ -4,7 +4,8 @@ While the job runs (RUNNING of ``launch.job_state``, whose other phases are the 
 
 a. Hosts are found (HostsFound) and called (CallHost); each is ready (HostPrepared) or cannot take part (HostUnusable).
    When there are places for `min_ranks`, the first processes are started (StartSlots), and are the first view. Where
-   there is place for more than `max_ranks`, spares are started behind them, which wait until a member dies.
+   there is place for more than `max_ranks`, spares are started behind them, which wait until a member dies; warm ones
+   become members, which count for `min_ranks`, and take no samples while there are `max_ranks` others.
 b. A process dies: the others go on. Its place, or its whole host, rests; then a candidate is started there. A place
    that has never failed is used before one that has rested. The members announce their views (ViewAnnounced).
 c. A host vanishes, or has fewer places: the processes there are asked to leave, the highest local ranks first, and
@@ -112,13 +113,15 @@ class HostUnusable(JobMessage, frozen=True):
 class ViewAnnounced(JobMessage, frozen=True):
     """View that is run from now on: its epoch, and the members' slots and incarnations in the order of ranks.
 
-    ``step`` have all of them applied; ``completes``: that one was finished by those who are left.
+    ``step`` have all of them applied; ``completes``: that one was finished by those who are left. ``spares``: ranks of
+    those that take no samples.
     """
 
     epoch: int
     members: tuple[tuple[int, int], ...]
     step: int = 0
     completes: bool = False
+    spares: tuple[int, ...] = ()
 
 
 class ChangeExplained(JobMessage, frozen=True):
@@ -523,7 +526,8 @@ class ElasticJobState(JobState):
             self._num_resizes += 1
             self._num_resets += self._options.counts_resizes
         before = None if self.epoch is None else self.members
-        self._lines.begin_view(view.epoch, before, view.members, view.step if view.completes else None, self._now)
+        completed_step = view.step if view.completes else None
+        self._lines.begin_view(view.epoch, before, view.members, completed_step, self._now, view.spares)
         self.epoch, self.members, self._doomed_since = view.epoch, view.members, None
         self._deaths.clear()
         return [*_say(self._lines.take_line(self._now, must=False)), *self._heed_found_early()]

@@ -65,6 +65,7 @@ class ElasticOptions:
         counts_resizes: planned changes count as well as failures.
         resize_limit: how many planned changes of members the job survives; None: any number.
         spares: how many more processes are started, which wait to take the places of those that die.
+        has_warm_spares: they are members meanwhile, without samples, so that they have the state.
         cooldown: rests of what has failed.
         blacklist: one of `BLACKLISTS`.
         discovery: the program that lists the hosts; None: they are fixed.
@@ -84,6 +85,7 @@ class ElasticOptions:
     counts_resizes: bool = False
     resize_limit: int | None = None
     spares: int = 0
+    has_warm_spares: bool = False
     cooldown: Cooldown = Cooldown()
     blacklist: str = BLACKLISTS[0]
     discovery: str | None = None
@@ -99,6 +101,11 @@ class ElasticOptions:
         return self.discovery is None and not self.is_polled
 
     @property
+    def max_members(self) -> int:
+        """Greatest number of members of a view."""
+        return self.max_processes if self.has_warm_spares else self.max_ranks
+
+    @property
     def max_processes(self) -> int:
         """Greatest number of processes at a time, spares among them."""
         return self.max_ranks + self.spares
@@ -106,7 +113,10 @@ class ElasticOptions:
 
 @dataclass(frozen=True, slots=True)
 class ElasticRequest:
-    """Options of an elastic job as the user gave them, None where not; ``names`` are those of options, for messages."""
+    """Options of an elastic job as the user gave them, None where not; ``names`` are those of options, for messages.
+
+    ``spares``: a number, or as `parse_spares` takes it.
+    """
 
     num_ranks: int | None = None
     min_ranks: int | None = None
@@ -117,7 +127,7 @@ class ElasticRequest:
     start_timeout_seconds: float | None = None
     reset_limit: int | None = None
     resize_limit: int | None = None
-    spares: int | None = None
+    spares: int | str | None = None
     witness: str = ""
     eject_stragglers: str | None = None
     cooldown_range: Sequence[float] | None = None
@@ -125,6 +135,7 @@ class ElasticRequest:
     as_horovod: bool = False
     names: tuple[str, str, str, str] = ("-np", "--min-np", "--max-np", "--blacklist-cooldown-range")
     straggler_name: str = "--eject-stragglers"
+    spares_name: str = "--spares"
 
     @property
     def is_elastic(self) -> bool:
@@ -155,10 +166,10 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
             raise ConfigError(f"{low_name} {low} is more than {high_name} {high}")
     if request.slots_per_host is not None and request.slots_per_host < 1:
         raise ConfigError(f"slots per host must be at least 1, not {request.slots_per_host}")
-    limits = ("reset limit", request.reset_limit), ("resize limit", request.resize_limit)
-    for name, value in (*limits, ("number of spares", request.spares)):
+    for name, value in ("reset limit", request.reset_limit), ("resize limit", request.resize_limit):
         if value is not None and value < 0:
             raise ConfigError(f"the {name} must be at least 0, not {value}")
+    num_spares, has_warm_spares = _spares(request)
     blacklist = request.blacklist or BLACKLISTS[int(request.as_horovod)]
     if blacklist not in BLACKLISTS:
         raise ConfigError(f"--blacklist {blacklist}: there is {' and '.join(BLACKLISTS)}")
@@ -171,7 +182,8 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
         request.reset_limit,
         counts_resizes=request.as_horovod,
         resize_limit=request.resize_limit,
-        spares=request.spares or 0,
+        spares=num_spares,
+        has_warm_spares=has_warm_spares,
         witness=request.witness,
         cooldown=_cooldown(request.cooldown_range, range_name, blacklist),
         blacklist=blacklist,
@@ -180,6 +192,48 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
         stragglers=_straggler_rule(request),
         ejects_stragglers=request.eject_stragglers is not None,
     )
+
+
+def parse_spares(text: int | str, option: str) -> tuple[int, bool]:
+    """Parse ``N``, or ``N:warm``; returns the number of spares, and whether they are members that hold the state.
+
+    Args:
+        text: to parse; or the number itself.
+        option: its name, for the message.
+
+    Raises:
+        ConfigError: it is something else; says what to write.
+    """
+    number, has_kind, kind = str(text).partition(":")
+    if isinstance(text, bool) or not number.strip().removeprefix("-").isdigit() or (has_kind and kind != "warm"):
+        raise ConfigError(
+            f"{option} {text}: it must be a whole number, as in 1, or one with :warm behind it, as in 1:warm"
+        )
+    if int(number) < 0:
+        raise ConfigError(f"the number of spares must be at least 0, not {number}")
+    return int(number), bool(has_kind) and int(number) > 0
+
+
+def _spares(request: ElasticRequest) -> tuple[int, bool]:
+    """Return the number of spares, and whether they are warm."""
+    if request.spares is None:
+        return 0, False
+    num, are_warm = parse_spares(request.spares, request.spares_name)
+    if not are_warm:
+        return num, False
+    option = f"{request.spares_name} {request.spares}"
+    np_name, _, max_name, _ = request.names
+    most = request.max_ranks or request.num_ranks
+    if request.as_horovod:
+        raise ConfigError(
+            f"{option}: a warm spare makes the steps of a reigen.torch.elastic.Job, and Horovod's scripts have none; "
+            f"{request.spares_name} {num} starts spares that get the state when they take a place"
+        )
+    if most is None:
+        raise ConfigError(f"{option}: which processes are spares depends on {np_name} or {max_name}: give one of them")
+    if most + num > MOST_RANKS:
+        raise ConfigError(f"{option}: with {most} others a view would have more than {MOST_RANKS} members")
+    return num, True
 
 
 def _straggler_rule(request: ElasticRequest) -> StragglerRule:

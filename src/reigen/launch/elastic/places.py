@@ -17,6 +17,7 @@ from reigen.cluster.environ import (
     SLOT_VARIABLE,
     STRAGGLER_VARIABLE,
     VOTER_FD_VARIABLE,
+    WARM_SPARES_VARIABLE,
     WITNESS_VARIABLE,
 )
 from reigen.cluster.topology import Topology
@@ -45,6 +46,7 @@ _ELASTIC_VARIABLES = frozenset(
         SLOT_VARIABLE,
         STRAGGLER_VARIABLE,
         VOTER_FD_VARIABLE,
+        WARM_SPARES_VARIABLE,
         WITNESS_VARIABLE,
         "HOROVOD_ELASTIC",
         "HOROVOD_HOSTNAME",
@@ -111,13 +113,15 @@ def _variables(start: SlotStart, options: ElasticOptions) -> dict[str, str | Non
         SLOT_VARIABLE: str(start.slot),
         INCARNATION_VARIABLE: str(start.incarnation),
         MIN_SIZE_VARIABLE: str(options.min_ranks),
-        MAX_SIZE_VARIABLE: str(options.max_ranks),
+        MAX_SIZE_VARIABLE: str(options.max_members),
         ELASTIC_TIMEOUT_VARIABLE: f"{options.timeout_seconds:g}",
         STRAGGLER_VARIABLE: str(options.stragglers),
         "HOROVOD_ELASTIC": "1",
         "HOROVOD_HOSTNAME": start.host,
         "HOROVOD_LOCAL_RANK": str(start.local_rank),
     }
+    if options.has_warm_spares:
+        variables[WARM_SPARES_VARIABLE] = str(options.spares)
     if options.witness:
         variables[WITNESS_VARIABLE] = options.witness
     return variables if start.first_size else {**variables, CANDIDATE_VARIABLE: "1"}

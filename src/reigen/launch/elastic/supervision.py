@@ -708,7 +708,7 @@ def parse_announcement(key: str, value: bytes) -> ElasticEvent:
         return _parse_pause(value)
     view = _VIEW_CODEC.decode(value)
     members = tuple((member.slot, member.incarnation) for member in view.members)
-    return ViewAnnounced(view.epoch, members, view.base.target, view.base.completes)
+    return ViewAnnounced(view.epoch, members, view.base.target, view.base.completes, tuple(sorted(view.spares)))
 
 
 def _parse_pause(value: bytes) -> PauseAnnounced:

@@ -54,6 +54,7 @@ def describe_view(
     seconds: float | None,
     outcome: str,
     due: float,
+    spares: tuple[Collection[tuple[int, int]], Collection[tuple[int, int]]] = ((), ()),
 ) -> ViewLine:
     """Describe what has changed.
 
@@ -65,18 +66,25 @@ def describe_view(
         seconds: since the first death; None: nobody has died.
         outcome: see `ViewLine`.
         due: see `ViewLine`.
+        spares: the warm ones among the members of the view before, and of this one.
     """
     ranks = {member: rank for rank, member in enumerate(before)}
-    size = len(members)
+    spares_before, spares_now = spares
+    size = len(members) - len(spares_now)
     head = f"view {epoch}: {size} rank{'s go' if size != 1 else ' goes'} on"
+    head += f", and {len(spares_now)} warm spare{'s' * (len(spares_now) > 1)}" if spares_now else ""
     head += "" if seconds is None else f" {seconds:.1f} s after that"
     by_reason: dict[str, list[int]] = {}
     for member in before:
         if member not in members:
             by_reason.setdefault(reasons.get(member, ""), []).append(member[0])
     parts = [_describe_gone(slots, reason) for reason, slots in by_reason.items()]
-    new = [(rank, member[0]) for rank, member in enumerate(members) if member not in ranks]
-    joined = [f"slot {slot} joins as rank {rank}" for rank, slot in new]
+    took = [member[0] for member in members if member in spares_before and member not in spares_now]
+    parts += [_describe_relief(took)] if took else []
+    new = [(rank, member) for rank, member in enumerate(members) if member not in ranks]
+    joined = [
+        f"slot {member[0]} joins as rank {rank}{', a warm spare' * (member in spares_now)}" for rank, member in new
+    ]
     parts += [", ".join(joined)] if joined else []
     moved = [(ranks[each], rank) for rank, each in enumerate(members) if ranks.get(each, rank) != rank]
     parts += [describe_moves(moved)] if moved else []
@@ -102,6 +110,12 @@ def _describe_gone(slots: Sequence[int], reason: str) -> str:
     return f"{who} gone{reason and f' ({reason})'}"
 
 
+def _describe_relief(slots: Sequence[int]) -> str:
+    if len(slots) > 1:
+        return f"slots {format_ranks(slots)}, warm spares, take over"
+    return f"slot {slots[0]}, a warm spare, takes over"
+
+
 class ChangeLines:
     """Lines about the changes of a job's members, and the facts of each until its line can be printed.
 
@@ -115,6 +129,8 @@ class ChangeLines:
         self._died_at: float | None = None
         #: what members have told of the latest change; the line that waits for it
         self._note: ChangeNote | None = None
+        #: warm spares of the latest view
+        self._spares: frozenset[tuple[int, int]] = frozenset()
         self._line: ViewLine | None = None
         #: view of which a pause was announced
         self._paused_epoch: int | None = None
@@ -137,7 +153,13 @@ class ChangeLines:
         self._note = note
 
     def begin_view(
-        self, epoch: int, before: Members | None, members: Members, completed_step: int | None, now: float
+        self,
+        epoch: int,
+        before: Members | None,
+        members: Members,
+        completed_step: int | None,
+        now: float,
+        spares: Collection[int] = (),
     ) -> None:
         """Make the line about a view that begins: ``view 2: 3 ranks go on after 0.1 s; rank 3 is now 2; ...``.
 
@@ -147,7 +169,9 @@ class ChangeLines:
             members: its members, by rank.
             completed_step: the one that those who are left have finished; None: none.
             now: when it begins.
+            spares: ranks of its warm spares.
         """
+        spares_before, self._spares = self._spares, frozenset(members[rank] for rank in spares)
         if before is not None:
             seconds = None if self._died_at is None else now - self._died_at
             outcome = "" if seconds is None else "what was done since the last commit is done again"
@@ -155,7 +179,8 @@ class ChangeLines:
                 outcome = f"step {completed_step} was completed without those who died"
             is_explained = self._note is not None and self._note.epoch == epoch
             due = now + (OUTCOME_SECONDS if is_explained else 0.0)
-            self._line = describe_view(epoch, before, members, self._why_gone, seconds, outcome, due)
+            spares_of_both = spares_before, self._spares
+            self._line = describe_view(epoch, before, members, self._why_gone, seconds, outcome, due, spares_of_both)
         self._died_at = None
         self._why_gone = {member: why for member, why in self._why_gone.items() if member in members}
 

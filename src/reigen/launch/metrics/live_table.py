@@ -29,7 +29,7 @@ def format_row(row: ProcessStatus) -> tuple[str, ...]:
         format_bytes(process.latest.get("reigen_memory_bytes", "resident")),
         "ended" if process.report.is_last else f"{row.age_seconds:.0f} s ago",
         "" if row.eta_seconds is None else format_seconds(row.eta_seconds),
-        describe_problem(row),
+        describe_problem(row) or ("spare" if process.latest.get("reigen_warm_spare") else ""),
     )
 
 

@@ -53,17 +53,17 @@ class StepLoader:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._plan, **options)
         self.num_restarts = 0
         self._batches: Iterator[Any] | None = None
-        #: number of the step that comes next, this rank, and the number of ranks to which it was dealt
-        self._next: tuple[int, int, int] | None = None
+        #: number of the step that comes next, place of this rank, and the number of ranks to which it was dealt
+        self._next: tuple[int, int | None, int] | None = None
 
     def batches(self, step: ElasticStep) -> Iterator[Any]:
         """Iterate over a step's parts on this rank, each loaded and collated: none, if it has no samples."""
-        at = (step.number, step.rank, step.num_dealt)
+        at = (step.number, step.place, step.num_dealt)
         if self._batches is None or self._next != at:
             self._plan.begin(step)
             self.num_restarts += 1
             self._batches = iter(self._loader)
-        self._next = (step.number + 1, step.rank, step.size)  # what is loaded ahead is dealt to all
+        self._next = (step.number + 1, step.place, step.num_sharing)  # what is loaded ahead is dealt to all of them
         for _ in step.parts:
             yield next(self._batches)
 
@@ -82,10 +82,12 @@ class _PartPlan(torch.utils.data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         step, cursor = self._first, copy.copy(self._job.data)
         assert step is not None
+        if step.place is None:  # a warm spare
+            return
         interval, parts = step.interval, tuple(step.parts[:])  # of its first step a newcomer takes none
         while interval.epoch < step.num_epochs:
             for part in parts:
                 yield part.indices.tolist()
             cursor.move_behind(interval)
-            interval = cursor.next_interval(step.size)
-            parts = cursor.deal(interval, step.rank, step.size, self._job.num_parts)
+            interval = cursor.next_interval(step.num_sharing)
+            parts = cursor.deal(interval, step.place, step.num_sharing, self._job.num_parts)

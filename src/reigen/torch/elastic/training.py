@@ -24,10 +24,11 @@ from reigen.elastic.state_transfer import (
     digest_of,
     read_from_source,
 )
-from reigen.elastic.training import generator_states, set_generator_states
+from reigen.elastic.training import LocalState, generator_states, set_generator_states
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.distributed_optimizer import distribute_in_place
+from reigen.torch.elastic.local_state import TorchLocalState, find_synchronized_layer, unlearned_state
 from reigen.torch.elastic.state import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -40,7 +41,6 @@ from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
 from reigen.torch.state import broadcast_parameters, broadcast_tensors, is_dense, share_optimizer_state
-from reigen.torch.sync_batch_norm import SyncBatchNorm
 
 #: In a bucket, and between buckets, a gradient may have so many bytes in front of it.
 _MAX_GAP_BYTES = 128
@@ -80,6 +80,7 @@ class TorchTraining:
         self._options: list[dict[str, Any]] = []
         self._states: dict[str, Any] = {}
         self._untrained = UntrainedParameters(self._named_fixed_parameters)
+        self.local: LocalState = TorchLocalState(model, self._named_fixed_parameters, self._untrained, self._buffers)
         #: of what this rank has given to others, which has not changed since; empty: none
         self._sent_digest = b""
         self._broadcasts = BroadcastPauses()
@@ -261,8 +262,7 @@ class TorchTraining:
 
     def _transfer_buffers(self, source: int, *, receives: bool) -> None:
         """Collective: receivers get the buffers of the source, and all other state of its modules but parameters."""
-        names = dict(self._model.named_parameters())
-        others = {name: value for name, value in self._model.state_dict().items() if name not in names}
+        others = unlearned_state(self._model)
         if not receives:  # buffers may differ, and each keeps its own
             others = {n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in others.items()}
         broadcast_parameters(others, source)
@@ -281,7 +281,7 @@ class TorchTraining:
         """
         if isinstance(self._optimizer, SharedParametersOptimizer) or any(True for _ in self._fixed_parameters()):
             return False
-        if any(isinstance(each, SyncBatchNorm | torch.nn.SyncBatchNorm) for each in self._model.modules()):
+        if find_synchronized_layer(self._model) is not None:
             return False
         num_bytes = sum(each.numel() * each.element_size() for each in self._parameters())
         return num_bytes >= LEAST_OVERLAPPED_BYTES

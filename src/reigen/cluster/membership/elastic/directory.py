@@ -55,7 +55,13 @@ _LAUNCHER_SECONDS = 0.5
 
 
 def meet_first_view(
-    node: ElasticNode, rendezvous: Rendezvous, rank: int, size: int, sizes: tuple[int, int], timeout_seconds: float
+    node: ElasticNode,
+    rendezvous: Rendezvous,
+    rank: int,
+    size: int,
+    sizes: tuple[int, int],
+    timeout_seconds: float,
+    num_spares: int = 0,
 ) -> View:
     """Meet the other processes that begin the job, and make its first view. All of them make the same one.
 
@@ -66,6 +72,7 @@ def meet_first_view(
         size: how many processes begin.
         sizes: the smallest and the largest number of ranks with which steps are run.
         timeout_seconds: how long to wait for the slowest.
+        num_spares: how many of the largest number are warm spares.
 
     Returns:
         The view. Its ranks are those of the processes if those of a host stand together, which a launcher sees to.
@@ -103,7 +110,7 @@ def meet_first_view(
         members = (*(() if known is None else known.members), *card.members)
         hosts[card.name] = ViewHost(*card.voter, card.address, members, card.failure_domain)
     witness = None if node.witness is None else _meet_witness(node.witness, rendezvous, rank, until)
-    view = View.make(1, hosts.values(), base=StepBase(), sizes=sizes, witness=witness)
+    view = View.make(1, hosts.values(), base=StepBase(), sizes=sizes, witness=witness, num_spares=num_spares)
     if view.ranks.get(node.me) != rank:
         raise ConfigError(
             f"rank {rank} of an elastic job is process {tuple(node.me)} on host {node.host}, which would have rank "

@@ -39,7 +39,8 @@ class StragglerReports:
         """Begin anew, in a view that runs."""
         self._view, self._min_size = view, min_size
         is_first = view.members[0] == self._me
-        self._detector = StragglerDetector(self._rule, view.members) if is_first else None
+        spares = [view.members[rank] for rank in view.spares]
+        self._detector = StragglerDetector(self._rule, view.members, spares) if is_first else None
 
     def tell(self, times: StepTimes) -> None:
         """Tell rank 0 how long steps have taken here. May be called by any thread."""

@@ -64,6 +64,7 @@ class ViewChange:
         completes: the step that was under way was to be finished with what is left of it, when the view was decided.
         outcome: what became of the work that was under way. Where steps are undone one by one it is pending until the
             members have the same state again.
+        num_spares: how many of the ranks are warm spares, which take no samples.
     """
 
     epoch: int
@@ -77,6 +78,7 @@ class ViewChange:
     is_planned: bool = False
     completes: bool = False
     outcome: StepOutcome = StepOutcome.PENDING
+    num_spares: int = 0
 
     @property
     def reruns(self) -> bool:
@@ -87,7 +89,10 @@ class ViewChange:
 
     def describe(self) -> str:
         """Return the change in a sentence: ``view 3: 3 ranks go on after 0.12 s; rank 1 has gone; ...``."""
-        parts = [f"view {self.epoch}: {self.size} rank{'s' * (self.size != 1)} go{'es' * (self.size == 1)} on"]
+        num = self.size - self.num_spares
+        parts = [f"view {self.epoch}: {num} rank{'s' * (num != 1)} go{'es' * (num == 1)} on"]
+        if self.num_spares:
+            parts[0] += f", and {self.num_spares} warm spare{'s' * (self.num_spares > 1)}"
         if self.seconds:
             parts[0] += f" after {self.seconds:.2f} s"
         if self.lost:
@@ -229,7 +234,7 @@ def compare_views(
     """
     step = view.base.target
     if before is None:
-        return ViewChange(view.epoch, view.size, step=step, outcome=StepOutcome.NOTHING)
+        return ViewChange(view.epoch, view.size, step=step, outcome=StepOutcome.NOTHING, num_spares=len(view.spares))
     ranks = [(rank, view.ranks[member]) for member, rank in before.ranks.items() if member in view.ranks]
     return ViewChange(
         view.epoch,
@@ -243,4 +248,5 @@ def compare_views(
         is_planned,
         view.base.completes,
         outcome,
+        len(view.spares),
     )

@@ -59,7 +59,9 @@ def plan_view(
     hosts = [_renew(host, voter_lives) for host in hosts]
     witness = None if view.witness is None else _renew(view.witness, voter_lives)
     sizes = view.min_size, view.max_size
-    following = View.make(view.epoch + 1, hosts, base=StepBase(), sizes=sizes, witness=witness)
+    following = View.make(
+        view.epoch + 1, hosts, base=StepBase(), sizes=sizes, witness=witness, num_spares=view.num_spares
+    )
     base, reason = _plan_base(following, holders)
     return msgspec.structs.replace(following, base=base), f"{_describe(view, following)}; {reason}"
 

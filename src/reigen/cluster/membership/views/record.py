@@ -143,6 +143,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         base: where they begin.
         min_size, max_size: numbers of ranks between which steps are run; a view that is smaller waits.
         witness: voter beside the hosts, if the job has one.
+        num_spares: so many ranks of a view that has ``max_size`` are warm spares; see `spares`.
     """
 
     epoch: Count
@@ -152,6 +153,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     min_size: Count = 1
     max_size: Count = 1 << 20
     witness: Witness | None = None
+    num_spares: Count = 0
 
     @classmethod
     def make(
@@ -162,6 +164,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         base: StepBase,
         sizes: tuple[int, int],
         witness: Witness | None = None,
+        num_spares: int = 0,
     ) -> Self:
         """Make a view; its rule follows from the number of hosts.
 
@@ -171,10 +174,11 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             base: where the members begin.
             sizes: the smallest and largest number of ranks with which steps are run.
             witness: votes if the number of hosts is even.
+            num_spares: how many of the largest number are warm spares.
         """
         present = tuple(host for host in hosts if host.members)
         rule = choose_rule(len(present), has_witness=witness is not None)
-        return cls(epoch, present, rule, base, *sizes, witness)
+        return cls(epoch, present, rule, base, *sizes, witness, num_spares)
 
     @cached_property
     def ranks(self) -> dict[MemberId, int]:
@@ -201,6 +205,20 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    @cached_property
+    def spares(self) -> frozenset[int]:
+        """Ranks of warm spares, which make each step without samples.
+
+        They are the youngest, so that nobody who takes samples becomes a spare while it holds the state; when one of
+        those goes, the oldest spare takes samples in the next view, or the one that has become rank 0: checkpoints are
+        of a rank that takes samples.
+        """
+        if not self.num_spares:
+            return frozenset()
+        ages = [member.joined for member in self._members()]
+        by_age = sorted(range(len(ages)), key=lambda rank: (rank > 0, ages[rank], rank))
+        return frozenset(by_age[self.max_size - self.num_spares :])
 
     def _members(self) -> Iterator[ViewMember]:
         for host in self.hosts:
@@ -230,5 +248,6 @@ class View(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         base = self.base
         assert base.step - 1 <= base.stable_step <= base.step, "holders of the state are at most one step apart"
         assert len(base.behind) < len(members), "somebody has the state"
+        assert self.num_spares < self.max_size, "somebody takes samples"
         assert 0 not in base.behind or base.step > base.stable_step, "rank 0 holds the state"
         assert not (base.completes and base.stable_step != base.step), "sums of a step need all members behind it"

@@ -1,0 +1,78 @@
+"""State of a model that only forward passes change, each rank's own, which a warm spare does not follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from reigen.torch.elastic.state import copy_state
+from reigen.torch.elastic.untrained_parameters import UntrainedParameters
+from reigen.torch.sync_batch_norm import SyncBatchNorm
+
+_SPARES_TEXT = (
+    "--spares N:warm (REIGEN_WARM_SPARES): the model has {}, whose forward pass needs all ranks, and a warm spare, "
+    "which has no samples, makes none. Start this job with --spares N, or use BatchNorm"
+)
+
+
+def find_synchronized_layer(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return a layer whose forward pass needs all ranks, if there is one."""
+    layers = (each for each in model.modules() if isinstance(each, SyncBatchNorm | torch.nn.SyncBatchNorm))
+    return next(layers, None)
+
+
+def unlearned_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Return all state of a model's modules but parameters."""
+    names = dict(model.named_parameters())
+    return {name: value for name, value in model.state_dict().items() if name not in names}
+
+
+class TorchLocalState:
+    """Implementation of `reigen.elastic.training.LocalState`: buffers, and parameters that forward passes change.
+
+    Args:
+        model: whose.
+        find_fixed: returns the parameters that the optimizer does not have, by name.
+        untrained: knows which of these change.
+        undone: copies of buffers, by name, to which a step that is undone goes back.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        find_fixed: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        untrained: UntrainedParameters,
+        undone: dict[str, torch.Tensor],
+    ) -> None:
+        self._model, self._find_fixed, self._untrained, self._undone = model, find_fixed, untrained, undone
+
+    def find_problem(self) -> str:
+        """Implement `LocalState.find_problem`."""
+        layer = find_synchronized_layer(self._model)
+        return "" if layer is None else _SPARES_TEXT.format(type(layer).__name__)
+
+    @property
+    def is_empty(self) -> bool:
+        """Implement `LocalState.is_empty`."""
+        return not unlearned_state(self._model) and not any(True for _ in self._find_fixed())
+
+    def copy(self) -> Any:
+        """Implement `LocalState.copy`."""
+        moving = self._untrained.moving
+        fixed = {name: each.detach() for name, each in self._find_fixed() if name in (moving or ())}
+        return copy_state((unlearned_state(self._model), fixed), None), moving
+
+    def load(self, local: Any) -> None:
+        """Implement `LocalState.load`."""
+        (others, fixed), moving = local
+        self._model.load_state_dict(others, strict=False)
+        with torch.no_grad():
+            for name, each in self._find_fixed():
+                if name in fixed:
+                    each.copy_(fixed[name])
+        self._untrained.follow(moving)
+        for name, buffer in self._model.named_buffers():
+            if name in self._undone:
+                self._undone[name] = copy_state(buffer, self._undone[name])
