@@ -9,7 +9,7 @@ import json
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from reigen.cluster.membership.views.events import (
     RunView,
     StartTimer,
     Verdict,
-    ViewTimer,
 )
 from reigen.cluster.membership.views.installation import Installation
+from reigen.cluster.membership.views.late_members import MemberShortage
 from reigen.cluster.membership.views.member import ElasticMember, ElasticState
 from reigen.cluster.membership.views.messages import AskMember, HeldSums, MemberReport, RevokeView, StepProgress
 from reigen.cluster.membership.views.paxos import Acceptor
@@ -322,7 +322,13 @@ def _forget_changes_of_others(kind: type) -> Callable[..., Any]:
 
 
 def test_the_end_of_waiting_is_not_put_off_by_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ElasticMember, "_wait_for_more", lambda self: [StartTimer(ViewTimer.WAIT, TIMEOUTS.wait)])
+    begin = MemberShortage.begin
+
+    def begin_anew(shortage: MemberShortage) -> Iterator[StartTimer]:
+        shortage.end()
+        return begin(shortage)
+
+    monkeypatch.setattr(MemberShortage, "begin", begin_anew)
     assert wait_beside_newcomers_that_are_cut_off(0)[1] > TIMEOUTS.wait + 1.0
 
 

@@ -402,6 +402,8 @@ class ViewDriver:
 
     def _handle(self, event: MemberEvent) -> None:
         before = self._machine.state
+        if isinstance(self._machine, ElasticMember):
+            self._machine.is_ending = self._is_finished or bool(self.finished)
         self._actions.extend(self._machine.handle(event))
         self._look_at_view()
         is_changed = self._machine.state is not before and self._machine.state not in _CALM
@@ -473,7 +475,6 @@ class ViewDriver:
         """Become a member."""
         self._machine = ElasticMember(self.me, view, self._timeouts)
         self._machine.required_size = self._required_size
-        self._machine.is_ending = bool(self.finished)
         self._look_at_view(joins=True)
         self._actions.extend(self._machine.start())
 
@@ -556,7 +557,7 @@ class ViewDriver:
                     if voter.name == self._node.host:
                         self._vote(message, sender)
                 case ProgramFinished():
-                    self._note_finished(sender)
+                    self.finished |= {sender}
                     self._links.send(sender, FinishNoted())
                 case FinishNoted():
                     self._note_aware(sender)
@@ -567,7 +568,7 @@ class ViewDriver:
         """Take note of a link; see `LinkOwner`."""
         with self._lock:
             if is_finished:
-                self._note_finished(member)
+                self.finished |= {member}
             if self._is_finished and member in self._unaware:
                 self._links.send(member, ProgramFinished())
 
@@ -632,11 +633,6 @@ class ViewDriver:
         self._note_aware(self.me)
         if self._machine.state is ElasticState.CHANGING:
             self._dispatch(LeaveRequested())
-
-    def _note_finished(self, member: MemberId) -> None:
-        self.finished |= {member}
-        if isinstance(self._machine, ElasticMember):
-            self._machine.is_ending = True
 
     def _note_aware(self, member: MemberId) -> None:
         self._unaware.discard(member)

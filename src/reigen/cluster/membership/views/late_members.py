@@ -1,4 +1,4 @@
-"""Members that are slow: for which a collective has waited in vain, in an update, or silent to newcomers. Pure."""
+"""Members that are slow, silent to newcomers, or too few: how long the others wait. Pure."""
 
 from __future__ import annotations
 
@@ -101,3 +101,35 @@ class SilentHosts:
     def note_change(self, candidates: Iterable[MemberReady]) -> None:
         """Take note that a change begins, here or elsewhere, while these want to be members."""
         self._tried.update(each.host.members[0].id for each in candidates if each.unreached)
+
+
+class MemberShortage:
+    """Views that have too few members for a step, one after the other: the time for which they wait is that of all.
+
+    Args:
+        seconds: until no more members are waited for.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._goes_on = seconds, False
+        #: the time is over, perhaps in a change that may bring more
+        self.has_expired = False
+
+    def begin(self) -> Iterator[StartTimer]:
+        """Start the timer, if no view before this one has."""
+        if not self._goes_on:
+            yield StartTimer(ViewTimer.WAIT, self._seconds)
+        self._goes_on = True
+
+    def end(self) -> None:
+        """Take note of a view with enough members."""
+        self._goes_on = self.has_expired = False
+
+    def expire(self) -> None:
+        """Take note that the timer has ended; one of a shortage that is over means nothing."""
+        self.has_expired = self._goes_on
+
+    def explain(self, size: int, least_size: int) -> str:
+        """Return why a member with `size` in its view ends."""
+        text = f"{size} rank(s) are left, steps need {least_size}, and no more came"
+        return f"{text} in {self._seconds:g} s (HOROVOD_ELASTIC_TIMEOUT)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -32,7 +32,7 @@ from reigen.cluster.membership.views.events import (
     ViewTimer,
 )
 from reigen.cluster.membership.views.installation import Installation
-from reigen.cluster.membership.views.late_members import BusyMembers, LateMembers, SilentHosts
+from reigen.cluster.membership.views.late_members import BusyMembers, LateMembers, MemberShortage, SilentHosts
 from reigen.cluster.membership.views.leader import ChangeLeader
 from reigen.cluster.membership.views.messages import (
     AllLeave,
@@ -135,6 +135,11 @@ def _send_to_others(view: View, me: MemberId, message: ViewMessage) -> Iterator[
     return (SendTo(member, message) for member in view.members if member != me)
 
 
+def _find_certain(lost: Mapping[MemberId, Evidence]) -> set[MemberId]:
+    """Return members that are not waited for: of two who cannot reach each other, each says that of the other."""
+    return {member for member, evidence in lost.items() if not evidence.is_hearsay or evidence.verdict is Verdict.DEAD}
+
+
 class ElasticMember:
     """A member.
 
@@ -175,8 +180,7 @@ class ElasticMember:
         self._late, self._busy = LateMembers(me, view, self._timeouts.late), BusyMembers(0)
         #: hosts that newcomers do not reach; and whether they are given some time, while members wait
         self._silent_hosts, self._is_doubting = SilentHosts(), False
-        #: views have had too few members since the timer `WAIT` was started; and whether it has ended
-        self._is_short = self._has_waited = False
+        self._shortage = MemberShortage(self._timeouts.wait)
         #: steps may have been run in the view
         self._has_run = False
 
@@ -288,7 +292,7 @@ class ElasticMember:
             return []
         leader = self._leader
         leader.reports[self.me] = self._report()
-        actions: list[MemberAction] = [*leader.advance(self._known_lost(), self._candidates, self._voter_lives)]
+        actions: list[MemberAction] = [*leader.advance(_find_certain(self.lost), self._candidates, self._voter_lives)]
         self.reason = leader.reason
         if leader.is_preempted and leader.backs_off:
             return actions  # what happens meanwhile must not put it off
@@ -315,14 +319,6 @@ class ElasticMember:
                 *self._end(ElasticState.STOPPED, 1, reason),
             ]
         return actions
-
-    def _known_lost(self) -> set[MemberId]:
-        """Return members that are not waited for: of two who cannot reach each other, each says that of the other."""
-        return {
-            member
-            for member, evidence in self.lost.items()
-            if not evidence.is_hearsay or evidence.verdict is Verdict.DEAD
-        }
 
     def _on_voter_reply(
         self, message: ViewPromise | ViewAccepted | BallotPreempted, _: MemberId | VoterId
@@ -428,7 +424,7 @@ class ElasticMember:
         self._late = LateMembers(self.me, view, self._timeouts.late)
         # of others' word the leader has made what it could, and whoever was silent has answered it
         silent = {each for each, evidence in self.lost.items() if evidence.verdict is Verdict.STUCK}
-        known = (self._known_lost() - silent) & view.ranks.keys()
+        known = (_find_certain(self.lost) - silent) & view.ranks.keys()
         self.lost = {each: evidence for each, evidence in self.lost.items() if each in known}
         self._candidates = {each: ready for each, ready in self._candidates.items() if each not in view.ranks}
         actions: list[MemberAction] = [*kills, *self._begin_install(installation)]
@@ -505,11 +501,11 @@ class ElasticMember:
         self._applied = self.view.base.target
         if self.view.size < self._least_size:
             self.state, self._is_doubting = ElasticState.WAITING, False
-            if self._has_waited:
-                return self._stop_waiting()
-            return [*self._wait_for_more(), *self._take_candidates()]
+            if self._shortage.has_expired:
+                return self._on_wait_timeout()
+            return [*self._shortage.begin(), *self._take_candidates()]
         self.state, self._has_run = ElasticState.RUNNING, True
-        self._is_short = self._has_waited = False
+        self._shortage.end()
         leaving = self._on_leave() if self.me in self._leaving else []
         return [RunView(self.view), *leaving, *self._take_candidates()]
 
@@ -632,7 +628,7 @@ class ElasticMember:
         elif self.state is ElasticState.INSTALLING and self.rank == 0:
             silent = [member for member in members if member not in self._installation.installed]
         elif self.state is ElasticState.CHANGING and self._leader is not None:
-            silent = self._busy.find_silent(self._leader.missing(self._known_lost()))
+            silent = self._busy.find_silent(self._leader.missing(_find_certain(self.lost)))
         else:
             silent = self._busy.find_silent(members[:1])
         for member in silent:
@@ -661,22 +657,11 @@ class ElasticMember:
             ElasticState.STOPPED, 1, f"no view could follow view {self.view.epoch}: {why} ({missing or 'all answer'})"
         )
 
-    def _wait_for_more(self) -> list[MemberAction]:
-        """Start the timer; it goes on over all views until one has enough members."""
-        is_short, self._is_short = self._is_short, True
-        return [] if is_short else [StartTimer(ViewTimer.WAIT, self._timeouts.wait)]
-
     def _on_wait_timeout(self) -> list[MemberAction]:
-        if not self._is_short:
+        self._shortage.expire()
+        if self.state is not ElasticState.WAITING or not self._shortage.has_expired:
             return []
-        if self.state is ElasticState.WAITING:
-            return self._stop_waiting()
-        self._has_waited = True  # a change is under way, which may bring more
-        return []
-
-    def _stop_waiting(self) -> list[MemberAction]:
-        text = f"{self.view.size} rank(s) are left, steps need {self._least_size}, and no more came"
-        return self._end(ElasticState.STOPPED, 1, f"{text} in {self._timeouts.wait:g} s (HOROVOD_ELASTIC_TIMEOUT)")
+        return self._end(ElasticState.STOPPED, 1, self._shortage.explain(self.view.size, self._least_size))
 
     # -- what is always true ------------------------------------------------------------------------------------------
 
