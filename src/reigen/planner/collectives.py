@@ -8,6 +8,7 @@ pace of the slowest, because every rank needs data of every other.
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ class TcpPlan:
         sent: bytes that a rank sends, and as many that it receives.
         messages: that it sends.
         reduced: bytes that it reads to add them up.
-        hops: on an element's longest way.
-        rounds: hops that the backend's limit of data under way makes of it; at least ``hops``.
+        hops: on an element's longest way, but for those for which the bytes leave time.
+        rounds: hops that waiting for what others send makes of it; at least ``hops``.
     """
 
     algorithm: str
@@ -61,6 +62,21 @@ class TcpPlan:
     reduced: float
     hops: int
     rounds: int
+
+    def waiting_seconds(self, hop_seconds: float, bandwidth: float) -> float:
+        """Return how long its bytes take at least, since what a rank sends next waits for what others send.
+
+        Around a ring the first chunk that comes is what a rank sends next, while the rest of its slice still leaves.
+
+        Args:
+            hop_seconds: length of a message's way.
+            bandwidth: of a rank's connection, in bytes per second.
+        """
+        waits = self.rounds - self.hops
+        if self.algorithm != "ring" or waits == 0:
+            return waits * hop_seconds
+        slice_seconds, chunk_seconds = self.sent / self.rounds / bandwidth, self.sent / self.messages / bandwidth
+        return waits * (hop_seconds + chunk_seconds) + slice_seconds
 
 
 @functools.lru_cache(maxsize=4096)
@@ -75,7 +91,7 @@ def plan_tcp(count: int, itemsize: int, size: int, requested: str) -> TcpPlan:
     if algorithm == "ring":
         low, high = rank_slice(count, 0, size, itemsize)
         messages, steps = len(cut_chunks(low, high, itemsize)), 2 * (size - 1)
-        return TcpPlan(algorithm, reason, share, steps * messages, 2 * (size - 1) * nbytes / size, steps, steps)
+        return TcpPlan(algorithm, reason, share, steps * messages, 2 * (size - 1) * nbytes / size, 1, steps)
     rows = make_rows(count, itemsize, size)
     messages = 2 * (size - 1) * len(rows)
     return TcpPlan(algorithm, reason, share, messages, nbytes, 2, max(2, _count_rounds(rows, itemsize)))
@@ -194,8 +210,8 @@ class CollectiveModel:
         layout, itemsize, hosts = self._layout, DTYPES[dtype].itemsize, self._layout.num_hosts
         groups = 1 if count * itemsize <= SMALL_BYTES or self._on_devices else self._groups
         low, high = rank_slice(count, 0, groups, itemsize)
+        slowest = min(kind.host.bandwidth for kind in layout.training)
         if self._on_devices:
-            slowest = min(kind.host.bandwidth for kind in layout.training)
             plan = self._noted(plan_devices(count * itemsize, hosts, self.hop_seconds, slowest))
         else:
             plan = self._noted(plan_tcp(high - low, itemsize, hosts, self._algorithm))
@@ -209,7 +225,7 @@ class CollectiveModel:
             load[receive_link(kind)] += sent[kind]
             self._add(load, kind, groups * thread)
         layout.add_network(load, sent, is_ring=plan.algorithm == "ring")
-        waiting = (plan.rounds - plan.hops) * self.hop_seconds
+        waiting = plan.waiting_seconds(self.hop_seconds, slowest / groups / self._costs.wire_bytes_per_byte / wide)
         messages = plan.messages * groups * hosts
         return [
             CollectiveStage("latency", plan.hops * self.hop_seconds),
@@ -237,10 +253,12 @@ class CollectiveModel:
         layout.add_network(load, sent, is_ring=is_ring)
         inner = self._costs.device_hop_seconds if self._on_devices else self._costs.wakeup_seconds
         once = (layout.num_hosts * layout.latency + size * inner) / size if is_ring else self.hop_seconds
+        slowest = min(kind.host.bandwidth for kind in layout.training) if layout.num_hosts > 1 else math.inf
+        waiting = plan.waiting_seconds(once, slowest / self._costs.wire_bytes_per_byte)
         messages = plan.messages * size
         return [
             CollectiveStage("latency", plan.hops * once),
-            CollectiveStage(plan.algorithm, thread, load, messages, max(sent.values())),
+            CollectiveStage(plan.algorithm, max(thread, waiting), load, messages, max(sent.values())),
         ]
 
     def _noted(self, plan: TcpPlan) -> TcpPlan:

@@ -14,7 +14,7 @@ from reigen.kv.client.requests import BatchRequest, ClientRequest
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.protocol import PUSH_KINDS
 from reigen.net.bulk_connection import BulkConnection
-from reigen.planner.collectives import plan_tcp
+from reigen.planner.collectives import TcpPlan, plan_tcp
 from reigen.planner.prediction import Strategy
 from reigen.planner.server_plan import make_requests
 from tests.kv.threaded import job
@@ -43,6 +43,29 @@ def test_an_allreduce_sends_the_planned_bytes_and_messages(
     # slices are of whole cache lines, so that the last rank's may be a little shorter, and have a chunk less
     assert sum(each["bytes"] for each in sent.values()) == pytest.approx(size * plan.sent, rel=0.02)
     assert sum(each["messages"] for each in sent.values()) == pytest.approx(size * plan.messages, rel=0.1)
+
+
+def send_around(steps: int, num_chunks: int, chunk_seconds: float, hop_seconds: float) -> float:
+    """Send chunk by chunk around a ring: each leaves when the one before it has, and when it has come."""
+    free, here = 0.0, [0.0] * num_chunks
+    for _ in range(steps):
+        for chunk in range(num_chunks):
+            free = max(free, here[chunk]) + chunk_seconds
+            here[chunk] = free + hop_seconds
+    return here[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_chunks", "chunk_seconds", "hop_seconds"),
+    [(4, 1, 5.0, 10.0), (4, 4, 1.0, 10.0), (4, 8, 1.0, 3.0), (6, 4, 2.0, 8.0), (6, 5, 1.0, 4.5), (2, 4, 1.0, 20.0)],
+)
+def test_hops_of_a_ring_are_hidden_behind_the_bytes_that_leave_meanwhile(
+    steps: int, num_chunks: int, chunk_seconds: float, hop_seconds: float
+) -> None:
+    plan = TcpPlan("ring", "", steps * num_chunks * 1000.0, steps * num_chunks, 0, 1, steps)
+    bandwidth = 1000.0 / chunk_seconds
+    seconds = hop_seconds + max(plan.sent / bandwidth, plan.waiting_seconds(hop_seconds, bandwidth))
+    assert seconds == pytest.approx(send_around(steps, num_chunks, chunk_seconds, hop_seconds))
 
 
 @pytest.mark.parametrize("compression", [{}, {"type": "2bit"}, {"type": "fp16"}])
