@@ -130,7 +130,7 @@ def test_nobody_goes_on_with_weights_of_an_update_that_it_has_not_counted() -> N
         [member] = job.start_first(1)
         job.wait_for("ENDED", seconds=300.0)
     assert member.says("ENDED [-9, 1, -9, 1]"), member.lines
-    assert member.says("no process is left that holds the state of the training: rank(s) 0 of view 2 died"), (
+    assert member.says("no process is left that holds the state of the training: rank(s) 0 of view 2 have ended"), (
         member.lines
     )
     assert max(int(line.split()[1]) for line in member.lines if line.startswith("TRY ")) == 2, "step 1 is not redone"

@@ -192,6 +192,7 @@ def test_a_program_of_elastic_run_is_refused_before_its_first_step():
 
 PROGRAM = """
 import os, signal, time
+from pathlib import Path
 import torch
 import reigen.torch as hvd
 
@@ -199,13 +200,15 @@ hvd.init()
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-taken = 0
-with hvd.elastic.Job(model, optimizer, data=hvd.elastic.Cursor(4000, global_batch=20, seed=1)) as job:
+taken, end = 0, Path("end")
+with hvd.elastic.Job(model, optimizer, data=hvd.elastic.Cursor(400_000, global_batch=20, seed=1)) as job:
     for step in job.steps(epochs=1):
-        if job.number == 150:
+        if end.exists() and job.number >= int(end.read_text()):
             break
         with step:
-            if os.environ["REIGEN_SLOT"] == "1" and job.number == 100 and step.size == 3:
+            if os.environ["REIGEN_SLOT"] == "1" and step.size == 3 and not end.exists():
+                end.with_suffix(".new").write_text(str(job.number + 50))
+                end.with_suffix(".new").rename(end)
                 os.kill(os.getpid(), signal.SIGKILL)
             for part in step.parts:
                 model(torch.ones(len(part), 4)).sum().backward()
@@ -223,7 +226,7 @@ def test_the_launcher_says_who_has_taken_over(tmp_path: Path):
     options = ["-np", "2", "--min-np", "1", "--spares", "1:warm"]
     command = [sys.executable, "-m", "reigen", "run", *options, sys.executable, str(script)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 ranks go on, and 1 warm spare" in done.stderr
     assert "slot 2 joins as rank 2, a warm spare" in done.stderr
@@ -237,9 +240,15 @@ def test_the_launcher_says_who_has_taken_over(tmp_path: Path):
 # -- what a training says of itself ------------------------------------------------------------------------------------
 
 
+class EachRanksBuffers(PartwiseTraining):
+    """Of a training whose ranks have buffers of their own; that needs no job."""
+
+    _has_own_buffers = True
+
+
 def make_training(*layers: torch.nn.Module) -> tuple[torch.nn.Module, TorchTraining]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), *layers)
-    return model, PartwiseTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
+    return model, EachRanksBuffers(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
 
 
 def test_statistics_are_local_state_and_stay_when_a_step_is_undone():
@@ -265,6 +274,19 @@ def test_what_is_given_away_is_a_copy():
     (buffers, _), _ = other.local.copy()
     there(torch.randn(8, 2))
     assert int(buffers["1.num_batches_tracked"]) == 0
+
+
+def test_tied_weights_are_weights_by_each_of_their_names():
+    model, training = make_training(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    (own, fixed), _ = training.local.copy()
+    assert set(own) == {"2.running_mean", "2.running_var", "2.num_batches_tracked"}
+    assert not fixed
+
+
+def test_where_parts_make_the_buffers_all_ranks_have_the_same():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    assert PartwiseTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), {}).local.is_empty
 
 
 def test_a_model_without_buffers_has_no_local_state():

@@ -138,19 +138,23 @@ def test_a_step_that_comes_again_is_loaded_again():
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_batches_are_those_of_a_step_that_is_dealt_to_fewer_than_all(rank: int):
-    """Of three ranks two share the samples of a step in which a newcomer, rank 2, gets the state."""
-    cursor, restarts = hvd.elastic.Cursor(23, global_batch=3, seed=2), 0
+    """A newcomer, rank 2, takes no samples of the step in which it gets the state; what follows is dealt to it, too."""
+    cursor, restarts = hvd.elastic.Cursor(36, global_batch=3, seed=2), 0
     loader = hvd.elastic.StepLoader(SimpleNamespace(data=cursor, num_parts=None), Numbers())
-    for number, num_dealt in enumerate([3, 3, 2, 3, 2, 2, 3]):
+    ahead = None  # to how many what is loaded ahead was dealt
+    dealt_of_sharing = [(2, 2), (2, 2), (2, 3), (3, 3), (3, 3), (2, 3), (3, 3), (2, 3), (2, 3), (3, 3), (2, 2)]
+    for number, (num_dealt, num_sharing) in enumerate(dealt_of_sharing):
         interval = cursor.next_interval(num_dealt)
+        place = rank if rank < num_sharing else None
         parts = cursor.deal(interval, rank, num_dealt) if rank < num_dealt else ()
-        step = SimpleNamespace(number=number, interval=interval, num_epochs=1, rank=rank, size=3, parts=parts)
-        step.num_dealt = num_dealt
+        step = SimpleNamespace(number=number, interval=interval, num_epochs=1, place=place, parts=parts)
+        step.num_dealt, step.num_sharing = num_dealt, num_sharing
         loaded = [indices.tolist() for _, indices in loader.batches(step)]
         assert loaded == [part.indices.tolist() for part in parts], number
         cursor.move_behind(interval)
-        restarts += number == 0 or num_dealt == 2
-        assert loader.num_restarts == restarts, "what was loaded ahead was dealt to all"
+        if ahead != (place, num_dealt):
+            restarts, ahead = restarts + 1, (place, num_sharing)
+        assert loader.num_restarts == restarts, number
 
 
 @pytest.mark.parametrize("name", ["batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"])

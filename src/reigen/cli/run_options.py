@@ -275,7 +275,7 @@ def _add_elastic(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup
         "--spares",
         metavar="N[:warm]",
         help="so many more processes of an elastic job are started, and wait to take the places of those that die; "
-        "with :warm they make the steps of a hvd.elastic.Job meanwhile, without samples, so that they have its state",
+        "with :warm they make a PyTorch hvd.elastic.Job's steps meanwhile, without samples, and have its state",
     )
     add(
         "--eject-stragglers",

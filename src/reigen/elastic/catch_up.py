@@ -219,7 +219,9 @@ def find_relief(
     new = {rank for rank, each in enumerate(held) if not each.is_member}
     stale = idle | (new & plan.receivers) if plan.source in idle else idle - plan.receivers
     followers = [rank for rank in range(len(held)) if rank not in stale | new | plan.waiting]
-    return next(iter(followers), None), frozenset(stale.intersection(sharing) - plan.waiting)
+    return max(followers, key=lambda rank: (held[rank].reached, -rank), default=None), frozenset(
+        stale.intersection(sharing) - plan.waiting
+    )
 
 
 def are_alike(held: Sequence[HeldState], plan: CatchUpPlan) -> bool:

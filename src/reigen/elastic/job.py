@@ -230,7 +230,14 @@ def _newcomers(arrival: tuple[OverlappedTransfer, CatchUpPlan] | None) -> frozen
 
 def _relieve_spares(local: LocalState, rank: int, source: int | None, receivers: frozenset[int]) -> None:
     """Collective: who has taken no samples, and does so from here on, gets what only forward passes change."""
-    if source is None or not receivers or local.is_empty:
+    if not receivers or local.is_empty:
+        return
+    if source is None:
+        if rank in receivers:
+            _log.warning(
+                "no rank is left that has taken samples: what forward passes change (statistics of BatchNorm, say) is "
+                "of when this warm spare came, or older"
+            )
         return
     given = broadcast_object(local.copy() if rank == source else None, source, "elastic.local_state")
     if rank in receivers:

@@ -321,7 +321,8 @@ def test_the_state_is_lost_when_all_are_dead_who_could_hold_it() -> None:
     assert explain_lost_state(view, reports(view, 0, 5), {member(2), member(3)}) == ""
     assert explain_lost_state(view, reports(view, 0, 5), {member(1), member(2), member(3)}), "it has died since"
     assert explain_lost_state(view, said, {member(2), member(3)}) == (
-        "no process is left that holds the state of the training: rank(s) 2, 3 of view 1 died, and rank(s) 0, 1 had "
+        "no process is left that holds the state of the training: "
+        "rank(s) 2, 3 of view 1 have ended, and rank(s) 0, 1 had "
         "not received it, or were in the middle of an update. Start the job again from its last checkpoint"
     )
     assert "died" not in explain_lost_state(view, reports(view, 0, 0, 0, 4), ())

@@ -205,12 +205,12 @@ def parse_spares(text: int | str, option: str) -> tuple[int, bool]:
         ConfigError: it is something else; says what to write.
     """
     number, has_kind, kind = str(text).partition(":")
-    if isinstance(text, bool) or not number.strip().removeprefix("-").isdigit() or (has_kind and kind != "warm"):
+    if isinstance(text, bool) or not number.strip().removeprefix("-").isdecimal() or (has_kind and kind != "warm"):
         raise ConfigError(
             f"{option} {text}: it must be a whole number, as in 1, or one with :warm behind it, as in 1:warm"
         )
     if int(number) < 0:
-        raise ConfigError(f"the number of spares must be at least 0, not {number}")
+        raise ConfigError(f"the number of spares must be at least 0, not {number.strip()}")
     return int(number), bool(has_kind) and int(number) > 0
 
 

@@ -659,7 +659,7 @@ class ElasticSupervision:
         num = sum(
             host.num_slots for host in hosts if (not machine and self._is_here(host.name)) or host.name == machine
         )
-        return max(1, min(num, self._elastic.max_ranks))
+        return max(1, min(num, self._elastic.max_members))
 
     def _place_offsets(self) -> dict[str, int]:
         """Return the number of each host's first place: several names may be this host's."""

@@ -53,7 +53,7 @@ class StepLoader:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._plan, **options)
         self.num_restarts = 0
         self._batches: Iterator[Any] | None = None
-        #: number of the step that comes next, place of this rank, and the number of ranks to which it was dealt
+        #: number of the step that comes next, and to which place of how many what is loaded ahead was dealt
         self._next: tuple[int, int | None, int] | None = None
 
     def batches(self, step: ElasticStep) -> Iterator[Any]:
@@ -63,7 +63,9 @@ class StepLoader:
             self._plan.begin(step)
             self.num_restarts += 1
             self._batches = iter(self._loader)
-        self._next = (step.number + 1, step.place, step.num_sharing)  # what is loaded ahead is dealt to all of them
+            self._next = (step.number + 1, step.place, step.num_sharing)
+        else:
+            self._next = (step.number + 1, *self._next[1:])
         for _ in step.parts:
             yield next(self._batches)
 

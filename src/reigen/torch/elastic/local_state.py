@@ -24,8 +24,8 @@ def find_synchronized_layer(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def unlearned_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return all state of a model's modules but parameters."""
-    names = dict(model.named_parameters())
+    """Return all state of a model's modules but parameters, by whichever name (tied ones have several)."""
+    names = dict(model.named_parameters(remove_duplicate=False))
     return {name: value for name, value in model.state_dict().items() if name not in names}
 
 
@@ -37,6 +37,7 @@ class TorchLocalState:
         find_fixed: returns the parameters that the optimizer does not have, by name.
         untrained: knows which of these change.
         undone: copies of buffers, by name, to which a step that is undone goes back.
+        has_buffers: buffers are each rank's own; else all ranks have the same, and spares, too.
     """
 
     def __init__(
@@ -45,8 +46,11 @@ class TorchLocalState:
         find_fixed: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         untrained: UntrainedParameters,
         undone: dict[str, torch.Tensor],
+        *,
+        has_buffers: bool,
     ) -> None:
         self._model, self._find_fixed, self._untrained, self._undone = model, find_fixed, untrained, undone
+        self._has_buffers = has_buffers
 
     def find_problem(self) -> str:
         """Implement `LocalState.find_problem`."""
@@ -56,13 +60,14 @@ class TorchLocalState:
     @property
     def is_empty(self) -> bool:
         """Implement `LocalState.is_empty`."""
-        return not unlearned_state(self._model) and not any(True for _ in self._find_fixed())
+        return not self._own_state() and not any(True for _ in self._find_fixed())
 
     def copy(self) -> Any:
         """Implement `LocalState.copy`."""
         moving = self._untrained.moving
-        fixed = {name: each.detach() for name, each in self._find_fixed() if name in (moving or ())}
-        return copy_state((unlearned_state(self._model), fixed), None), moving
+        fixed = {name: _in_memory(each) for name, each in self._find_fixed() if name in (moving or ())}
+        own = {name: _in_memory(each) for name, each in self._own_state().items()}
+        return (own, fixed), moving
 
     def load(self, local: Any) -> None:
         """Implement `LocalState.load`."""
@@ -76,3 +81,11 @@ class TorchLocalState:
         for name, buffer in self._model.named_buffers():
             if name in self._undone:
                 self._undone[name] = copy_state(buffer, self._undone[name])
+
+    def _own_state(self) -> dict[str, Any]:
+        return unlearned_state(self._model) if self._has_buffers else {}
+
+
+def _in_memory(value: Any) -> Any:
+    """Return a copy that lies in the host's memory: another rank need not have this one's GPU."""
+    return copy_state(value.detach().cpu() if isinstance(value, torch.Tensor) else value, None)

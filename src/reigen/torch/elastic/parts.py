@@ -36,6 +36,8 @@ class PartwiseTraining(TorchTraining):
         objects: see `TorchTraining`.
     """
 
+    _has_own_buffers = False
+
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
         super().__init__(model, optimizer, objects)
         self._step_hooks: list[RemovableHandle] = []

@@ -63,6 +63,9 @@ class TorchTraining:
         ArgumentError: one of these is something else, or has a state that cannot be sent to other ranks.
     """
 
+    #: buffers are what each rank's samples have made of them
+    _has_own_buffers = True
+
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -80,7 +83,9 @@ class TorchTraining:
         self._options: list[dict[str, Any]] = []
         self._states: dict[str, Any] = {}
         self._untrained = UntrainedParameters(self._named_fixed_parameters)
-        self.local: LocalState = TorchLocalState(model, self._named_fixed_parameters, self._untrained, self._buffers)
+        self.local: LocalState = TorchLocalState(
+            model, self._named_fixed_parameters, self._untrained, self._buffers, has_buffers=self._has_own_buffers
+        )
         #: of what this rank has given to others, which has not changed since; empty: none
         self._sent_digest = b""
         self._broadcasts = BroadcastPauses()

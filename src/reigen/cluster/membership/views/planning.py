@@ -86,7 +86,7 @@ def explain_lost_state(view: View, reports: Mapping[MemberId, MemberReport], dea
     gone = [rank for member, rank in view.ranks.items() if member in dead]
     if len(without) + len(gone) < view.size:
         return ""
-    died = f"rank(s) {format_ranks(gone)} of view {view.epoch} died, and " if gone else ""
+    died = f"rank(s) {format_ranks(gone)} of view {view.epoch} have ended, and " if gone else ""
     return (
         f"no process is left that holds the state of the training: {died}rank(s) {format_ranks(without)} had not "
         "received it, or were in the middle of an update. Start the job again from its last checkpoint"
