@@ -64,7 +64,7 @@ class TcpPlan:
     rounds: int
 
     def waiting_seconds(self, hop_seconds: float, bandwidth: float) -> float:
-        """Return how long its bytes take at least, since what a rank sends next waits for what others send.
+        """Return the least seconds of its bytes: each message waits for one of another rank.
 
         Around a ring the first chunk that comes is what a rank sends next, while the rest of its slice still leaves.
 
