@@ -14,11 +14,13 @@ from reigen.cli.main import main
 
 SCRIPTS = Path(__file__).parent / "migrate_scripts"
 #: What the unchanged scripts print on two ranks: by DDP over Gloo (`python ddp_spawn.py`, `reigen run --torchrun-env
-#: -np 2 python ddp_trainer.py`, ddp_launch.py), and by `reigen run --as-horovod -np 2 python horovod_mnist.py`.
+#: -np 2 python ddp_trainer.py`, and so those after it), and by `reigen run --as-horovod -np 2 python horovod_mnist.py`.
 RESULTS = {
     "ddp_spawn": [(1.79815, 1.79815)],
     "ddp_trainer": [(0, 13.8791, 1.01178), (1, 13.7033, 1.01178)],
     "ddp_launch": [(2, 0, 7.17082)],
+    "ddp_runner": [(0, 0.56094), (1, 0.56094)],
+    "ddp_late": [(0, 0.48694), (1, 0.48694)],
     "horovod_mnist": [(2, 4.58790)],
 }
 

@@ -119,6 +119,17 @@ class PythonSource:
         """Return the function, or the module, that a node is in."""
         return next((each for each in self.ancestors(node) if isinstance(each, Scope)), self.tree)
 
+    def owner(self, text: str, node: ast.AST) -> ast.AST:
+        """Return the scope that binds a name, or the first one of a chain of attributes: equal if the object is.
+
+        For ``self`` that is the class, else a function or the module.
+        """
+        name = text.partition(".")[0]
+        if name == "self":
+            return next((each for each in self.ancestors(node) if isinstance(each, ast.ClassDef)), self.tree)
+        scopes = (each for each in self.ancestors(node) if isinstance(each, Scope))
+        return next((each for each in scopes if name in self._local_names(each)), self.tree)
+
     def resolve(self, node: ast.AST) -> str | None:
         """Return the dotted name of an expression that means something imported; None: it does not."""
         parts: list[str] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from reigen.launch.local_plan import PER_RANK_VARIABLES
 from reigen.migrate.syntax import NameUse
@@ -42,6 +43,37 @@ _LOCAL_RANK = {"--local_rank", "--local-rank"}
 #: Names that read gradients between backward and step, where they have to be averages.
 _READERS = {"clip_grad_norm_", "clip_grad_value_", "unscale_", "GradScaler", "grad"}
 _INIT = "torch.distributed.init_process_group"
+_BEFORE_INIT = "the optimizer is made before init_process_group: it needs hvd.init() first"
+_SEVERAL_MODELS = (
+    "several models with optimizers of their own, as in a GAN: what a loss leaves in the other model's gradients is an "
+    "error in its next zero_grad() here. Wrap each optimizer in hvd.DistributedOptimizer(), and have "
+    "other.requires_grad_(False) before a loss that passes through the other model, and True behind its backward()"
+)
+#: A name, or an attribute of one; and methods that return the model itself.
+_NAME = re.compile(r"\w+(\.\w+)*")
+_SAME = {"to", "cuda", "cpu", "float", "double", "half", "bfloat16", "train"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInDDP:
+    """Model that a statement puts into DDP.
+
+    Attributes:
+        statement: which does it.
+        name: of the result, as it is written.
+        inner: the model, as it is written.
+        owner: see `PythonSource.owner`, of the name.
+    """
+
+    statement: ast.Assign
+    name: str
+    inner: str
+    owner: ast.AST
+
+    @property
+    def key(self) -> tuple[str, ast.AST]:
+        """Equal for statements of one model, which is put into DDP in several ways."""
+        return self.name, self.owner
 
 
 class TrainingRules:
@@ -49,8 +81,7 @@ class TrainingRules:
 
     def __init__(self, record: TorchRecord) -> None:
         self._record, self._source, self._hvd = record, record.source, record.hvd
-        #: statements that put a model into DDP: the name of the result, the text of the model
-        self._models: list[tuple[ast.Assign, str, str]] = []
+        self._models: list[ModelInDDP] = []
 
     # -- models and optimizers ----------------------------------------------------------------------------------------
 
@@ -71,7 +102,8 @@ class TrainingRules:
             self._record.block(call, f"DistributedDataParallel with {', '.join(unknown) or 'these arguments'}")
             return
         name, inner = self._source.text(statement.targets[0]), self._source.text(model)
-        self._models.append((statement, name, inner))
+        owner = self._source.owner(name, statement)
+        self._models.append(ModelInDDP(statement, name, self._source.text(_without_moves(model)), owner))
         broadcast = f"{self._hvd}.broadcast_parameters({name}.state_dict(), root_rank=0)"
         parts: tuple[str | ast.expr, ...] = (broadcast,)
         if name != inner:
@@ -86,23 +118,49 @@ class TrainingRules:
 
     def finish(self) -> None:
         """Add findings about what belongs to models that were in DDP."""
-        wrapped: dict[ast.Assign, list[str]] = {}
-        for statement, name, inner in self._models:
-            scope = self._source.scope(statement)
-            mine = [each for each in self._optimizers(name, inner) if self._source.scope(each) is scope or "." in name]
+        wrapped: dict[ast.Assign, list[ModelInDDP]] = {}
+        given: dict[ast.Assign, list[ModelInDDP]] = {}
+        for model in self._models:
+            mine = list(self._optimizers(model))
+            if not mine and (kept := self._given_optimizer(model)) is not None:
+                given.setdefault(kept, []).append(model)
+                continue
+            mine = mine or list(self._optimizers_of_callers(model))
             for each in mine:
-                wrapped.setdefault(each, []).append(name)
-            if not mine and not self._wrap_given_optimizer(statement, name):
+                wrapped.setdefault(each, []).append(model)
+            if not mine:
                 message = (
-                    f"no optimizer of {name}'s parameters is made beside it: wrap it in hvd.DistributedOptimizer()"
+                    f"no optimizer of {model.name}'s parameters is made beside it: "
+                    "wrap it in hvd.DistributedOptimizer()"
                 )
-                self._record.block(statement, message)
-        for each, names in wrapped.items():
-            self._wrap(each, sorted(set(names)))
+                self._record.block(model.statement, message)
+        for each, models in wrapped.items():
+            self._wrap(each, models)
+        for each, models in given.items():
+            self._wrap_given(each, models)
+        self._several_models(wrapped | given)
         self._other_optimizers(wrapped)
         self._module_attributes()
         self._model_methods()
         self._accumulation()
+
+    def _several_models(self, wrapped: Mapping[ast.Assign, Sequence[ModelInDDP]]) -> None:
+        """Find optimizers of several models, whose losses may leave gradients in each other's models."""
+        first: dict[frozenset[tuple[str, ast.AST]], ast.Assign] = {}
+        for optimizer in sorted(wrapped, key=lambda each: each.lineno):
+            first.setdefault(frozenset(model.key for model in wrapped[optimizer]), optimizer)
+        scopes = [self._source.scope(each) for each in first.values()]
+        kept_inside = all(map(self._keeps_inside, first.values()))
+        if len(first) > 1 and not (kept_inside and len(set(scopes)) == len(scopes)):
+            for optimizer in first.values():
+                self._record.block(optimizer, _SEVERAL_MODELS)
+
+    def _keeps_inside(self, optimizer: ast.Assign) -> bool:
+        """Return whether an optimizer is a function's own, which returns nothing: its loop is no part of another's."""
+        scope = self._source.scope(optimizer)
+        returned = [each for each in ast.walk(scope) if isinstance(each, ast.Return | ast.Yield | ast.YieldFrom)]
+        is_local = isinstance(optimizer.targets[0], ast.Name) and not isinstance(scope, ast.Module)
+        return is_local and all(each.value is None for each in returned)
 
     def _other_optimizers(self, wrapped: Mapping[ast.Assign, object]) -> None:
         """Find optimizers of torch's that nothing wraps: their gradients would stay each rank's own."""
@@ -118,55 +176,91 @@ class TrainingRules:
         is_class = kind.startswith("torch.optim.") and kind.rpartition(".")[2][:1].isupper()
         return is_class and not kind.startswith(("torch.optim.lr_", "torch.optim.swa_"))
 
-    def _optimizers(self, name: str, inner: str) -> Iterator[ast.Assign]:
-        """Yield statements that make an optimizer of a model's parameters."""
-        owners = (name, f"{name}.module", inner)
-        texts = {f"{owner}.{method}" for owner in owners for method in ("parameters", "named_parameters")}
+    def _optimizers(self, model: ModelInDDP) -> Iterator[ast.Assign]:
+        """Yield statements that make an optimizer of a model's parameters, by a name that means it there, too."""
+        owners = {model.name: model.owner, f"{model.name}.module": model.owner}
+        if _NAME.fullmatch(model.inner):
+            owners |= {model.inner: self._source.owner(model.inner, model.statement)}
+        for statement, names in self._made_optimizers():
+            if any(self._source.owner(name, statement) is owners[name] for name in names if name in owners):
+                yield statement
+
+    def _optimizers_of_callers(self, model: ModelInDDP) -> Iterator[ast.Assign]:
+        """Yield statements that make an optimizer of a model that is then handed to the function that has DDP."""
+        scope = self._source.scope(model.statement)
+        if not isinstance(scope, ast.FunctionDef) or model.inner not in {each.arg for each in scope.args.args}:
+            return
+        called = self._source.parents[scope] if scope.name == "__init__" else scope
+        name = called.name if isinstance(called, ast.ClassDef | ast.FunctionDef) else ""
+        handed = {
+            self._source.owner(model.inner, call)
+            for call in ast.walk(self._source.tree)
+            if isinstance(call, ast.Call)
+            and ast.unparse(call.func).rpartition(".")[2] == name
+            and model.inner in map(ast.unparse, [*call.args, *(each.value for each in call.keywords)])
+        }
+        for statement, names in self._made_optimizers():
+            if model.inner in names and self._source.owner(model.inner, statement) in handed:
+                yield statement
+
+    def _made_optimizers(self) -> Iterator[tuple[ast.Assign, set[str]]]:
+        """Yield statements that make optimizers, and the names of the models of whose parameters they are made."""
         for node in ast.walk(self._source.tree):
             if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.value, ast.Call):
                 continue
-            if not self._is_torchs(node.value) and "opt" not in ast.unparse(node.targets[0]).lower():
-                continue
-            calls = (each for each in ast.walk(node.value) if isinstance(each, ast.Call) and each is not node.value)
-            if any(ast.unparse(each.func) in texts for each in calls):
-                yield node
+            if self._is_torchs(node.value) or "opt" in ast.unparse(node.targets[0]).lower():
+                calls = (each for each in ast.walk(node.value) if isinstance(each, ast.Call) and each is not node.value)
+                yield node, {name for each in calls if (name := _owner_of_parameters(each))}
 
-    def _wrap_given_optimizer(self, statement: ast.Assign, model: str) -> bool:
-        """Wrap the one optimizer that a function gets as an argument and keeps, beside the model.
+    def _given_optimizer(self, model: ModelInDDP) -> ast.Assign | None:
+        """Return the statement by which a function keeps the one optimizer that it gets, beside the model.
 
         Whether it is the model's is seen when the script runs: `DistributedOptimizer` compares the parameters.
         """
         found = [
             node
-            for node in ast.walk(self._source.scope(statement))
+            for node in ast.walk(self._source.scope(model.statement))
             if isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Name)
             and len(node.targets) == 1
             and isinstance(node.targets[0], ast.Attribute)
             and "optim" in ast.unparse(node.targets[0]).lower()
         ]
-        if len(found) != 1 or not self._source.is_alone(found[0]):
-            return False
-        optimizer = self._source.text(found[0].targets[0])
-        place = max(statement, found[0], key=lambda each: each.lineno)
-        line = self._wrapping(optimizer, f"{model}.named_parameters()")
-        self._record.change(found[0], "averages the gradients", self._source.insert_after(place, *line))
-        return True
+        return found[0] if len(found) == 1 and self._source.is_alone(found[0]) else None
 
-    def _wrap(self, statement: ast.Assign, models: list[str]) -> None:
-        starts = [each.lineno for each in self._starts(self._source.scope(statement))]
+    def _wrap_given(self, kept: ast.Assign, models: Sequence[ModelInDDP]) -> None:
+        optimizer = self._source.text(kept.targets[0])
+        place = max(kept, *(model.statement for model in models), key=lambda each: each.lineno)
+        names = {model.name for model in models}
+        line = self._wrapping(optimizer, f"{names.pop()}.named_parameters()" if len(names) == 1 else "")
+        self._record.change(kept, "averages the gradients", self._source.insert_after(place, *line))
+
+    def _wrap(self, statement: ast.Assign, models: Sequence[ModelInDDP]) -> None:
         if not self._source.is_alone(statement):
             self._record.block(statement, "hvd.DistributedOptimizer(optimizer)")
-        elif starts and min(starts) > statement.lineno:
-            self._record.block(statement, "the optimizer is made before init_process_group: it needs hvd.init() first")
+        elif self._is_before_start(statement, models):
+            self._record.block(statement, _BEFORE_INIT)
         else:
+            # the name that the optimizer is made of exists there; that of the result of DDP may not, or not yet
             value = statement.value
             params = value.args[0] if isinstance(value, ast.Call) and value.args else None
-            is_whole = isinstance(params, ast.Call) and ast.unparse(params.func).endswith(".parameters")
-            names = f"{models[0]}.named_parameters()" if is_whole and len(models) == 1 else ""
+            owner = _owner_of_parameters(params) if isinstance(params, ast.Call) else ""
+            if owner.removesuffix(".module") in {model.name for model in models}:
+                owner = owner.removesuffix(".module")
+            names = f"{owner}.named_parameters()" if owner else ""
             lines = self._wrapping(self._source.text(statement.targets[0]), names)
             message = "averages the gradients in backward"
             self._record.change(statement, message, self._source.insert_after(statement, *lines))
+
+    def _is_before_start(self, optimizer: ast.Assign, models: Sequence[ModelInDDP]) -> bool:
+        """Return whether an optimizer is made before init_process_group, as far as one function tells."""
+        scope = self._source.scope(optimizer)
+        starts = [each.lineno for each in self._starts(scope)]
+        others = [model for model in models if self._source.scope(model.statement) is not scope]
+        later = [model for model in others if model.key[1] is not self._source.owner(model.name, optimizer)]
+        later += [model for model in others if optimizer.lineno < model.statement.lineno]
+        in_others = any(True for model in later for _ in self._starts(self._source.scope(model.statement)))
+        return min(starts) > optimizer.lineno if starts else in_others
 
     def _wrapping(self, optimizer: str, named_parameters: str) -> list[str]:
         """Return the lines that wrap an optimizer."""
@@ -183,7 +277,7 @@ class TrainingRules:
 
     def _is_conditional(self) -> bool:
         """Return whether the script can also run without DDP."""
-        nodes = [*(statement for statement, _, _ in self._models), *self._starts(self._source.tree)]
+        nodes = [*(model.statement for model in self._models), *self._starts(self._source.tree)]
         conditions = (each for node in nodes for each in self._source.ancestors(node) if isinstance(each, ast.If))
         return any("__name__" not in ast.unparse(each.test) for each in conditions)
 
@@ -193,7 +287,7 @@ class TrainingRules:
 
     def _module_attributes(self) -> None:
         """Take ``.module`` away behind models that are no DDP any more."""
-        names = {name for _, name, _ in self._models}
+        names = {model.name for model in self._models}
         for node in ast.walk(self._source.tree):
             if not isinstance(node, ast.Attribute) or node.attr != "module":
                 continue
@@ -206,7 +300,7 @@ class TrainingRules:
                 self._record.block(node, f"{text}: leave .module out if that is a model that was in DDP")
 
     def _model_methods(self) -> None:
-        names = {name for _, name, _ in self._models}
+        names = {model.name for model in self._models}
         for node in ast.walk(self._source.tree):
             if isinstance(node, ast.Attribute) and self._source.text(node.value) in names:
                 if node.attr in _METHODS:
@@ -335,6 +429,19 @@ _GETTERS = {"os.environ.get", "os.getenv", "os.environ.pop"}
 
 def _method(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _owner_of_parameters(call: ast.Call) -> str:
+    """Return the text of the model whose parameters a call returns; empty: it is another call."""
+    is_wanted = isinstance(call.func, ast.Attribute) and call.func.attr in {"parameters", "named_parameters"}
+    return ast.unparse(call.func).rpartition(".")[0] if is_wanted else ""
+
+
+def _without_moves(model: ast.expr) -> ast.expr:
+    """Return the model of ``model.to(device)``, which is the same object."""
+    while isinstance(model, ast.Call) and isinstance(model.func, ast.Attribute) and model.func.attr in _SAME:
+        model = model.func.value
+    return model
 
 
 def _names_ranks(call: ast.Call) -> bool:

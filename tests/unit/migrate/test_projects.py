@@ -146,6 +146,114 @@ def test_what_has_no_safe_edit_leaves_the_whole_script(
     assert not migration.is_done
 
 
+_CLASS = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Runner:
+    def __init__(self, net):
+        self.net = DDP(net.to(0))
+
+
+def main():
+    dist.init_process_group("gloo")
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    Runner(net).train(optimizer)
+"""
+
+
+def test_an_optimizer_is_wrapped_with_the_name_that_it_is_made_of(tmp_path: Path) -> None:
+    assert "named_parameters=net.named_parameters())" in str(changed(tmp_path, _CLASS))
+
+    early = _DDP.replace("    model = DDP(net())\n", "    model = net()\n").replace(
+        "lr=0.1)\n", "lr=0.1)\n    ddp = DDP(model)\n"
+    )
+    assert "named_parameters=model.named_parameters())\n    ddp = model\n" in str(changed(tmp_path, early))
+
+    late = _DDP.replace("model.parameters", "model.module.parameters")
+    new = str(changed(tmp_path, late))
+    assert "SGD(model.parameters(), lr=0.1)" in new
+    assert "named_parameters=model.named_parameters()" in new
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "advice"),
+    [
+        ("    Runner(net).train", "    Runner(make()).train", "no optimizer"),
+        ("Runner:\n", "Other:\n", "no optimizer"),
+        (
+            "        self.net = DDP",
+            '        dist.init_process_group("gloo")\n        self.net = DDP',
+            "before init_process",
+        ),
+    ],
+)
+def test_an_optimizer_of_a_caller_is_wrapped_only_if_the_model_is_handed_over(
+    tmp_path: Path, old: str, new: str, advice: str
+) -> None:
+    text = _CLASS.replace(old, new)
+    assert text != _CLASS
+    if "before init" in advice:
+        text = text.replace('def main():\n    dist.init_process_group("gloo")\n', "def main():\n")
+    [file] = read(tmp_path, train_py=text).files
+
+    assert file.new_text is None
+    assert any(each.blocks and advice in each.message for each in file.findings)
+
+
+def test_attributes_of_different_classes_are_different_models(tmp_path: Path) -> None:
+    other = "class Other:\n    def __init__(self):\n        self.opt = torch.optim.SGD(self.net.parameters())\n"
+    [file] = read(tmp_path, train_py=_CLASS.replace("Runner(net)", "Runner(make())") + "\n\n" + other).files
+
+    assert file.new_text is None
+    assert any(each.blocks and "no optimizer of self.net" in each.message for each in file.findings)
+
+
+_GAN = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+net_g = DDP(make_g())
+net_d = DDP(make_d())
+opt_g = torch.optim.Adam(net_g.parameters(), lr=0.1)
+opt_d = torch.optim.Adam(net_d.parameters(), lr=0.1)
+for real in batches:
+    opt_d.zero_grad()
+    (net_d(net_g(noise).detach()) - net_d(real)).mean().backward()
+    opt_d.step()
+    opt_g.zero_grad()
+    net_d(net_g(noise)).mean().backward()
+    opt_g.step()
+"""
+
+
+def test_several_models_with_optimizers_of_their_own_need_a_hand(tmp_path: Path) -> None:
+    [file] = read(tmp_path, train_py=_GAN).files
+    blocking = [each for each in file.findings if each.blocks]
+    assert file.new_text is None
+    assert [each.line for each in blocking] == [8, 9]
+    assert all("requires_grad_(False)" in each.message for each in blocking)
+
+    twice = _GAN.replace("net_d.parameters()", "[*net_d.parameters(), *net_g.parameters()]").replace("opt_g", "opt_d")
+    assert changed(tmp_path, twice.replace("opt_d = torch.optim.Adam(net_g.parameters(), lr=0.1)\n", "")) is not None
+
+
+def test_models_of_functions_that_keep_them_are_independent(tmp_path: Path) -> None:
+    function = (
+        "def {}():\n    net = DDP(make())\n    opt = torch.optim.Adam(net.parameters())\n    train(net, opt)\n{}\n\n"
+    )
+    start = _GAN.partition("net_g")[0]
+    assert changed(tmp_path, start + function.format("one", "") + function.format("two", "")) is not None
+    assert (
+        changed(tmp_path, start + function.format("one", "") + function.format("two", "    return net, opt\n")) is None
+    )
+
+
 def test_what_differs_after_a_conversion_is_not_said_of_a_script_that_stays(tmp_path: Path) -> None:
     saves = _DDP.replace("    for batch", "    torch.save(model.state_dict(), path)\n    for batch")
     [file] = read(tmp_path, train_py=saves).files
