@@ -228,7 +228,7 @@ def test_the_launcher_says_who_has_taken_over(tmp_path: Path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks go on, and 1 warm spare" in done.stderr
+    assert "2 ranks and 1 warm spare go on" in done.stderr
     assert "slot 2 joins as rank 2, a warm spare" in done.stderr
     lines = [line for line in done.stderr.splitlines() if "slot 2, a warm spare, takes over" in line]
     assert len(lines) == 1, done.stderr

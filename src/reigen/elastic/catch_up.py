@@ -70,7 +70,7 @@ class HeldState:
             all have compared; None: not known here.
         description: digest of what must be the same on all members (`digest_description`); empty: not known here.
         has_lost: it was a member, and a part of its weights is of another step than the rest.
-        is_idle: it was a warm spare, and has not followed what only forward passes change.
+        was_spare: it was a warm spare, and has not followed what only forward passes change.
     """
 
     number: int
@@ -82,7 +82,7 @@ class HeldState:
     arrived: ArrivedState | None = None
     description: bytes = b""
     has_lost: bool = False
-    is_idle: bool = False
+    was_spare: bool = False
 
     @property
     def reached(self) -> int:
@@ -197,10 +197,10 @@ def plan_catch_up(held: Sequence[HeldState]) -> CatchUpPlan:
 
 
 def _fitness(each: HeldState, rank: int) -> tuple[int, bool, bool, bool, int]:
-    return each.reached, not each.update, each.is_whole, not each.is_idle, -rank
+    return each.reached, not each.update, each.is_whole, not each.was_spare, -rank
 
 
-def find_relief(
+def plan_local_state(
     held: Sequence[HeldState], plan: CatchUpPlan, sharing: Collection[int]
 ) -> tuple[int | None, frozenset[int]]:
     """Return whose statistics and the like are followed, and who gets them: who was a spare, or has a spare's state.
@@ -215,7 +215,7 @@ def find_relief(
     Returns:
         None: nobody is there that has followed them.
     """
-    idle = {rank for rank, each in enumerate(held) if each.is_idle}
+    idle = {rank for rank, each in enumerate(held) if each.was_spare}
     new = {rank for rank, each in enumerate(held) if not each.is_member}
     stale = idle | (new & plan.receivers) if plan.source in idle else idle - plan.receivers
     followers = [rank for rank in range(len(held)) if rank not in stale | new | plan.waiting]

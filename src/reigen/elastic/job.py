@@ -38,7 +38,7 @@ Warm spares (`View.spares`) are members that are dealt no samples, so that they 
 
 k. A spare comes as any newcomer, adds nothing to the sums of each step, and makes its update. When a member has gone,
    the next view deals it samples, and nothing is copied but what forward passes change and each rank has for itself
-   (statistics of BatchNorm, say), which it has not followed (`HeldState.is_idle`, `LocalState`).
+   (statistics of BatchNorm, say), which it has not followed (`HeldState.was_spare`, `LocalState`).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from reigen.elastic.catch_up import (
     confirm_newcomers,
     find_lost_state,
     find_outcome,
-    find_relief,
     is_step_redone,
     may_overlap_transfer,
     note_arrival,
     plan_catch_up,
+    plan_local_state,
     plan_updates,
 )
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
@@ -211,7 +211,7 @@ class _Mark:
         offset: less by this they are the steps of the membership, which begin at another number.
         is_member: see `HeldState`.
         has_lost: see `HeldState`.
-        is_idle: see `HeldState`.
+        was_spare: see `HeldState`.
         revoked: epoch of the latest view that has ended.
     """
 
@@ -219,7 +219,7 @@ class _Mark:
     offset: int = 0
     is_member: bool = False
     has_lost: bool = False
-    is_idle: bool = False
+    was_spare: bool = False
     revoked: int = 0
 
 
@@ -228,7 +228,7 @@ def _newcomers(arrival: tuple[OverlappedTransfer, CatchUpPlan] | None) -> frozen
     return frozenset() if arrival is None else arrival[1].receivers
 
 
-def _relieve_spares(local: LocalState, rank: int, source: int | None, receivers: frozenset[int]) -> None:
+def _give_local_state(local: LocalState, rank: int, source: int | None, receivers: frozenset[int]) -> None:
     """Collective: who has taken no samples, and does so from here on, gets what only forward passes change."""
     if not receivers or local.is_empty:
         return
@@ -743,9 +743,9 @@ class BaseJob(ABC):
         if plan.receivers or plan.partial_receivers:
             self._receive(plan, held, may_overlap=may_overlap)
         sharing = self.sharing_ranks()
-        _relieve_spares(self.training.local, self.rank, *find_relief(held, plan, sharing))
+        _give_local_state(self.training.local, self.rank, *plan_local_state(held, plan, sharing))
         with self._lock:
-            mark.is_idle = self.rank not in sharing or (mark.is_idle and self.rank in plan.waiting)
+            mark.was_spare = self.rank not in sharing or (mark.was_spare and self.rank in plan.waiting)
         self._is_whole = True  # or nobody has more
         self._is_stable = not plan.completing
         self._is_awaited = bool(plan.waiting)
@@ -773,7 +773,7 @@ class BaseJob(ABC):
             arrived=self._arrived,
             description=described,
             has_lost=mark.has_lost,
-            is_idle=mark.is_idle,
+            was_spare=mark.was_spare,
         )
         entries = allgather_object(
             (own, describe_former_sets(self._process_sets), self.training.describe_view()), "elastic.held"
@@ -840,7 +840,7 @@ class BaseJob(ABC):
         if plan.receivers and not are_alike(held, plan):
             check_description(self._describe(), source)
         backup = self.training.backup() if receives and self._mark.is_member else None
-        keeps_local = receives and held[source].is_idle and not held[self.rank].is_idle and self._mark.is_member
+        keeps_local = receives and held[source].was_spare and not held[self.rank].was_spare and self._mark.is_member
         local = self.training.local.copy() if keeps_local else None
         if receives:
             self._arrived = None

@@ -104,7 +104,7 @@ def test_a_place_says_how_many_of_the_greatest_number_are_spares() -> None:
 def test_changes_say_who_only_follows() -> None:
     view = make_view([1, 1, 1, 3])
     change = compare_views(make_view([1, 1, 1]), view, reason="", seconds=0.0, is_planned=True)
-    assert change.describe() == "view 3: 3 ranks go on, and 1 warm spare; 1 joined"
+    assert change.describe() == "view 3: 3 ranks and 1 warm spare go on; 1 joined"
     assert (change.size, change.num_spares) == (4, 1)
 
 

@@ -13,9 +13,9 @@ from reigen.elastic.catch_up import (
     are_alike,
     find_lost_state,
     find_outcome,
-    find_relief,
     may_overlap_transfer,
     plan_catch_up,
+    plan_local_state,
 )
 from reigen.elastic.description import digest_description
 
@@ -121,7 +121,7 @@ def test_all_wait_where_a_step_is_completed_first() -> None:
 
 
 def spare(number: int) -> HeldState:
-    return HeldState(number, is_member=True, is_idle=True)
+    return HeldState(number, is_member=True, was_spare=True)
 
 
 def test_a_spare_needs_no_state() -> None:
@@ -136,18 +136,18 @@ def test_of_equals_who_has_taken_samples_gives_the_state() -> None:
 def test_a_spare_that_takes_samples_gets_what_forward_passes_change() -> None:
     held = [member(5), member(5), spare(5)]
     plan = plan_catch_up(held)
-    assert find_relief(held, plan, [0, 1, 2]) == (0, frozenset({2}))
-    assert find_relief(held, plan, [0, 1]) == (0, frozenset()), "it stays a spare"
+    assert plan_local_state(held, plan, [0, 1, 2]) == (0, frozenset({2}))
+    assert plan_local_state(held, plan, [0, 1]) == (0, frozenset()), "it stays a spare"
 
 
 def test_a_spare_on_the_first_host_follows_another_one() -> None:
     held = [spare(5), member(5)]
-    assert find_relief(held, plan_catch_up(held), [0, 1]) == (1, frozenset({0}))
+    assert plan_local_state(held, plan_catch_up(held), [0, 1]) == (1, frozenset({0}))
 
 
 def test_where_only_spares_are_left_nobody_has_followed() -> None:
     held = [spare(5), spare(5)]
-    source, receivers = find_relief(held, plan_catch_up(held), [0, 1])
+    source, receivers = plan_local_state(held, plan_catch_up(held), [0, 1])
     assert source is None
     assert receivers == {0, 1}
 
@@ -156,11 +156,11 @@ def test_a_spare_that_gets_the_state_gets_this_with_it() -> None:
     held = [member(5), spare(4), other()]
     plan = plan_catch_up(held)
     assert plan.receivers == {1, 2}
-    assert find_relief(held, plan, [0, 1, 2]) == (0, frozenset())
+    assert plan_local_state(held, plan, [0, 1, 2]) == (0, frozenset())
 
 
 def test_a_member_that_gets_a_spares_weights_keeps_its_own_statistics_and_gives_them_to_newcomers() -> None:
     held = [member(4), spare(5), other()]
     plan = plan_catch_up(held)
     assert (plan.source, plan.receivers) == (1, {0, 2})
-    assert find_relief(held, plan, [0, 1, 2]) == (0, frozenset({1, 2}))
+    assert plan_local_state(held, plan, [0, 1, 2]) == (0, frozenset({1, 2}))

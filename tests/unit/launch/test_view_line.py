@@ -69,7 +69,7 @@ def test_warm_spares() -> None:
     lines.begin_view(1, None, members, None, 0.0)
     lines.begin_view(2, members, BEFORE, None, 1.0, [3])
     assert lines.take_line(1.0, must=True) == (
-        "view 2: 3 ranks go on, and 1 warm spare; slot 3 joins as rank 3, a warm spare"
+        "view 2: 3 ranks and 1 warm spare go on; slot 3 joins as rank 3, a warm spare"
     )
     after = (BEFORE[0], BEFORE[2], BEFORE[3])
     lines.note_gone([(1, 0)], "killed by SIGKILL")

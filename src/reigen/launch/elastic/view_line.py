@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from reigen.cluster.membership.views.history import ChangeNote, StepOutcome, describe_moves
+from reigen.cluster.membership.views.history import ChangeNote, StepOutcome, describe_members, describe_moves
 from reigen.errors import format_ranks
 from reigen.launch.units import format_bytes
 
@@ -70,9 +70,7 @@ def describe_view(
     """
     ranks = {member: rank for rank, member in enumerate(before)}
     spares_before, spares_now = spares
-    size = len(members) - len(spares_now)
-    head = f"view {epoch}: {size} rank{'s go' if size != 1 else ' goes'} on"
-    head += f", and {len(spares_now)} warm spare{'s' * (len(spares_now) > 1)}" if spares_now else ""
+    head = f"view {epoch}: {describe_members(len(members), len(spares_now))} on"
     head += "" if seconds is None else f" {seconds:.1f} s after that"
     by_reason: dict[str, list[int]] = {}
     for member in before:
@@ -80,7 +78,7 @@ def describe_view(
             by_reason.setdefault(reasons.get(member, ""), []).append(member[0])
     parts = [_describe_gone(slots, reason) for reason, slots in by_reason.items()]
     took = [member[0] for member in members if member in spares_before and member not in spares_now]
-    parts += [_describe_relief(took)] if took else []
+    parts += [_describe_takeover(took)] if took else []
     new = [(rank, member) for rank, member in enumerate(members) if member not in ranks]
     joined = [
         f"slot {member[0]} joins as rank {rank}{', a warm spare' * (member in spares_now)}" for rank, member in new
@@ -110,7 +108,7 @@ def _describe_gone(slots: Sequence[int], reason: str) -> str:
     return f"{who} gone{reason and f' ({reason})'}"
 
 
-def _describe_relief(slots: Sequence[int]) -> str:
+def _describe_takeover(slots: Sequence[int]) -> str:
     if len(slots) > 1:
         return f"slots {format_ranks(slots)}, warm spares, take over"
     return f"slot {slots[0]}, a warm spare, takes over"

@@ -89,10 +89,7 @@ class ViewChange:
 
     def describe(self) -> str:
         """Return the change in a sentence: ``view 3: 3 ranks go on after 0.12 s; rank 1 has gone; ...``."""
-        num = self.size - self.num_spares
-        parts = [f"view {self.epoch}: {num} rank{'s' * (num != 1)} go{'es' * (num == 1)} on"]
-        if self.num_spares:
-            parts[0] += f", and {self.num_spares} warm spare{'s' * (self.num_spares > 1)}"
+        parts = [f"view {self.epoch}: {describe_members(self.size, self.num_spares)} on"]
         if self.seconds:
             parts[0] += f" after {self.seconds:.2f} s"
         if self.lost:
@@ -195,6 +192,15 @@ class ElasticHistory:
         return replace(
             self, changes=(*self.changes[:-1], change), num_reruns=self.num_reruns - last.reruns + change.reruns
         )
+
+
+def describe_members(size: int, num_spares: int) -> str:
+    """Return ``3 ranks go``, or ``3 ranks and 1 warm spare go`` for a view of four."""
+    num = size - num_spares
+    ranks = f"{num} rank{'s' * (num != 1)}"
+    if num_spares:
+        return f"{ranks} and {num_spares} warm spare{'s' * (num_spares != 1)} go"
+    return f"{ranks} go{'es' * (num == 1)}"
 
 
 def describe_moves(moved: Sequence[tuple[int, int]]) -> str:
