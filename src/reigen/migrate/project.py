@@ -232,7 +232,7 @@ def _scripts(reports: list[FileReport]) -> ProjectScripts:
         if report.torch.used:
             is_converted = any(each.edits for each in report.torch.findings if each in report.findings)
             (scripts.torch if is_converted else scripts.torch_kept).add(name)
-        if any("--torchrun-env" in each.message for each in report.torch.findings if each.status == "works"):
+        if any("--torchrun-env" in each.message for each in report.findings if each.status == "works"):
             scripts.reads_torchrun_variables.add(name)
     return scripts
 

@@ -22,6 +22,9 @@ PROCESSES = {
 }
 _BY_TORCHRUN_ENV = "it runs unchanged by `reigen run --torchrun-env`, and torch averages"
 _BY_ITSELF = "it starts its processes by itself, as before, and torch averages"
+#: About variables of torchrun's, in scripts that `reigen run` starts, and in others.
+BY_TORCHRUN_ENV = "works as it is, by `reigen run --torchrun-env`, which sets it"
+_AS_BEFORE = "works as before, for the script starts its processes by itself"
 
 
 @dataclass(slots=True)
@@ -50,11 +53,19 @@ class TorchFindings:
     def unconverted(self, reason: str) -> list[LineFinding]:
         """Return the findings of a file that stays torch's, because of something else."""
         message = f"not converted ({reason}): {self.stays}"
+        blocked = {each.line for each in self.blocking}
         return [
-            LineFinding(each.line, "works", each.subject, message) if each.edits else each
+            self._unconverted_line(each, message)
             for each in self.findings
-            if not each.of_conversion
+            if not each.of_conversion and not (each.edits and each.line in blocked)
         ]
+
+    def _unconverted_line(self, finding: LineFinding, message: str) -> LineFinding:
+        if finding.edits:
+            return LineFinding(finding.line, "works", finding.subject, message)
+        if finding.message == BY_TORCHRUN_ENV and self.stays == _BY_ITSELF:
+            return LineFinding(finding.line, "works", finding.subject, _AS_BEFORE)
+        return finding
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
@@ -104,7 +115,11 @@ class TorchRecord:
         self.found.launches.append(self._blocking(node, message, cannot=False))
 
     def _blocking(self, node: ast.expr | ast.stmt, message: str, *, cannot: bool) -> LineFinding:
-        text = f"{message}; {self.found.stays}" if cannot else f"by hand: {message}. Until then {self.found.stays}"
+        text = (
+            f"{message}. The script stays torch's: {self.found.stays}"
+            if cannot
+            else f"by hand: {message}. Until then {self.found.stays}"
+        )
         return LineFinding(node.lineno, "cannot" if cannot else "change", self._subject(node), text, blocks=True)
 
     def remark(self, node: ast.expr | ast.stmt, message: str, *, of_conversion: bool = False) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from reigen.launch.local_plan import PER_RANK_VARIABLES
 from reigen.migrate.syntax import NameUse
 from reigen.migrate.text_files import Edit
-from reigen.migrate.torch_record import TorchRecord
+from reigen.migrate.torch_record import BY_TORCHRUN_ENV, TorchRecord
 
 #: Variables of torchrun's: those that `reigen run --torchrun-env` sets.
 _TORCHRUN = {name for name in PER_RANK_VARIABLES if not name.startswith(("REIGEN_", "HOROVOD_"))}
@@ -44,6 +44,8 @@ _LOCAL_RANK = {"--local_rank", "--local-rank"}
 _READERS = {"clip_grad_norm_", "clip_grad_value_", "unscale_", "GradScaler", "grad"}
 _INIT = "torch.distributed.init_process_group"
 _BEFORE_INIT = "the optimizer is made before init_process_group: it needs hvd.init() first"
+#: Packages whose DistributedOptimizer averages.
+_AVERAGING = ("horovod.", "reigen.", "byteps.")
 _SEVERAL_MODELS = (
     "several models with optimizers of their own, as in a GAN: what a loss leaves in the other model's gradients is an "
     "error in its next zero_grad() here. Wrap each optimizer in hvd.DistributedOptimizer(), and have "
@@ -120,6 +122,7 @@ class TrainingRules:
         """Add findings about what belongs to models that were in DDP."""
         wrapped: dict[ast.Assign, list[ModelInDDP]] = {}
         given: dict[ast.Assign, list[ModelInDDP]] = {}
+        self._both()
         for model in self._models:
             mine = list(self._optimizers(model))
             if not mine and (kept := self._given_optimizer(model)) is not None:
@@ -143,6 +146,13 @@ class TrainingRules:
         self._module_attributes()
         self._model_methods()
         self._accumulation()
+
+    def _both(self) -> None:
+        """Find optimizers that average by themselves, beside models in DDP."""
+        for use in self._source.uses if self._models else ():
+            if use.dotted.rpartition(".")[2] == "DistributedOptimizer" and use.dotted.startswith(_AVERAGING):
+                message = "DistributedDataParallel averages, too: leave it and init_process_group out of this script"
+                self._record.block(use.node, message)
 
     def _several_models(self, wrapped: Mapping[ast.Assign, Sequence[ModelInDDP]]) -> None:
         """Find optimizers of several models, whose losses may leave gradients in each other's models."""
@@ -208,9 +218,18 @@ class TrainingRules:
         for node in ast.walk(self._source.tree):
             if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.value, ast.Call):
                 continue
-            if self._is_torchs(node.value) or "opt" in ast.unparse(node.targets[0]).lower():
-                calls = (each for each in ast.walk(node.value) if isinstance(each, ast.Call) and each is not node.value)
+            is_wrapper = ast.unparse(node.value.func).rpartition(".")[2] == "DistributedOptimizer"
+            if self._is_torchs(node.value) or ("opt" in ast.unparse(node.targets[0]).lower() and not is_wrapper):
+                inside = [each for each in ast.walk(node.value) if each is not node.value]
+                inside += [each for name in inside for value in self._assigned(name) for each in ast.walk(value)]
+                calls = (each for each in inside if isinstance(each, ast.Call))
                 yield node, {name for each in calls if (name := _owner_of_parameters(each))}
+
+    def _assigned(self, name: ast.AST) -> Iterator[ast.expr]:
+        """Yield what a variable is set to in its function: parameters that are chosen or grouped before."""
+        for node in ast.walk(self._source.scope(name)) if isinstance(name, ast.Name) else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == ast.unparse(name):
+                yield node.value
 
     def _given_optimizer(self, model: ModelInDDP) -> ast.Assign | None:
         """Return the statement by which a function keeps the one optimizer that it gets, beside the model.
@@ -288,8 +307,12 @@ class TrainingRules:
     def _module_attributes(self) -> None:
         """Take ``.module`` away behind models that are no DDP any more."""
         names = {model.name for model in self._models}
-        for node in ast.walk(self._source.tree):
-            if not isinstance(node, ast.Attribute) or node.attr != "module":
+        modules = [
+            node for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute) and node.attr == "module"
+        ]
+        own = {ast.unparse(node) for node in modules if isinstance(node.ctx, ast.Store)}  # and none of DDP's
+        for node in modules:
+            if ast.unparse(node) in own:
                 continue
             text = self._source.text(node.value)
             start, end = self._source.range(node)
@@ -396,19 +419,20 @@ class TrainingRules:
             if not isinstance(node, ast.Constant) or node.value not in _TORCHRUN:
                 continue
             parent = self._source.parents.get(node)
-            message = "works as it is, by `reigen run --torchrun-env`, which sets it"
             if isinstance(parent, ast.Subscript) and self._source.resolve(parent.value) == "os.environ":
                 is_read = isinstance(parent.ctx, ast.Load)
-                self._record.remark(parent, message if is_read else "`reigen run` says where ranks meet: not needed")
+                self._record.remark(
+                    parent, BY_TORCHRUN_ENV if is_read else "`reigen run` says where ranks meet: not needed"
+                )
             elif isinstance(parent, ast.Call) and self._source.resolve(parent.func) in _GETTERS:
-                self._record.remark(parent, message)
+                self._record.remark(parent, BY_TORCHRUN_ENV)
 
     def local_rank_option(self) -> None:
         """Give ``--local_rank`` a value, which torch.distributed.launch passes and `reigen run` does not."""
         calls = [node for node in ast.walk(self._source.tree) if isinstance(node, ast.Call)]
         options = [call for call in calls if _method(call) == "add_argument" and _names_local_rank(call)]
-        if not options:
-            return
+        if all(self._reads_local_rank(call) for call in options):
+            return  # --torchrun-env sets the variable
         parsed = [self._source.parents[call] for call in calls if _method(call) == "parse_args"]
         statement = parsed[0] if len(parsed) == 1 else None
         if (
@@ -422,6 +446,13 @@ class TrainingRules:
         lines = (f"{self._hvd}.init()", f"{name}.local_rank = {self._hvd}.local_rank()")
         message = "`reigen run` passes no such option"
         self._record.change(options[0], message, self._source.insert_after(statement, *lines))
+
+    def _reads_local_rank(self, call: ast.Call) -> bool:
+        """Return whether an option of argparse's has a default of the variable LOCAL_RANK."""
+        default = next((each.value for each in call.keywords if each.arg == "default"), None)
+        nodes = list(ast.walk(default)) if default is not None else []
+        reads = any((self._source.resolve(each) or "").startswith(("os.environ", "os.getenv")) for each in nodes)
+        return reads and any(isinstance(each, ast.Constant) and each.value == "LOCAL_RANK" for each in nodes)
 
 
 _GETTERS = {"os.environ.get", "os.getenv", "os.environ.pop"}

@@ -274,6 +274,52 @@ def test_a_script_that_spawns_its_processes_goes_on_to(tmp_path: Path) -> None:
     assert all("starts its processes by itself" in each.message for each in file.findings)
 
 
+def test_variables_of_a_script_that_spawns_its_processes_need_no_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = 'import os\nimport torch.multiprocessing as mp\nsize = os.environ["WORLD_SIZE"]\n' + _DDP
+    text += "        dist.send(loss, 1)\n\n\nmp.spawn(main, nprocs=2)\n"
+    (tmp_path / "train.py").write_text(text)
+
+    main(["migrate", str(tmp_path)])
+    assert "torchrun-env" not in capsys.readouterr().out
+
+
+def test_a_line_is_said_once(tmp_path: Path) -> None:
+    text = _DDP.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", "optimizer = make(model)")
+    [file] = read(tmp_path, train_py=text).files
+    assert [each.status for each in file.findings if each.line == 8] == ["change"]
+
+
+def test_an_optimizer_of_horovod_beside_ddp_is_none_to_wrap(tmp_path: Path) -> None:
+    both = _DDP.replace(
+        "    for batch", "    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n    for batch"
+    )
+    [file] = read(tmp_path, train_py="import horovod.torch as hvd\n" + both).files
+    assert [each.line for each in file.findings if each.blocks] == [11]
+    assert any("averages, too" in each.message for each in file.findings)
+
+
+def test_parameters_that_are_chosen_before_are_the_models(tmp_path: Path) -> None:
+    text = _DDP.replace("SGD(model.parameters()", "SGD(chosen").replace(
+        "    optimizer = ", "    chosen = [p for p in model.parameters() if p.requires_grad]\n    optimizer = "
+    )
+    assert "= hvd.DistributedOptimizer(optimizer)\n" in str(changed(tmp_path, text))
+
+
+def test_options_and_attributes_that_are_right_as_they_are(tmp_path: Path) -> None:
+    text = _DDP + (
+        "\n\nclass Net:\n    def __init__(self, module):\n        self.module = module\n"
+        "    def forward(self, x):\n        return self.module(x)\n"
+    )
+    assert "return self.module(x)" in str(changed(tmp_path, text))
+
+    option = 'parser.add_argument("--local-rank", default=int(os.environ.get("LOCAL_RANK", 0)))\n'
+    new = str(changed(tmp_path, f"import os\n{_DDP}\n\n{option}"))
+    assert option in new
+    assert "hvd.local_rank()" not in new
+
+
 def test_a_script_that_starts_processes_in_other_ways_stays_as_it_is_too(tmp_path: Path) -> None:
     """Its processes would all be alone, and not say so."""
     start = "from torch.multiprocessing import Process\n\n[Process(target=main, args=(r,)).start() for r in range(2)]\n"
