@@ -11,12 +11,23 @@ from pathlib import PurePosixPath
 from reigen.launch.horovodrun import ELASTIC_OPTIONS, HOROVODRUN_OPTIONS, MPIRUN_OPTIONS
 from reigen.migrate.findings import LineFinding
 from reigen.migrate.horovod import find_variables
+from reigen.migrate.lightning import SHARDED, STARTED
 from reigen.migrate.text_files import Edit, Lines
 
 _WORD_BEFORE, _WORD_AFTER = r"(?<![\w./$-])", r"(?![\w.-])"
 _HOROVODRUN = re.compile(_WORD_BEFORE + r"(?:/[\w./-]*/)?horovodrun" + _WORD_AFTER)
 _TORCHRUN = re.compile(
     _WORD_BEFORE + r"(?:torchrun|python[\d.]*\s+-m\s+torch\.distributed\.(?:launch|run))" + _WORD_AFTER
+)
+_OTHER_LAUNCHERS = re.compile(_WORD_BEFORE + r"(?:accelerate\s+launch|deepspeed(?=\s+(?:-|\S+\.py)))" + _WORD_AFTER)
+#: In a list of YAML or JSON: an item for each word, of one line or of several.
+_FLOW_LIST = re.compile(r"\[\s*[\"'][^\]\n]*\]")
+_BLOCK_ITEM = re.compile(r"\s*-\s+(?P<quote>[\"']?)(?P<word>[^\s\"']+)(?P=quote)\s*$")
+_LIST_LAUNCHERS = re.compile(r"torchrun|torch\.distributed\.(?:launch|run)|mpirun|mpiexec|srun|accelerate|deepspeed")
+_IMAGE = re.compile(r"^\s*(?:-\s+)?(?:image:|FROM)\s+[\"']?(?P<image>(?:[\w.:-]+/)*horovod/horovod[\w.:@-]*)")
+_LIGHTNING = re.compile(
+    r"(?:^\s*|--trainer\.)strategy(?:\.class_path)?(?::\s*|=|\s+)[\"']?(?P<name>(?:ddp|fsdp|deepspeed|horovod)\w*)"
+    r"|class_path:\s*[\"']?[\w.]*?(?P<class>(?:DDP|FSDP|DeepSpeed|ModelParallel)Strategy)"
 )
 _MPIRUN = re.compile(_WORD_BEFORE + r"(?:mpirun|mpiexec|srun)" + _WORD_AFTER)
 _LAUNCH_PY = re.compile(_WORD_BEFORE + r"(?:python[\d.]*\s+)?[\w./$-]*tools/launch\.py" + _WORD_AFTER)
@@ -73,7 +84,7 @@ class ProjectScripts:
 
 
 def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) -> Iterator[LineFinding]:
-    """Yield findings about command lines.
+    """Yield findings about command lines, and images of containers.
 
     Args:
         text: of a file.
@@ -81,24 +92,117 @@ def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) 
         num_values: knows the options of `reigen run`.
     """
     lines = Lines(text)
+    found: list[LineFinding] = []
     for number in range(1, len(lines.starts) + 1):
-        line = lines.line(number)
-        if line.lstrip().startswith(("#", "//")):
-            continue
-        start = lines.starts[number - 1]
-        for match in _HOROVODRUN.finditer(line):
-            yield from _check_horovodrun(lines, number, match.start() + start, match.end() + start, num_values)
+        if not lines.line(number).lstrip().startswith(("#", "//")):
+            found += _check_line(lines, number, scripts, num_values)
+    by_hand = next((each.line for each in found if each.message in {_INSTALL, _IMAGE_ADVICE}), None)
+    for each in found:
+        if by_hand is not None and each.edits:
+            # with the line alone the command would not be found where it runs
+            message = f"by hand, together with what line {by_hand} installs: `{_new_command(each)}` ({each.message})"
+            yield LineFinding(each.line, each.status, each.subject, message)
+        else:
+            yield each
+
+
+def _new_command(finding: LineFinding) -> str:
+    """Return the words that edits of one line put there, without a list's punctuation."""
+    return re.sub(r"""["'], ["']|\s+-\s+|\s+""", " ", "".join(each.new for each in finding.edits)).strip()
+
+
+def _check_line(lines: Lines, number: int, scripts: ProjectScripts, num_values: NumValues) -> Iterator[LineFinding]:
+    line, start = lines.line(number), lines.starts[number - 1]
+    for match in _HOROVODRUN.finditer(line):
+        yield from _check_horovodrun(lines, number, match.start() + start, match.end() + start, num_values)
+    for match in _LAUNCH_PY.finditer(line):
+        edit = Edit(match.start() + start, match.end() + start, "reigen launch --as-mxnet")
+        message = "`reigen launch` has the options of launch.py"
+        yield LineFinding(number, "change", match[0], message, (edit,))
+    if words := _list_words(lines, number):
+        yield from _check_list(words, number, scripts)
+    else:
         for match in _TORCHRUN.finditer(line):
             yield from _check_torchrun(lines, number, match.start() + start, match.end() + start, scripts)
-        for match in _LAUNCH_PY.finditer(line):
-            edit = Edit(match.start() + start, match.end() + start, "reigen launch --as-mxnet")
-            message = "`reigen launch` has the options of launch.py"
-            yield LineFinding(number, "change", match[0], message, (edit,))
+        for match in _OTHER_LAUNCHERS.finditer(line):
+            script = _script_of(_words(lines.text, match.end() + start, _logical_end(lines, number)))
+            yield from _check_other_launcher(number, " ".join(match[0].split()), script, scripts)
         started = _MPIRUN.search(line)
         if started and not _HOROVODRUN.search(line):
-            yield from _check_mpirun(lines, number, started.start() + start, scripts)
-        yield from _check_installation(line, number)
-        yield from find_variables(iter([(line, number)]))
+            script = _script_of(_words(lines.text, started.start() + start, _logical_end(lines, number)))
+            yield from _check_mpirun(number, line.strip()[:60], script, scripts)
+    yield from _check_installation(line, number)
+    yield from _check_strategy(line, number)
+    yield from find_variables(iter([(line, number)]))
+
+
+def _list_words(lines: Lines, number: int) -> list[str]:
+    """Return the words of a command that begins on a line and is written as a list; empty: there is none."""
+    line = lines.line(number)
+    words: list[str] = []
+    if flow := _FLOW_LIST.search(line):
+        words = [each[1] for each in re.finditer(r"[\"']([^\"']*)[\"']", flow[0])]
+    elif _BLOCK_ITEM.match(line):
+        indentation = lines.indentation(number)
+        while number <= len(lines.starts) and lines.indentation(number) == indentation:
+            item = lines.line(number).strip()
+            if not item.startswith("- "):
+                break
+            words.append(item.removeprefix("- ").strip(" \"'"))
+            number += 1
+    at = next((place for place, word in enumerate(words[:3]) if _LIST_LAUNCHERS.fullmatch(PurePosixPath(word).name)), 3)
+    is_block = _BLOCK_ITEM.match(line) is not None
+    return words[at:] if at == 0 or (not is_block and at < 3) else []
+
+
+def _check_list(words: list[str], number: int, scripts: ProjectScripts) -> Iterator[LineFinding]:
+    """Yield findings about a command that is written as a list: what to do is said, and not done."""
+    launcher = PurePosixPath(words[0]).name
+    placed = [(word, 0, 0) for word in words[1:]]
+    script = _script_of(placed)
+    if launcher in {"mpirun", "mpiexec", "srun"}:
+        yield from _check_mpirun(number, " ".join(words)[:60], script, scripts)
+    elif launcher in {"accelerate", "deepspeed"}:
+        if script is None:
+            return  # a package of that name
+        yield from _check_other_launcher(number, launcher, script, scripts)
+    elif script in scripts.torch_kept:
+        yield LineFinding(number, "works", launcher, _kept(script))
+    elif script in scripts.torch:
+        parsed = _parse_torchrun(placed)
+        new = (
+            "reigen run -np N -H HOST:N,..."
+            if isinstance(parsed, str)
+            else f"reigen run -np {parsed[0]} {parsed[1]}..."
+        )
+        needs = " with --torchrun-env" if script in scripts.reads_torchrun_variables else ""
+        reason = f" ({parsed})" if isinstance(parsed, str) else ""
+        yield LineFinding(number, "change", launcher, f"by hand: `{new}`{needs}, an item a word{reason}")
+
+
+def _check_other_launcher(
+    number: int, launcher: str, script: str | None, scripts: ProjectScripts
+) -> Iterator[LineFinding]:
+    if script in scripts.torch or script in scripts.horovod:
+        message = f"by hand: {script} is started by `reigen run -np N`"
+        yield LineFinding(number, "change", launcher, message)
+    else:
+        message = "works as before: it starts processes for torch.distributed, and torch averages (docs/huggingface.md)"
+        yield LineFinding(number, "works", launcher, message)
+
+
+def _check_strategy(line: str, number: int) -> Iterator[LineFinding]:
+    """Yield findings about strategies of Lightning's in configurations, and in options of its command line."""
+    for match in _LIGHTNING.finditer(line):
+        if re.match(
+            "fsdp|deepspeed|modelparallel|ddp_(fully_)?sharded",
+            name := (match["name"] or match["class"]),
+            re.IGNORECASE,
+        ):
+            yield LineFinding(number, "cannot", name, SHARDED)
+        else:
+            message = f"by hand: strategy reigen in its place, and `import reigen.lightning` in the program: {STARTED}"
+            yield LineFinding(number, "change", name, message)
 
 
 def find_in_package_list(text: str) -> Iterator[LineFinding]:
@@ -113,9 +217,15 @@ def find_in_package_list(text: str) -> Iterator[LineFinding]:
 _INSTALL = (
     "by hand: Reigen in its place, with the extra of the framework: reigen[torch], [tensorflow], [keras], [mxnet]"
 )
+_IMAGE_ADVICE = (
+    "by hand: it has no Reigen. Take an image with the framework, and `pip install 'reigen[torch]'`, [tensorflow], "
+    "[keras] or [mxnet] in it"
+)
 
 
 def _check_installation(line: str, number: int) -> Iterator[LineFinding]:
+    if match := _IMAGE.search(line):
+        yield LineFinding(number, "change", match["image"], _IMAGE_ADVICE)
     if _INSTALLS.search(line) and (match := _HOROVOD.search(line)):
         yield LineFinding(number, "change", match[0], _INSTALL)
 
@@ -186,17 +296,20 @@ def _check_options(lines: Lines, number: int, start: int, num_values: NumValues)
 
 def _script_of(words: list[tuple[str, int, int]]) -> str | None:
     """Return the file name of the program of Python's that a command runs."""
-    return next((PurePosixPath(word.strip("\"'")).name for word, _, _ in words if ".py" in word), None)
+    return next((PurePosixPath(word.strip("\"'[],")).name for word, _, _ in words if ".py" in word), None)
 
 
-def _check_mpirun(lines: Lines, number: int, start: int, scripts: ProjectScripts) -> Iterator[LineFinding]:
-    script = _script_of(_words(lines.text, start, _logical_end(lines, number)))
+def _check_mpirun(number: int, subject: str, script: str | None, scripts: ProjectScripts) -> Iterator[LineFinding]:
     if script in scripts.horovod:
         message = (
             "works as it is where imports are Reigen's; else with PYTHONPATH=$(python -m reigen.compat) before it, and "
             "for mpirun -x PYTHONPATH in it (docs/mpi.md)"
         )
-        yield LineFinding(number, "works", lines.line(number).strip()[:60], message)
+        yield LineFinding(number, "works", subject, message)
+
+
+def _kept(script: str | None) -> str:
+    return f"{script} is not converted: it goes on as it is, or by `reigen run --torchrun-env`"
 
 
 def _check_torchrun(lines: Lines, number: int, start: int, end: int, scripts: ProjectScripts) -> Iterator[LineFinding]:
@@ -204,8 +317,7 @@ def _check_torchrun(lines: Lines, number: int, start: int, end: int, scripts: Pr
     script = _script_of(words)
     subject = " ".join(lines.text[start:end].split())
     if script in scripts.torch_kept:
-        message = f"{script} is not converted: it goes on as it is, or by `reigen run --torchrun-env`"
-        yield LineFinding(number, "works", subject, message)
+        yield LineFinding(number, "works", subject, _kept(script))
         return
     if script not in scripts.torch:
         return

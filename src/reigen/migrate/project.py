@@ -66,7 +66,9 @@ class FileReport:
 
     @property
     def options(self) -> list[str]:
-        """Options that `reigen run` needs for it, as messages about what works name them."""
+        """Options that `reigen run` needs for a program of Python's, as messages about what works name them."""
+        if self.source is None:
+            return []
         messages = [finding.message for finding in self.findings if finding.status == "works"]
         return [option for option in _OPTIONS if any(option in message for message in messages)]
 

@@ -68,6 +68,8 @@ def find_in_torch_script(source: PythonSource) -> TorchFindings:
     if record.found.used:
         training.local_rank_option()
         _find_others_that_average(record)
+    else:
+        _find_others_alone(record)
     if any(finding.edits for finding in record.found.findings):
         _change_imports(record)
     record.found.findings = sorted(_without_inner_edits(record.found.findings), key=lambda each: each.line)
@@ -82,6 +84,17 @@ def _find_others_that_average(record: TorchRecord) -> None:
         elif each.dotted.startswith(_OTHERS):
             message = "it uses torch.distributed by itself: leave averaging to one of the two"
             record.block(each.statement, message)
+
+
+def _find_others_alone(record: TorchRecord) -> None:
+    """Find what starts averaging by other packages, in files that have nothing else of torch.distributed."""
+    for use in record.source.uses:
+        if use.dotted in {"accelerate.Accelerator", "accelerate.accelerator.Accelerator"}:
+            message = "works as it is, by `reigen run --torchrun-env`, and torch averages: docs/huggingface.md says why"
+            record.remark(use.node, message)
+        elif use.dotted == "deepspeed.initialize":
+            message = "Reigen needs whole parameters and state, and has no place in DeepSpeed: it goes on as it is"
+            record.found.findings.append(LineFinding(use.node.lineno, "cannot", use.dotted, message))
 
 
 def check_conversion(source: PythonSource, found: TorchFindings) -> LineFinding | None:

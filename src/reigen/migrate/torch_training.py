@@ -226,7 +226,7 @@ class TrainingRules:
                 yield node, {name for each in calls if (name := _owner_of_parameters(each))}
 
     def _assigned(self, name: ast.AST) -> Iterator[ast.expr]:
-        """Yield what a variable is set to in its function: parameters that are chosen or grouped before."""
+        """Yield values of a variable in its function, in which parameters may have been chosen or grouped before."""
         for node in ast.walk(self._source.scope(name)) if isinstance(name, ast.Name) else ():
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == ast.unparse(name):
                 yield node.value

@@ -476,7 +476,29 @@ def test_stores_of_mxnet(tmp_path: Path) -> None:
             'import lightning as L\nimport reigen.torch\nL.Trainer(strategy="ddp")\n',
             'import lightning as L\nimport reigen.lightning\nimport reigen.torch\nL.Trainer(strategy="reigen")\n',
         ),
-        ('import lightning as L\nL.Trainer(strategy="fsdp")\nL.Trainer()\n', None),
+        (
+            'from lightning.pytorch.cli import LightningCLI\nLightningCLI(M, trainer_defaults={"strategy": "ddp"})\n',
+            (
+                "from lightning.pytorch.cli import LightningCLI\nimport reigen.lightning\n"
+                'LightningCLI(M, trainer_defaults={"strategy": "reigen"})\n'
+            ),
+        ),
+        (
+            'import pytorch_lightning as pl\npl.Trainer(**dict(devices=2, strategy="ddp"))\n',
+            (
+                "import pytorch_lightning as pl\nimport reigen.lightning\n"
+                'pl.Trainer(**dict(devices=2, strategy="reigen"))\n'
+            ),
+        ),
+        (
+            'import pytorch_lightning as pl\npl.Trainer.from_argparse_args(args, strategy="ddp")\n',
+            (
+                "import pytorch_lightning as pl\nimport reigen.lightning\n"
+                'pl.Trainer.from_argparse_args(args, strategy="reigen")\n'
+            ),
+        ),
+        ("import lightning as L\nL.Trainer()\nL.Trainer(devices=1)\nL.Trainer(**options, devices=2)\n", None),
+        ("import lightning as L\nimport reigen.lightning\nL.Trainer(strategy=args.strategy)\n", None),
         ('from mine import Trainer\nTrainer(strategy="ddp")\n', None),
     ],
 )
@@ -493,6 +515,11 @@ def test_trainers_of_lightning(tmp_path: Path, old: str, new: str | None) -> Non
         "import lightning as L\nL.Trainer(strategy=L.pytorch.strategies.DDPStrategy(static_graph=True))\n",
         "from pytorch_lightning import Trainer\nTrainer(accelerator='horovod', strategy='horovod')\n",
         "if True:\n    import lightning as L; L.Trainer(strategy='ddp')\n",
+        "import lightning as L\nL.Trainer(devices=args.devices, strategy=args.strategy)\n",
+        "import lightning as L\nL.Trainer(devices=4)\n",
+        "import lightning as L\nL.Trainer(devices=[0, 1])\n",
+        "import lightning as L\nL.Trainer(devices=-1, num_nodes=2)\n",
+        "import pytorch_lightning as pl\npl.Trainer(gpus=4, accelerator='ddp')\n",
     ],
 )
 def test_trainers_of_lightning_that_need_a_hand(tmp_path: Path, text: str) -> None:
@@ -500,6 +527,84 @@ def test_trainers_of_lightning_that_need_a_hand(tmp_path: Path, text: str) -> No
     assert [(each.line, each.status) for each in file.findings] == [(2, "change")]
     assert "by hand" in file.findings[0].message
     assert "import reigen.lightning" in file.findings[0].message
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    ['Trainer(strategy="fsdp")', 'Trainer(strategy="deepspeed_stage_2", devices=4)', "strategies.FSDPStrategy()"],
+)
+def test_strategies_of_lightning_that_divide_the_model_cannot_be_had(tmp_path: Path, trainer: str) -> None:
+    [file] = read(tmp_path, train_py=f"import pytorch_lightning as pl\npl.{trainer}\n").files
+    assert [(each.line, each.status) for each in file.findings] == [(2, "cannot")]
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("trainer:\n  strategy: ddp_find_unused_parameters_true\n", "change"),
+        ("trainer:\n  strategy: 'fsdp'\n", "cannot"),
+        ("strategy:\n  class_path: lightning.pytorch.strategies.DDPStrategy\n", "change"),
+        ("run:\n  python train.py fit --trainer.strategy=ddp\n", "change"),
+        ("strategy:\n  type: RollingUpdate\n", None),
+    ],
+)
+def test_strategies_of_lightning_in_configurations(tmp_path: Path, text: str, status: str | None) -> None:
+    found = [each for file in read(tmp_path, config_yaml=text).files for each in file.findings]
+    assert [(each.line, each.status) for each in found] == ([(2, status)] if status else [])
+
+
+def test_scripts_that_average_by_other_packages(tmp_path: Path) -> None:
+    migration = read(
+        tmp_path,
+        a_py="from accelerate import Accelerator\nfrom accelerate.utils import set_seed\n\nA = Accelerator()\n",
+        d_py="import deepspeed\n\nengine = deepspeed.initialize(model=model)\n",
+        u_py="from accelerate.utils import set_seed\n\nset_seed(1)\n",
+        train_py=_DDP,
+        run_sh="accelerate launch a.py\ndeepspeed --num_gpus 4 d.py\naccelerate launch --num_processes 2 train.py\n",
+        environment_yml="dependencies:\n  - deepspeed\n  - accelerate\n",
+    )
+    found = {file.path.name: [(each.line, each.status) for each in file.findings] for file in migration.files}
+
+    assert found.pop("train.py")
+    assert found == {
+        "a.py": [(4, "works")],
+        "d.py": [(3, "cannot")],
+        "run.sh": [(1, "works"), (2, "works"), (3, "change")],
+    }
+    assert report(migration, "a.py").options == ["--torchrun-env"]
+    assert report(migration, "train.py").new_text is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "status", "message"),
+    [
+        ("command:\n- mpirun\n- -np\n- '2'\n- python\n- hvd.py\n", 2, "works", "PYTHONPATH"),
+        ('  command: ["mpirun", "-np", "2", "python", "hvd.py"]\n', 1, "works", "PYTHONPATH"),
+        ("command:\n  - torchrun\n  - --nproc_per_node=2\n  - train.py\n", 2, "change", "-np 2 python"),
+        ('CMD ["torchrun", "--nproc_per_node", "2", "train.py"]\n', 1, "change", "-np 2 python"),
+        ('["python", "-m", "torch.distributed.run", "--nnodes=2", "train.py"]\n', 1, "change", "several hosts"),
+        ("- python\n- -m\n- torch.distributed.run\n- --nproc-per-node=4\n- train.py\n", 3, "change", "-np 4 python"),
+        ("- accelerate\n- launch\n- train.py\n", 1, "change", "reigen run -np N"),
+        ("- image: horovod/horovod:0.28\n", 1, "change", "it has no Reigen"),
+        ("FROM docker.io/horovod/horovod-cpu:latest\n", 1, "change", "it has no Reigen"),
+    ],
+)
+def test_commands_that_are_lists_and_images(tmp_path: Path, text: str, line: int, status: str, message: str) -> None:
+    migration = read(tmp_path, train_py=_DDP, hvd_py="import horovod.torch as hvd\n", job_yaml=text)
+    file = report(migration, "job.yaml")
+
+    assert [(each.line, each.status) for each in file.findings] == [(line, status)]
+    assert message in file.findings[0].message
+    assert file.new_text is None
+
+
+def test_a_command_is_not_changed_where_reigen_is_not_installed_yet(tmp_path: Path) -> None:
+    text = 'FROM python\nRUN pip install horovod[pytorch]\nCMD ["horovodrun", "-np", "2", "python", "hvd.py"]\n'
+    (tmp_path / "Dockerfile").write_text(text)
+    [file] = read(tmp_path).files
+
+    assert file.new_text is None
+    assert "line 2 installs: `reigen run --as-horovod`" in file.findings[1].message
 
 
 @pytest.mark.parametrize(
