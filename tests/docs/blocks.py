@@ -10,7 +10,7 @@ from functools import cache
 
 from tools.docs.__main__ import ROOT
 
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES_ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
 FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```\s*$", re.MULTILINE | re.DOTALL)
 #: Stands in a page, in the line before a block that no test runs.
 _NOT_RUN = re.compile(r"<!-- not run: ((?:(?!-->).)+?) -->\s*\Z", re.DOTALL)
@@ -35,9 +35,9 @@ class Block:
 
 @cache
 def written_pages() -> dict[str, str]:
-    """Return the pages that are in the repository by their path there, those of its root, too."""
+    """Return the pages of docs/, the root and examples/ by their path in the repository."""
     found = {f"docs/{path.relative_to(ROOT / 'docs')}": path.read_text() for path in (ROOT / "docs").rglob("*.md")}
-    return found | {name: (ROOT / name).read_text() for name in ROOT_PAGES}
+    return found | {name: (ROOT / name).read_text() for name in PAGES_ELSEWHERE}
 
 
 @cache

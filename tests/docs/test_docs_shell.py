@@ -35,6 +35,7 @@ NOT_RUN = {
     r"^(exec )?reigen run (--nodes-from-env|python)|^export REIGEN_SECRET": "in an engine's job: tests/network",
     r"--launcher (kubernetes|sge|yarn)|kubectl|HADOOP": "needs an engine: tests/network, tests/engines",
     r"^pip |^python3(\.11)? -m venv": "installs packages: tests/packaging",
+    r"pytest tests/gpu": "needs a GPU",
     r"^make |^\. ": "runs the tests, or takes minutes",
     r"^reigen bench|benchmarks\.|tests\.fuzz": "takes minutes: tests/unit/benchmarks, tests/fuzz",
     r"--costs": "needs what `reigen bench costs` measures: tests/unit/cli",

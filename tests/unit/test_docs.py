@@ -134,6 +134,19 @@ def test_languages_are_those_that_a_test_looks_at() -> None:
     assert found == {"bash", "console", "json", "python", "text", "toml", "yaml"}
 
 
+def indented_code(markdown: str) -> list[str]:
+    """First lines of code blocks that have no fence: no test would see what is in them."""
+    return re.findall(r"(?m)^[ \t]*\n((?: {4}|\t)[ \t]*\S.*)$", FENCE.sub("", f"\n{markdown}"))
+
+
+def test_all_code_blocks_have_fences() -> None:
+    assert indented_code("a\n\n    code\n    more\n\n- a list,\n    goes on\n\n  ```bash\n\n      in it\n  ```\n") == [
+        "    code"
+    ]
+    assert indented_code("\tcode\n") == ["\tcode"]
+    assert {page: found for page, text in written_pages().items() if (found := indented_code(text))} == {}
+
+
 def test_a_reason_ends_with_its_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     page = "<!-- not run: no GPU -->\n```python\na\n```\n<!-- a note -->\n```python\nb\n```\n"
     monkeypatch.setattr("tests.docs.blocks.written_pages", lambda: {"a.md": page})
