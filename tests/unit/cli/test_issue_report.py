@@ -136,3 +136,6 @@ def test_the_template_of_issues_asks_for_it_and_the_citation_is_one() -> None:
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["license"] == "Apache-2.0"
+    assert citation["version"] == __version__
+    is_released = f"## [{__version__}]" in (PROJECT / "CHANGELOG.md").read_text()
+    assert ("date-released" in citation) == is_released
