@@ -57,6 +57,34 @@ def test_names_are_paths_that_mlflow_takes_and_values_are_those_of_metrics() -> 
         reigen.shutdown()
 
 
+class Run:
+    """The part of a run of W&B's that takes metrics: ``wandb.init()`` returns one."""
+
+    def __init__(self) -> None:
+        self.history: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
+        """Steps only grow: W&B drops what comes for a step that has passed."""
+        assert step is not None
+        assert commit is None
+        assert not self.history or step > self.history[-1][0]
+        self.history.append((step, data))
+
+
+def test_the_log_of_a_wandb_run_works_as_it_is() -> None:
+    reigen.init()
+    try:
+        run = Run()
+        logger = reigen.MetricsLogger(run.log, every=5)
+        for step in range(1, 13):
+            logger(step)
+            logger(step)  # a second batch of the same step
+        assert [step for step, _ in run.history] == [5, 10]
+        assert all(data["reigen/ranks"] == 1.0 for _, data in run.history)
+    finally:
+        reigen.shutdown()
+
+
 def test_mistakes() -> None:
     for every in (0, -1, 2.5, True):
         with pytest.raises(ArgumentError, match="every must be a positive whole number"):
