@@ -28,7 +28,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="images of a step and rank (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.05, help="of one rank (default: %(default)s)")
     parser.add_argument("--goal", type=float, default=0.9, help="exit with 1 below it (default: %(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.average and rj.size() & (rj.size() - 1):
+        parser.error(f"Adasum needs 1, 2, 4, 8 ... ranks, not {rj.size()}; --average takes any number")
+    return options
 
 
 def predict(params: Any, images: Any) -> jax.Array:
@@ -40,9 +43,9 @@ def loss_of(params: Any, images: Any, labels: Any) -> jax.Array:
 
 
 def main() -> int:
-    options = parse()
     jax.config.update("jax_platforms", "cpu")  # within jax.jit, collectives are for processors
     rj.init()
+    options = parse()
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target
     order = np.random.default_rng(0).permutation(len(labels))

@@ -31,10 +31,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def share(images: np.ndarray) -> np.ndarray:
-    """This rank's images: rank r of n gets r + 1 parts of 1 + 2 + ... + n."""
-    rank, size = rj.rank(), rj.size()
-    parts = size * (size + 1) // 2
+def share(images: np.ndarray, rank: int) -> np.ndarray:
+    """A rank's images: rank r of n gets r + 1 parts of 1 + 2 + ... + n."""
+    parts = rj.size() * (rj.size() + 1) // 2
     first, last = rank * (rank + 1) // 2, (rank + 1) * (rank + 2) // 2
     return images[len(images) * first // parts : len(images) * last // parts]
 
@@ -69,15 +68,17 @@ def main() -> int:
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss / count
 
-    mine = share(train)
-    progress = Progress(options.epochs * len(mine), is_shown=rj.rank() == rj.size() - 1)
+    mine = share(train, rj.rank())
+    counts = [len(share(train, rank)) for rank in range(rj.size())]
+    progress = Progress(options.epochs * len(train), is_shown=rj.rank() == rj.size() - 1)
     steps = 0
     for epoch in range(options.epochs):
         shuffled = np.random.default_rng(epoch).permutation(mine)
-        for batch in np.split(shuffled, range(options.batch, len(shuffled), options.batch)):
+        for number, batch in enumerate(np.split(shuffled, range(options.batch, len(shuffled), options.batch))):
             params, state, loss = step(params, state, images[batch], labels[batch])
             steps += 1
-            progress.add(len(batch), loss)
+            of_all = sum(min(options.batch, max(0, count - number * options.batch)) for count in counts)
+            progress.add(of_all, loss)
         jax.block_until_ready(params)  # the steps are over before this rank says that it has no more
         params, state = rj.broadcast_parameters((params, state), root_rank=rj.join())
     accuracy = float((predict(params, images[test]).argmax(1) == labels[test]).mean())

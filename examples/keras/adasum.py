@@ -30,7 +30,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="images of a step and rank (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.05, help="of one rank (default: %(default)s)")
     parser.add_argument("--goal", type=float, default=0.9, help="exit with 1 below it (default: %(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.average and hvd.size() & (hvd.size() - 1):
+        parser.error(f"Adasum needs 1, 2, 4, 8 ... ranks, not {hvd.size()}; --average takes any number")
+    return options
 
 
 class CombinedSGD(keras.optimizers.SGD):
@@ -57,8 +60,8 @@ class CombinedSGD(keras.optimizers.SGD):
 
 
 def main() -> int:
-    options = parse()
     hvd.init()
+    options = parse()
     choose_device(hvd.local_rank())
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target

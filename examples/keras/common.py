@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -31,13 +32,14 @@ class Show(keras.callbacks.Callback):
 
     Args:
         progress: which prints them.
-        batch: samples of all ranks in a batch.
+        batch: samples of all ranks in a batch, or in each batch of an epoch.
         loss: the name of what is shown as loss.
     """
 
-    def __init__(self, progress: Progress, batch: int, loss: str = "loss") -> None:
+    def __init__(self, progress: Progress, batch: int | Sequence[int], loss: str = "loss") -> None:
         super().__init__()
         self._progress, self._batch, self._loss = progress, batch, loss
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._progress.add(self._batch, (logs or {}).get(self._loss, 0.0))
+        samples = self._batch if isinstance(self._batch, int) else self._batch[batch]
+        self._progress.add(samples, (logs or {}).get(self._loss, 0.0))

@@ -1,9 +1,9 @@
 """Ranks with unequal amounts of data, in `fit`: `KERAS_BACKEND=jax reigen run -np 4 python examples/keras/join.py`.
 
-Rank 0 has the fewest images, the last rank the most, and every rank uses all that it has in each epoch. A rank whose
-`fit` has ended calls `hvd.join()`: it takes part in the others' allreduces with zeros, until the last of them is done,
-whose weights all get. Gradients are sums over images, each of which is weighted by 1 / those of all ranks in that step,
-so that zeros count for nothing. Any backend will do: tensorflow, jax or torch.
+Rank 0 has the fewest images, the last rank the most, and every rank trains on all of its images in each epoch. When
+its `fit` ends, a rank calls `hvd.join()`, which contributes zeros to the other ranks' allreduces until the last rank is
+done; then all ranks get the last rank's weights. Gradients are sums over images, and each image is weighted by 1 / (the
+images of all ranks in that step), so the zeros have no effect. Any backend will do: tensorflow, jax or torch.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Batches(keras.utils.PyDataset):
         self._images, self._labels, self._batch = images, labels, batch
         self._mine = np.random.default_rng(epoch).permutation(train[share(len(train), hvd.rank())])
         everybody = [len(train[share(len(train), rank)]) for rank in range(hvd.size())]
-        #: in each step, on all ranks together
-        self._together = [
+        #: images of each step, on all ranks together
+        self.together = [
             sum(min(batch, max(0, length - first)) for length in everybody)
             for first in range(0, len(self._mine), batch)
         ]
 
     def __len__(self) -> int:
-        return len(self._together)
+        return len(self.together)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         numbers = self._mine[index * self._batch :][: self._batch]
-        weights = np.full(len(numbers), 1 / self._together[index], np.float32)
+        weights = np.full(len(numbers), 1 / self.together[index], np.float32)
         return self._images[numbers], self._labels[numbers], weights
 
 
@@ -78,11 +78,10 @@ def main() -> int:
     state = [*model.variables, *optimizer.variables]
     hvd.broadcast_variables(state, root_rank=0)
     steps, is_last = 0, hvd.rank() == hvd.size() - 1
-    mine = len(Batches(images, labels, train, options.batch, 0))
-    progress = Progress(options.epochs * mine * options.batch, is_shown=is_last)
+    progress = Progress(options.epochs * len(train), is_shown=is_last)
     for epoch in range(options.epochs):
         batches = Batches(images, labels, train, options.batch, epoch)
-        model.fit(batches, verbose=0, shuffle=False, callbacks=[Show(progress, options.batch, "mean")])
+        model.fit(batches, verbose=0, shuffle=False, callbacks=[Show(progress, batches.together, "mean")])
         steps += len(batches)
         hvd.broadcast_variables(state, root_rank=hvd.join())
     accuracy = float((model.predict(images[test], verbose=0).argmax(1) == labels[test]).mean())

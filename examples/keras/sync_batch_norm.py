@@ -3,8 +3,9 @@
 With few images a rank, the mean and variance of its own batch are poor estimates. Those of the layer here are of all
 ranks' images, so that a model learns the same whatever the number of ranks. `--local` is for comparison.
 
-Any backend will do: the layer asks Reigen's package for that backend, whose allreduce has a gradient. On TensorFlow,
-`reigen.tensorflow.SyncBatchNormalization` is a layer for Keras 3, too, which takes unequal batches and masks.
+Any backend will do: the layer asks Reigen's package for that backend, whose allreduce has a gradient. Keras has no
+public hook for the moments, so the layer overrides a private method, `_moments`; without it, the script ends with an
+error. On TensorFlow, use `reigen.tensorflow.SyncBatchNormalization`, which also takes unequal batches and masks.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--local", action="store_true", help="each rank normalises by its own images")
     parser.add_argument("--epochs", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=16, help="images of a step, of all ranks (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.05, help="default: %(default)s")
     parser.add_argument("--goal", type=float, default=0.95, help="exit with 1 below it (default: %(default)s)")
     options = parser.parse_args()
     if options.batch % hvd.size():
         parser.error(f"--batch must be a multiple of the {hvd.size()} ranks")
+    if not options.local and not hasattr(keras.layers.BatchNormalization, "_moments"):
+        parser.error(f"Keras {keras.__version__} has no BatchNormalization._moments to override; seen with 3.15")
     return options
 
 
@@ -65,7 +69,7 @@ def main() -> int:
     train, test = order[360:], order[:360]
     keras.utils.set_random_seed(0)
     model = make_model(local=options.local)
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(options.lr, momentum=0.9))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], jit_compile=False)
     hvd.broadcast_variables(model.variables, root_rank=0)

@@ -25,12 +25,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="images of a step and rank (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.05, help="of one rank (default: %(default)s)")
     parser.add_argument("--goal", type=float, default=0.9, help="exit with 1 below it (default: %(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.average and hvd.size() & (hvd.size() - 1):
+        parser.error(f"Adasum needs 1, 2, 4, 8 ... ranks, not {hvd.size()}; --average takes any number")
+    return options
 
 
 def main() -> int:
-    options = parse()
     hvd.init()
+    options = parse()
     if gpus := tf.config.list_physical_devices("GPU"):
         tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
     digits = load_digits()

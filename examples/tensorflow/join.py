@@ -28,10 +28,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def share(images: np.ndarray) -> np.ndarray:
-    """This rank's images: rank r of n gets r + 1 parts of 1 + 2 + ... + n."""
-    rank, size = hvd.rank(), hvd.size()
-    parts = size * (size + 1) // 2
+def share(images: np.ndarray, rank: int) -> np.ndarray:
+    """A rank's images: rank r of n gets r + 1 parts of 1 + 2 + ... + n."""
+    parts = hvd.size() * (hvd.size() + 1) // 2
     first, last = rank * (rank + 1) // 2, (rank + 1) * (rank + 2) // 2
     return images[len(images) * first // parts : len(images) * last // parts]
 
@@ -62,15 +61,17 @@ def main() -> int:
         optimizer.apply_gradients(zip([each / count for each in sums], weights, strict=True))
         return loss / count
 
-    mine = share(train)
-    progress = Progress(options.epochs * len(mine), is_shown=hvd.rank() == hvd.size() - 1)
+    mine = share(train, hvd.rank())
+    counts = [len(share(train, rank)) for rank in range(hvd.size())]
+    progress = Progress(options.epochs * len(train), is_shown=hvd.rank() == hvd.size() - 1)
     steps = 0
     for epoch in range(options.epochs):
         shuffled = np.random.default_rng(epoch).permutation(mine)
-        for batch in np.split(shuffled, range(options.batch, len(shuffled), options.batch)):
+        for number, batch in enumerate(np.split(shuffled, range(options.batch, len(shuffled), options.batch))):
             loss = step(images[batch], labels[batch])
             steps += 1
-            progress.add(len(batch), loss)
+            of_all = sum(min(options.batch, max(0, count - number * options.batch)) for count in counts)
+            progress.add(of_all, loss)
         hvd.broadcast_variables(state, root_rank=hvd.join())
     accuracy = float(np.mean(np.argmax(model(images[test]), 1) == labels[test]))
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()

@@ -29,10 +29,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def share(images: torch.Tensor) -> torch.Tensor:
-    """This rank's images: rank r of n gets r + 1 parts of 1 + 2 + ... + n."""
-    rank, size = hvd.rank(), hvd.size()
-    parts = size * (size + 1) // 2
+def share(images: torch.Tensor, rank: int) -> torch.Tensor:
+    """A rank's images: rank r of n gets r + 1 parts of 1 + 2 + ... + n."""
+    parts = hvd.size() * (hvd.size() + 1) // 2
     first, last = rank * (rank + 1) // 2, (rank + 1) * (rank + 2) // 2
     return images[len(images) * first // parts : len(images) * last // parts]
 
@@ -51,19 +50,21 @@ def main() -> int:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    mine = share(train)
-    progress = Progress(options.epochs * len(mine), is_shown=hvd.rank() == hvd.size() - 1)
+    mine = share(train, hvd.rank())
+    counts = [len(share(train, rank)) for rank in range(hvd.size())]
+    progress = Progress(options.epochs * len(train), is_shown=hvd.rank() == hvd.size() - 1)
     steps = 0
     for epoch in range(options.epochs):
         shuffled = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(epoch))]
         with hvd.uneven_data(optimizer, model):
-            for batch in shuffled.split(options.batch):
+            for number, batch in enumerate(shuffled.split(options.batch)):
                 optimizer.zero_grad()
                 loss = cross_entropy(model(images[batch]), labels[batch])
                 loss.backward()
                 optimizer.step()
                 steps += 1
-                progress.add(len(batch), loss.detach())
+                of_all = sum(min(options.batch, max(0, count - number * options.batch)) for count in counts)
+                progress.add(of_all, loss.detach())
     with torch.no_grad():
         accuracy = float((model(images[test]).argmax(1) == labels[test]).float().mean())
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values())).hexdigest()

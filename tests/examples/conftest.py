@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.needed_libraries import ignore_without
 
 _LIBRARIES = {
-    "test_torch_*": ["torchvision", "nbclient"],
+    "test_torch_*": ["torchvision", "lightning", "nbclient"],
     "test_keras_*": ["keras", "tensorflow"],
     "test_tensorflow_*": ["tensorflow"],
     "test_jax_*": ["flax", "tensorflow"],

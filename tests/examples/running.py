@@ -23,7 +23,19 @@ ROOT = Path(__file__).parents[2]
 OPERATORS = ROOT / "tests" / "torchvision_operators"
 DEADLINE_SECONDS = 580
 #: That no environment has all of.
-LIBRARIES = ("torch", "torchvision", "PIL", "sklearn", "tensorflow", "keras", "jax", "flax", "optax", "mxnet")
+LIBRARIES = (
+    "torch",
+    "torchvision",
+    "lightning",
+    "PIL",
+    "sklearn",
+    "tensorflow",
+    "keras",
+    "jax",
+    "flax",
+    "optax",
+    "mxnet",
+)
 VARIABLES = {
     "PYTHONPATH": f"{ROOT / 'tests' / 'quick_python'}:{ROOT / 'src'}:{OPERATORS}",
     "OMP_NUM_THREADS": "1",

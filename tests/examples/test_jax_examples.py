@@ -116,6 +116,17 @@ def test_join() -> None:
     assert "bit-identical on all ranks: yes" in printed
 
 
+def test_elastic_learns_the_same_if_no_process_dies() -> None:
+    options = ["--epochs", 5]
+    assert_same(
+        "loss",
+        1e-3,
+        run("elastic.py", *options, framework="jax"),
+        run("elastic.py", *options, framework="jax", np=2),
+        run("elastic.py", *options, framework="jax", np=4),
+    )
+
+
 def test_elastic_reaches_its_accuracy_though_a_process_dies(tmp_path: Path) -> None:
     assert "test accuracy 0.9" in run_elastic_and_kill_rank_0(tmp_path, "jax")
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.running import LAUNCH, SMALL_RESNET, assert_same, run, run_elastic_and_kill_rank_0
+from reigen.testing.environment import clean_environment
+from tests.examples.running import (
+    DEADLINE_SECONDS,
+    LAUNCH,
+    ROOT,
+    SMALL_RESNET,
+    VARIABLES,
+    assert_same,
+    run,
+    run_elastic_and_kill_rank_0,
+)
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -88,6 +100,17 @@ def test_elastic_reaches_its_accuracy_though_a_process_dies(backend: str, tmp_pa
     assert "test accuracy 0.9" in run_elastic_and_kill_rank_0(tmp_path, "keras", backend)
 
 
+def test_elastic_learns_the_same_if_no_process_dies() -> None:
+    options = ["--epochs", 5]
+    assert_same(
+        "loss",
+        1e-3,
+        run("elastic.py", *options, framework="keras", backend="jax"),
+        run("elastic.py", *options, framework="keras", backend="jax", np=2),
+        run("elastic.py", *options, framework="keras", backend="jax", np=4),
+    )
+
+
 def test_sync_batch_norm() -> None:
     options = ["--epochs", 1, "--goal", 0.85]
     assert_same(
@@ -99,15 +122,30 @@ def test_sync_batch_norm() -> None:
     )
 
 
-def test_adasum() -> None:
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_adasum(backend: str) -> None:
     options = ["--epochs", 3, "--goal", 0.85]
-    assert "torch, Adasum, 2 rank(s)" in run("adasum.py", *options, framework="keras", backend="torch", np=2)
+    printed = run("adasum.py", *options, framework="keras", backend=backend, np=2)
+    assert f"{backend}, Adasum, 2 rank(s)" in printed
 
 
-def test_join() -> None:
-    printed = run("join.py", "--epochs", 3, "--goal", 0.85, framework="keras", backend="jax", np=2)
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_join(backend: str) -> None:
+    """Its progress counts the images of all ranks, and ends at 100 %."""
+    printed = run("join.py", "--epochs", 3, "--goal", 0.85, framework="keras", backend=backend, np=2)
     assert "steps of each rank: [90, 180]" in printed
+    assert "100% " in printed
     assert "bit-identical on all ranks: yes" in printed
+
+
+def test_sync_batch_norm_refuses_a_keras_without_the_hook() -> None:
+    program = "import runpy, sys, keras; del keras.layers.BatchNormalization._moments; sys.path[0] = sys.argv[1]; "
+    program += "sys.argv[1:] = []; runpy.run_path(sys.path[0] + '/sync_batch_norm.py', run_name='__main__')"
+    environ = clean_environment() | VARIABLES | {"KERAS_BACKEND": "jax"}
+    command = [sys.executable, "-c", program, str(ROOT / "examples" / "keras")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    assert done.returncode == 2
+    assert "has no BatchNormalization._moments" in done.stderr
 
 
 def test_recommender() -> None:

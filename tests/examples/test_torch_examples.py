@@ -72,12 +72,26 @@ def test_sync_batch_norm() -> None:
 
 def test_adasum() -> None:
     assert "Adasum, 2 rank(s)" in run("adasum.py", np=2)
+    assert "Adasum needs 1, 2, 4, 8 ... ranks, not 3" in run("adasum.py", np=3, code=2)
 
 
 def test_join() -> None:
     printed = run("join.py", np=2)
     assert "steps of each rank: [180, 360]" in printed
     assert "bit-identical on all ranks: yes" in printed
+
+
+def test_lightning_digits() -> None:
+    """Reaches its goal, and after an epoch the number of ranks does not show."""
+    run("lightning_digits.py", "--epochs", 5, "--goal", 0.9, np=2)
+    options = ["--epochs", 1, "--goal", 0]
+    assert_same(
+        "test loss",
+        1e-3,
+        run("lightning_digits.py", *options),
+        run("lightning_digits.py", *options, np=2),
+        run("lightning_digits.py", *options, np=4),
+    )
 
 
 def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been(tmp_path: Path) -> None:
