@@ -162,11 +162,11 @@ def _read(path: Path) -> FileReport:
 
 def _convert_torch(reports: list[FileReport]) -> None:
     """Take over the findings of files with torch.distributed: with edits if all that belong together can have them."""
-    users = [report for report in reports if report.torch.used or report.torch.findings or report.torch.launches]
+    users = [report for report in reports if report.torch.used or report.torch.findings or report.torch.of_group]
     for group in _groups(users, reports):
         for report in group if any(each.torch.starts for each in group) else ():
-            report.torch.findings += report.torch.launches
-            report.torch.used |= bool(report.torch.launches)
+            report.torch.findings += report.torch.of_group
+            report.torch.used |= bool(report.torch.of_group)
         torch = [report for report in group if report.torch.used]
         blocked = [report for report in torch if report.torch.blocking]
         reason = ""

@@ -36,14 +36,15 @@ class TorchFindings:
         starts: it calls init_process_group, or mp.spawn.
         used: anything of torch.distributed is used.
         stays: words for what happens if nothing is changed.
-        launches: findings about processes that are started, which block where these belong to torch.distributed.
+        of_group: findings that block where files that belong together call init_process_group: of processes that are
+            started, and of passes.
     """
 
     findings: list[LineFinding] = field(default_factory=list)
     starts: bool = False
     used: bool = False
     stays: str = _BY_TORCHRUN_ENV
-    launches: list[LineFinding] = field(default_factory=list)
+    of_group: list[LineFinding] = field(default_factory=list)
 
     @property
     def blocking(self) -> list[LineFinding]:
@@ -112,7 +113,11 @@ class TorchRecord:
     def launch(self, node: ast.expr | ast.stmt) -> None:
         """Add a finding about a process that is started, perhaps one of those that train."""
         message = "`reigen run -np N` starts the processes: call the function itself, with hvd.rank()"
-        self.found.launches.append(self._blocking(node, message, cannot=False))
+        self.block_with_others(node, message)
+
+    def block_with_others(self, node: ast.expr | ast.stmt, message: str) -> None:
+        """Add a finding that blocks where the file belongs to others that use torch.distributed."""
+        self.found.of_group.append(self._blocking(node, message, cannot=False))
 
     def _blocking(self, node: ast.expr | ast.stmt, message: str, *, cannot: bool) -> LineFinding:
         text = (

@@ -6,10 +6,12 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from reigen.launch.local_plan import PER_RANK_VARIABLES
 from reigen.migrate.syntax import NameUse
 from reigen.migrate.text_files import Edit
+from reigen.migrate.torch_passes import PASSES, find_several_passes, method_of
 from reigen.migrate.torch_record import BY_TORCHRUN_ENV, TorchRecord
 
 #: Variables of torchrun's: those that `reigen run --torchrun-env` sets.
@@ -29,16 +31,13 @@ _HARMLESS = {
     "init_sync",
     "forward_sync_buffers",
 }
-_PASSES = "DistributedOptimizer(..., backward_passes_per_step=N) sums N passes up before it averages"
 #: Methods of DDP's that are called on the model, and an attribute that has the effect of one.
 _METHODS = {
-    "no_sync": _PASSES,
-    "require_backward_grad_sync": _PASSES,
+    "no_sync": PASSES,
+    "require_backward_grad_sync": PASSES,
     "join": "with hvd.uneven_data(optimizer, model): ...",
     "register_comm_hook": "DistributedOptimizer(..., compression=...), see docs/compression.md",
 }
-#: How the objects are called whose `step` changes weights.
-_OPTIMIZER = re.compile(r"opt|scal", re.IGNORECASE)
 _LOCAL_RANK = {"--local_rank", "--local-rank"}
 #: Names that read gradients between backward and step, where they have to be averages.
 _READERS = {"clip_grad_norm_", "clip_grad_value_", "unscale_", "GradScaler", "grad"}
@@ -145,7 +144,11 @@ class TrainingRules:
         self._other_optimizers(wrapped)
         self._module_attributes()
         self._model_methods()
-        self._accumulation()
+        self._passes()
+
+    def _passes(self) -> None:
+        """Find passes and steps that are no pairs; without a model here they matter to files that belong together."""
+        find_several_passes(self._source, self._record.block if self._models else self._record.block_with_others)
 
     def _both(self) -> None:
         """Find optimizers that average by themselves, beside models in DDP."""
@@ -274,7 +277,7 @@ class TrainingRules:
     def _is_before_start(self, optimizer: ast.Assign, models: Sequence[ModelInDDP]) -> bool:
         """Return whether an optimizer is made before init_process_group, as far as one function tells."""
         scope = self._source.scope(optimizer)
-        starts = [each.lineno for each in self._starts(scope)]
+        starts = [each.lineno for each in self._starts(scope) if self._source.scope(each) is scope]
         others = [model for model in models if self._source.scope(model.statement) is not scope]
         later = [model for model in others if model.key[1] is not self._source.owner(model.name, optimizer)]
         later += [model for model in others if optimizer.lineno < model.statement.lineno]
@@ -290,9 +293,25 @@ class TrainingRules:
         return [f"if {self._hvd}.is_initialized():", f"    {line}"] if self._is_conditional() else [line]
 
     def _starts(self, scope: ast.AST) -> Iterator[ast.Call]:
+        """Yield calls of init_process_group, and of functions of this file that do."""
         for node in ast.walk(scope):
+            if isinstance(node, ast.Call):
+                is_own = ast.unparse(node.func).rpartition(".")[2] in self._starters
+                if is_own or self._source.resolve(node.func) == _INIT:
+                    yield node
+
+    @cached_property
+    def _starters(self) -> frozenset[str]:
+        """Names of functions that call init_process_group, and of classes that do so when an object is made."""
+        found: set[str] = set()
+        for node in ast.walk(self._source.tree):
             if isinstance(node, ast.Call) and self._source.resolve(node.func) == _INIT:
-                yield node
+                function = self._source.scope(node)
+                if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                    parent = self._source.parents[function]
+                    is_made = function.name == "__init__" and isinstance(parent, ast.ClassDef)
+                    found.add(parent.name if is_made and isinstance(parent, ast.ClassDef) else function.name)
+        return frozenset(found)
 
     def _is_conditional(self) -> bool:
         """Return whether the script can also run without DDP."""
@@ -301,8 +320,10 @@ class TrainingRules:
         return any("__name__" not in ast.unparse(each.test) for each in conditions)
 
     def _reads_gradients(self) -> bool:
+        """Return whether gradients may be read before the step: they are, or passes are made in another file."""
         nodes = (node for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute | ast.Name))
-        return any((node.attr if isinstance(node, ast.Attribute) else node.id) in _READERS for node in nodes)
+        names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in nodes}
+        return not names.isdisjoint(_READERS) or "backward" not in names
 
     def _module_attributes(self) -> None:
         """Take ``.module`` away behind models that are no DDP any more."""
@@ -331,33 +352,6 @@ class TrainingRules:
                 elif node.attr in {"state_dict", "load_state_dict"}:
                     message = "keys do not begin with `module.` any more: those of older files do"
                     self._record.remark(node, message, of_conversion=True)
-
-    def _accumulation(self) -> None:
-        """Find steps that are made after several backward passes."""
-        for node in ast.walk(self._source.tree) if self._models else ():
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
-                self._passes_in_loops(node)
-            if not isinstance(node, ast.If) or not any(isinstance(each, ast.Mod) for each in ast.walk(node.test)):
-                continue
-            calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-            steps = [each for each in calls if _method(each) == "step" and "opt" in ast.unparse(each).lower()]
-            if steps and not any(_method(each) == "backward" for each in calls):
-                message = "a step for several passes: DistributedOptimizer(..., backward_passes_per_step=N)"
-                self._record.block(steps[0], message)
-
-    def _passes_in_loops(self, scope: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> None:
-        """Find loops of backward passes behind which a step is made: it stands beside the loop, and not in it."""
-        calls = [each for each in ast.walk(scope) if isinstance(each, ast.Call) and self._source.scope(each) is scope]
-        steps = [each for each in calls if _method(each) == "step" and "sched" not in ast.unparse(each).lower()]
-        of_optimizers = {each for each in steps if _OPTIMIZER.search(ast.unparse(each))}  # and not a profiler's
-        for call in calls:
-            loop = next((each for each in self._source.ancestors(call) if isinstance(each, ast.For | ast.While)), None)
-            if _method(call) != "backward" or loop is None or self._source.scope(loop) is not scope:
-                continue
-            inside = set(ast.walk(loop))
-            behind = [each for each in steps if each not in inside and each.lineno > loop.lineno]
-            if behind and inside.isdisjoint(of_optimizers):
-                self._record.block(call, f"a step for several passes: {_PASSES}")
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -430,10 +424,10 @@ class TrainingRules:
     def local_rank_option(self) -> None:
         """Give ``--local_rank`` a value, which torch.distributed.launch passes and `reigen run` does not."""
         calls = [node for node in ast.walk(self._source.tree) if isinstance(node, ast.Call)]
-        options = [call for call in calls if _method(call) == "add_argument" and _names_local_rank(call)]
+        options = [call for call in calls if method_of(call) == "add_argument" and _names_local_rank(call)]
         if all(self._reads_local_rank(call) for call in options):
             return  # --torchrun-env sets the variable
-        parsed = [self._source.parents[call] for call in calls if _method(call) == "parse_args"]
+        parsed = [self._source.parents[call] for call in calls if method_of(call) == "parse_args"]
         statement = parsed[0] if len(parsed) == 1 else None
         if (
             not isinstance(statement, ast.Assign)
@@ -456,10 +450,6 @@ class TrainingRules:
 
 
 _GETTERS = {"os.environ.get", "os.getenv", "os.environ.pop"}
-
-
-def _method(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _owner_of_parameters(call: ast.Call) -> str:

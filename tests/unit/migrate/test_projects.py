@@ -166,7 +166,7 @@ def main():
 
 
 def test_an_optimizer_is_wrapped_with_the_name_that_it_is_made_of(tmp_path: Path) -> None:
-    assert "named_parameters=net.named_parameters())" in str(changed(tmp_path, _CLASS))
+    assert "named_parameters=net.named_parameters(), synchronize" in str(changed(tmp_path, _CLASS))
 
     early = _DDP.replace("    model = DDP(net())\n", "    model = net()\n").replace(
         "lr=0.1)\n", "lr=0.1)\n    ddp = DDP(model)\n"
@@ -339,6 +339,78 @@ def test_a_script_that_starts_processes_in_other_ways_stays_as_it_is_too(tmp_pat
 def test_contexts_and_pools_start_processes_too(tmp_path: Path, start: str) -> None:
     [file] = read(tmp_path, train_py=_DDP + start).files
     assert file.new_text is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        loss.backward()\n", "        loss.backward()\n        model(batch).sum().backward()\n"),
+        (
+            "        loss.backward()\n",
+            "        with scaled(loss) as s:\n            s.backward()\n        loss.backward()\n",
+        ),
+        ("        optimizer.step()\n", "        if loss < 3:\n            optimizer.step()\n"),
+        (
+            "        optimizer.step()\n",
+            "        seen += 1\n        if seen == 4:\n            optimizer.step()\n            seen = 0\n",
+        ),
+    ],
+)
+def test_passes_without_a_step_each_need_a_hand(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _DDP
+    [file] = read(tmp_path, train_py=_DDP.replace(old, new)).files
+    assert file.new_text is None
+    assert any(each.blocks and "backward_passes_per_step" in each.message for each in file.findings)
+
+    model, _, loop = _DDP.replace(old, new).replace("optimizer =", "opt =").partition("    for batch")
+    files = read(
+        tmp_path, train_py=f"import loop\n{model}    loop.run(model, opt)\n", loop_py=f"def run():\n    for batch{loop}"
+    )
+    assert [each.new_text for each in files.files] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "        loss.backward()\n        optimizer.step()\n",
+            (
+                "        if amp:\n            scaler.scale(loss).backward()\n"
+                "        else:\n            loss.backward()\n"
+                "        if amp:\n            scaler.step(optimizer)\n        else:\n            optimizer.step()\n"
+            ),
+        ),
+        (
+            "        loss.backward()\n        optimizer.step()\n",
+            (
+                "        train = next(modes)\n        if train:\n            loss.backward()\n"
+                "        if train:\n            optimizer.step()\n"
+            ),
+        ),
+        ("        optimizer.step()\n", "        if dry is None:\n            optimizer.step()\n"),
+        (
+            "        optimizer.step()\n",
+            "        optimizer.step()\n        model(batch).sum().backward()\n        optimizer.step()\n",
+        ),
+    ],
+)
+def test_passes_with_a_step_each_are_right(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _DDP
+    assert changed(tmp_path, _DDP.replace(old, new)) is not None
+
+
+def test_passes_in_another_file_may_read_gradients(tmp_path: Path) -> None:
+    model = _DDP.partition("    for batch")[0]
+    assert "synchronize_in_backward=True" in str(changed(tmp_path, f"{model}    loop.run(model, optimizer)\n"))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_function_that_starts_the_job_is_called_before_the_optimizer_is_made(tmp_path: Path, is_late: bool) -> None:
+    start = 'def setup():\n    dist.init_process_group("gloo")\n\n\ndef main(rank):\n'
+    text = _DDP.replace('def main(rank):\n    dist.init_process_group("gloo")\n', start)
+    place = "    for batch" if is_late else "    model = "
+    new = changed(tmp_path, text.replace(place, f"    setup()\n{place}"))
+    assert (new is None) == is_late
 
 
 def test_a_step_of_a_profiler_is_none_of_the_optimizer(tmp_path: Path) -> None:
