@@ -32,6 +32,7 @@ _LIGHTNING = re.compile(
 _MPIRUN = re.compile(_WORD_BEFORE + r"(?:mpirun|mpiexec|srun)" + _WORD_AFTER)
 _LAUNCH_PY = re.compile(_WORD_BEFORE + r"(?:python[\d.]*\s+)?[\w./$-]*tools/launch\.py" + _WORD_AFTER)
 _INSTALLS = re.compile(r"\bpip[\d.]*\s+install\b|\bconda\s+install\b|\bmamba\s+install\b")
+_INSTALLS_LIST = re.compile(r"\s(?:-r|-f|--requirement|--file)[\s=]*[\"']?(?P<list>[\w./-]+)")
 _HOROVOD = re.compile(r"(?<![\w./-])horovod(\[[\w, -]*\])?(?![\w./-])")
 _REQUIREMENT = re.compile(
     r"""^\s*-?\s*(?:[\w-]+::)?(?P<line>horovod(?:\[[\w, -]*\])?(?![\w.-])(?:\s*[=<>!~]{1,3}[\w.,*=<>!~ ]*)?)"""
@@ -75,12 +76,14 @@ class ProjectScripts:
         torch: use torch.distributed, and are converted.
         torch_kept: use torch.distributed, and stay as they are.
         reads_torchrun_variables: read RANK and the like.
+        package_lists: lists of packages that have Horovod.
     """
 
     horovod: set[str] = field(default_factory=set)
     torch: set[str] = field(default_factory=set)
     torch_kept: set[str] = field(default_factory=set)
     reads_torchrun_variables: set[str] = field(default_factory=set)
+    package_lists: set[str] = field(default_factory=set)
 
 
 def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) -> Iterator[LineFinding]:
@@ -97,6 +100,7 @@ def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) 
         if not lines.line(number).lstrip().startswith(("#", "//")):
             found += _check_line(lines, number, scripts, num_values)
     by_hand = next((each.line for each in found if each.message in {_INSTALL, _IMAGE_ADVICE}), None)
+    by_hand = by_hand or _line_that_installs(lines, scripts.package_lists)
     for each in found:
         if by_hand is not None and each.edits:
             # with the line alone the command would not be found where it runs
@@ -104,6 +108,15 @@ def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) 
             yield LineFinding(each.line, each.status, each.subject, message)
         else:
             yield each
+
+
+def _line_that_installs(lines: Lines, package_lists: set[str]) -> int | None:
+    """Return the first line that installs one of these lists of packages; None: there is none."""
+    for number in range(1, len(lines.starts) + 1):
+        match = _INSTALLS_LIST.search(lines.line(number))
+        if match and PurePosixPath(match["list"]).name in package_lists:
+            return number
+    return None
 
 
 def _new_command(finding: LineFinding) -> str:
@@ -329,7 +342,7 @@ def _check_torchrun(lines: Lines, number: int, start: int, end: int, scripts: Pr
     num_ranks, program, position = parsed
     needs = "--torchrun-env " if script in scripts.reads_torchrun_variables else ""
     new = f"reigen run {needs}-np {num_ranks} {program}"
-    message = "one host, and the same number of processes"
+    message = "one host, and the same number of processes; Reigen has to be installed there"
     yield LineFinding(number, "change", subject, message, (Edit(start, position, new),))
 
 

@@ -227,6 +227,8 @@ def _scripts(reports: list[FileReport]) -> ProjectScripts:
     scripts = ProjectScripts()
     for report in reports:
         name = report.path.name
+        if report.file is not None and PACKAGE_LISTS.fullmatch(name) and any(find_in_package_list(report.file.text)):
+            scripts.package_lists.add(name)
         if report.source is None:
             continue
         if any(each.dotted.startswith("horovod") for each in report.source.imports):

@@ -92,6 +92,11 @@ def _find_others_alone(record: TorchRecord) -> None:
         if use.dotted in {"accelerate.Accelerator", "accelerate.accelerator.Accelerator"}:
             message = "works as it is, by `reigen run --torchrun-env`, and torch averages: docs/huggingface.md says why"
             record.remark(use.node, message)
+        elif use.dotted in {"transformers.Trainer", "transformers.Seq2SeqTrainer"}:
+            message = (
+                "works as it is, by `reigen run --torchrun-env`, and torch averages; or by docs/huggingface.md's way"
+            )
+            record.remark(use.node, message)
         elif use.dotted == "deepspeed.initialize":
             message = "Reigen needs whole parameters and state, and has no place in DeepSpeed: it goes on as it is"
             record.found.findings.append(LineFinding(use.node.lineno, "cannot", use.dotted, message))

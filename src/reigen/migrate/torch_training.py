@@ -363,11 +363,12 @@ class TrainingRules:
             if not self._is_compared(use.node):
                 self._record.block(use.node, advice)
             return
-        if not call.args or any(isinstance(each, ast.Starred) for each in call.args):
+        is_computed = any(each.arg is None for each in call.keywords)  # may name both, or one
+        if not self._record.found.used and (is_computed or _names_ranks(call)):
+            return  # Horovod's way, or a caller's
+        if not call.args or is_computed or any(isinstance(each, ast.Starred) for each in call.args):
             self._record.block(call, advice)
             return
-        if not self._record.found.used and _names_ranks(call):
-            return  # Horovod's way, or a caller's
         edits, missing = [], ""
         for place, (name, meant) in enumerate((("num_replicas", "size"), ("rank", "rank")), 1):
             new = f"{self._hvd}.{meant}()"

@@ -91,6 +91,12 @@ def main(rank):
             "change",
             "no optimizer",
         ),
+        (
+            "    for batch",
+            "    DistributedSampler(data, **options)\n    for batch",
+            "change",
+            "num_replicas=hvd.size()",
+        ),
         ("    for batch", "    group = dist.new_group([0, 1])\n    for batch", "change", "ProcessSet"),
         ("    for batch", "    dist.send(torch.ones(1), 1)\n    for batch", "cannot", "no messages"),
         ("    for batch", "    work = dist.all_reduce(t, async_op=True)\n    for batch", "change", "allreduce_async_"),
@@ -135,7 +141,8 @@ def test_what_has_no_safe_edit_leaves_the_whole_script(
     tmp_path: Path, old: str, new: str, status: str, advice: str
 ) -> None:
     assert old in _DDP
-    migration = read(tmp_path, train_py=_DDP.replace(old, new))
+    sampler = "from torch.utils.data.distributed import DistributedSampler\n" if "Sampler" in new else ""
+    migration = read(tmp_path, train_py=sampler + _DDP.replace(old, new))
     [file] = migration.files
     reasons = [each for each in file.findings if each.blocks]
 
@@ -413,6 +420,11 @@ def test_a_function_that_starts_the_job_is_called_before_the_optimizer_is_made(t
     assert (new is None) == is_late
 
 
+def test_a_sampler_that_may_be_given_the_ranks_is_left(tmp_path: Path) -> None:
+    text = "from torch.utils.data import DistributedSampler\nDistributedSampler(data, **ranks)\n"
+    assert not read(tmp_path, train_py=text).files
+
+
 def test_a_step_of_a_profiler_is_none_of_the_optimizer(tmp_path: Path) -> None:
     text = _DDP.replace(
         "        loss.backward()\n",
@@ -630,6 +642,7 @@ def test_scripts_that_average_by_other_packages(tmp_path: Path) -> None:
         tmp_path,
         a_py="from accelerate import Accelerator\nfrom accelerate.utils import set_seed\n\nA = Accelerator()\n",
         d_py="import deepspeed\n\nengine = deepspeed.initialize(model=model)\n",
+        t_py="import transformers\n\n\nclass Trainer(transformers.Trainer):\n    pass\n",
         u_py="from accelerate.utils import set_seed\n\nset_seed(1)\n",
         train_py=_DDP,
         run_sh="accelerate launch a.py\ndeepspeed --num_gpus 4 d.py\naccelerate launch --num_processes 2 train.py\n",
@@ -641,6 +654,7 @@ def test_scripts_that_average_by_other_packages(tmp_path: Path) -> None:
     assert found == {
         "a.py": [(4, "works")],
         "d.py": [(3, "cannot")],
+        "t.py": [(4, "works")],
         "run.sh": [(1, "works"), (2, "works"), (3, "change")],
     }
     assert report(migration, "a.py").options == ["--torchrun-env"]
@@ -677,6 +691,10 @@ def test_a_command_is_not_changed_where_reigen_is_not_installed_yet(tmp_path: Pa
 
     assert file.new_text is None
     assert "line 2 installs: `reigen run --as-horovod`" in file.findings[1].message
+
+    (tmp_path / "Dockerfile").write_text(text.replace("horovod[pytorch]", "-r /app/requirements.txt"))
+    assert report(read(tmp_path), "Dockerfile").new_text is not None
+    assert report(read(tmp_path, requirements_txt="horovod\n"), "Dockerfile").new_text is None
 
 
 @pytest.mark.parametrize(
