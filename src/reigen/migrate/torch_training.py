@@ -83,6 +83,8 @@ class TrainingRules:
     def __init__(self, record: TorchRecord) -> None:
         self._record, self._source, self._hvd = record, record.source, record.hvd
         self._models: list[ModelInDDP] = []
+        #: statements in functions that get a model in DDP
+        self._of_callees: set[ast.Assign] = set()
 
     # -- models and optimizers ----------------------------------------------------------------------------------------
 
@@ -121,13 +123,14 @@ class TrainingRules:
         """Add findings about what belongs to models that were in DDP."""
         wrapped: dict[ast.Assign, list[ModelInDDP]] = {}
         given: dict[ast.Assign, list[ModelInDDP]] = {}
-        self._both()
+        if self._both():
+            return
         for model in self._models:
             mine = list(self._optimizers(model))
             if not mine and (kept := self._given_optimizer(model)) is not None:
                 given.setdefault(kept, []).append(model)
                 continue
-            mine = mine or list(self._optimizers_of_callers(model))
+            mine = mine or list(self._optimizers_of_callers(model)) or list(self._optimizers_of_callees(model))
             for each in mine:
                 wrapped.setdefault(each, []).append(model)
             if not mine:
@@ -150,12 +153,14 @@ class TrainingRules:
         """Find passes and steps that are no pairs; without a model here they matter to files that belong together."""
         find_several_passes(self._source, self._record.block if self._models else self._record.block_with_others)
 
-    def _both(self) -> None:
-        """Find optimizers that average by themselves, beside models in DDP."""
-        for use in self._source.uses if self._models else ():
-            if use.dotted.rpartition(".")[2] == "DistributedOptimizer" and use.dotted.startswith(_AVERAGING):
-                message = "DistributedDataParallel averages, too: leave it and init_process_group out of this script"
-                self._record.block(use.node, message)
+    def _both(self) -> bool:
+        """Find optimizers that average by themselves, beside models in DDP; returns whether there are."""
+        uses = (use for use in self._source.uses if use.dotted.startswith(_AVERAGING))
+        found = [use for use in uses if use.dotted.rpartition(".")[2] == "DistributedOptimizer"]
+        for use in found if self._models else ():
+            message = "DistributedDataParallel averages, too: leave it and init_process_group out of this script"
+            self._record.block(use.node, message)
+        return bool(found and self._models)
 
     def _several_models(self, wrapped: Mapping[ast.Assign, Sequence[ModelInDDP]]) -> None:
         """Find optimizers of several models, whose losses may leave gradients in each other's models."""
@@ -214,6 +219,23 @@ class TrainingRules:
         }
         for statement, names in self._made_optimizers():
             if model.inner in names and self._source.owner(model.inner, statement) in handed:
+                yield statement
+
+    def _optimizers_of_callees(self, model: ModelInDDP) -> Iterator[ast.Assign]:
+        """Yield statements that make an optimizer of an argument, of the model's name, that always is the model."""
+        for statement, names in self._made_optimizers():
+            function = self._source.scope(statement)
+            if model.name not in names or not isinstance(function, ast.FunctionDef):
+                continue
+            if self._source.parents[function] is not self._source.tree:
+                continue  # a method: who calls it is not seen
+            place = next((at for at, each in enumerate(function.args.args) if each.arg == model.name), None)
+            calls = [each for each in ast.walk(self._source.tree) if isinstance(each, ast.Call)]
+            calls = [each for each in calls if ast.unparse(each.func) == function.name]
+            given = [_argument(each, place, model.name) for each in calls] if place is not None else []
+            owners = {self._source.owner(model.name, each) for each in calls}
+            if given and owners == {model.owner} and all(each == model.name for each in given):
+                self._of_callees.add(statement)
                 yield statement
 
     def _made_optimizers(self) -> Iterator[tuple[ast.Assign, set[str]]]:
@@ -278,6 +300,8 @@ class TrainingRules:
         """Return whether an optimizer is made before init_process_group, as far as one function tells."""
         scope = self._source.scope(optimizer)
         starts = [each.lineno for each in self._starts(scope) if self._source.scope(each) is scope]
+        if optimizer in self._of_callees:
+            return False
         others = [model for model in models if self._source.scope(model.statement) is not scope]
         later = [model for model in others if model.key[1] is not self._source.owner(model.name, optimizer)]
         later += [model for model in others if optimizer.lineno < model.statement.lineno]
@@ -457,6 +481,13 @@ def _owner_of_parameters(call: ast.Call) -> str:
     """Return the text of the model whose parameters a call returns; empty: it is another call."""
     is_wanted = isinstance(call.func, ast.Attribute) and call.func.attr in {"parameters", "named_parameters"}
     return ast.unparse(call.func).rpartition(".")[0] if is_wanted else ""
+
+
+def _argument(call: ast.Call, place: int, name: str) -> str:
+    """Return the text of an argument; empty: it is not named, or by ``*`` or ``**``."""
+    if len(call.args) > place and not any(isinstance(each, ast.Starred) for each in call.args[: place + 1]):
+        return ast.unparse(call.args[place])
+    return next((ast.unparse(each.value) for each in call.keywords if each.arg == name), "")
 
 
 def _without_moves(model: ast.expr) -> ast.expr:

@@ -211,6 +211,36 @@ def test_an_optimizer_of_a_caller_is_wrapped_only_if_the_model_is_handed_over(
     assert any(each.blocks and advice in each.message for each in file.findings)
 
 
+_HANDED = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def train(batches, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def main():
+    dist.init_process_group("gloo")
+    model = DDP(net())
+    train(data, model)
+"""
+
+
+def test_a_function_that_gets_the_model_may_make_its_optimizer(tmp_path: Path) -> None:
+    wrapped = (
+        "    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n    for batch"
+    )
+    assert wrapped in str(changed(tmp_path, _HANDED))
+    assert wrapped in str(changed(tmp_path, _HANDED.replace("train(data, model)", "train(data, model=model)")))
+    for other in ("train(data, model.backbone)", "train(*parts)", "train(data, model)\n\n\ntrain(data, model)"):
+        assert changed(tmp_path, _HANDED.replace("    train(data, model)", f"    {other}")) is None
+
+
 def test_attributes_of_different_classes_are_different_models(tmp_path: Path) -> None:
     other = "class Other:\n    def __init__(self):\n        self.opt = torch.optim.SGD(self.net.parameters())\n"
     [file] = read(tmp_path, train_py=_CLASS.replace("Runner(net)", "Runner(make())") + "\n\n" + other).files
