@@ -1,8 +1,9 @@
 """Ranks with unequal amounts of data: `reigen run -np 4 python examples/jax/join.py`.
 
-Rank 0 has the fewest images, the last rank the most, and every rank uses all that it has in each epoch. A rank without
-further batches calls `rj.join()`: it takes part in the others' allreduces with zeros, until the last of them is done,
-whose weights all get. What is reduced are sums over images and their number, so that zeros count for nothing.
+Rank 0 has the fewest images, the last rank the most, and every rank trains on all of its images in each epoch. A rank
+that has no more batches calls `rj.join()`, which contributes zeros to the other ranks' allreduces until the last rank
+is done; then all ranks get the last rank's weights. Ranks reduce sums over images, and the number of images, so the
+zeros have no effect.
 """
 
 from __future__ import annotations

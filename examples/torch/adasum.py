@@ -1,7 +1,7 @@
 """Adasum in place of the average: `reigen run -np 2 python examples/torch/adasum.py`; 2, 4, 8 ... ranks.
 
-With the average, more ranks mean a larger batch, and the learning rate has to be chosen anew. Adasum adds up what the
-ranks' updates do not have in common, and averages what they have: the rate for one rank stays. So each rank has --batch
+With the average, more ranks mean a larger batch, so the learning rate has to be tuned again. Adasum averages the parts
+that the ranks' updates share, and adds up the rest, so the learning rate of one rank still fits. Each rank has --batch
 images here, and the number of ranks does change the result. `--average` is for comparison.
 """
 

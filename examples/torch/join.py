@@ -1,8 +1,8 @@
 """Ranks with unequal amounts of data: `reigen run -np 4 python examples/torch/join.py`.
 
-Rank 0 has the fewest images, the last rank the most, and every rank uses all that it has in each epoch. In
-`hvd.uneven_data` a rank without further batches takes part in the others' reductions with nothing, and gets their
-weights when the last of them is done. (`hvd.join()` waits like that in scripts written for Horovod.)
+Rank 0 has the fewest images, the last rank the most, and every rank trains on all of its images in each epoch. In
+`hvd.uneven_data`, a rank that has no more batches contributes nothing to the others' reductions, and gets their weights
+when the last rank is done. (In scripts written for Horovod, `hvd.join()` waits in this way.)
 """
 
 from __future__ import annotations
