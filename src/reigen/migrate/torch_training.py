@@ -93,7 +93,7 @@ class TrainingRules:
         call = self._record.call(use)
         statement = self._source.parents.get(call) if call is not None else None
         if call is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            if not self._is_compared(use.node):
+            if not self._is_only_named(use.node):
                 advice = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.DistributedOptimizer(optimizer)"
                 self._record.block(use.node, advice)
             return
@@ -114,9 +114,15 @@ class TrainingRules:
         message = "the model stays itself, and all ranks begin with rank 0's; its buffers stay each rank's own"
         self._record.change(statement, message, *self._record.rewrite(statement, *parts))
 
-    def _is_compared(self, node: ast.expr) -> bool:
-        """Return whether a class is only compared with: isinstance(model, DistributedDataParallel)."""
-        calls = (each for each in self._source.ancestors(node) if isinstance(each, ast.Call))
+    def _is_only_named(self, node: ast.expr) -> bool:
+        """Return whether a class is compared with, or an annotation: isinstance(model, DistributedDataParallel)."""
+        ancestors = list(self._source.ancestors(node))
+        for child, parent in zip([node, *ancestors], ancestors, strict=False):
+            if isinstance(parent, ast.arg | ast.AnnAssign) and parent.annotation is child:
+                return True
+            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef) and parent.returns is child:
+                return True
+        calls = (each for each in ancestors if isinstance(each, ast.Call))
         return any(ast.unparse(call.func) == "isinstance" for call in calls)
 
     def finish(self) -> None:
@@ -384,7 +390,7 @@ class TrainingRules:
         call = self._record.call(use)
         advice = "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())"
         if call is None:
-            if not self._is_compared(use.node):
+            if not self._is_only_named(use.node):
                 self._record.block(use.node, advice)
             return
         is_computed = any(each.arg is None for each in call.keywords)  # may name both, or one

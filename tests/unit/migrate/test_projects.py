@@ -351,6 +351,10 @@ def test_options_and_attributes_that_are_right_as_they_are(tmp_path: Path) -> No
     )
     assert "return self.module(x)" in str(changed(tmp_path, text))
 
+    named = _DDP + "\n\ndef run(model: DDP | None, *, other: DDP) -> DDP:\n    here: DDP = model\n    return here\n"
+    assert "(model: DDP | None, *, other: DDP) -> DDP:" in str(changed(tmp_path, named))
+    assert changed(tmp_path, _DDP.replace("model = DDP", "model: DDP = DDP")) is None
+
     option = 'parser.add_argument("--local-rank", default=int(os.environ.get("LOCAL_RANK", 0)))\n'
     new = str(changed(tmp_path, f"import os\n{_DDP}\n\n{option}"))
     assert option in new
