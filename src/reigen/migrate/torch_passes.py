@@ -65,7 +65,7 @@ def _set_in(loop: ast.For | ast.While) -> set[str]:
 
 
 def _passes_in_a_row(statements: list[ast.stmt], report: Report) -> None:
-    """Find passes one after the other, in statements of which none makes a step."""
+    """Find passes one after the other, with a step beside them, but none between: what only tests a model has none."""
     num_passes = 0
     for statement in _without_with(statements):
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.For | ast.While):
@@ -74,7 +74,7 @@ def _passes_in_a_row(statements: list[ast.stmt], report: Report) -> None:
             num_passes = 0
         elif passes := list(_calls(statement, "backward")):
             num_passes += 1
-            if num_passes == 2:
+            if num_passes == 2 and any(any(_calls(each, "step")) for each in statements):
                 report(passes[0], _IN_A_ROW)
 
 

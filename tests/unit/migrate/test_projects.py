@@ -440,6 +440,11 @@ def test_passes_with_a_step_each_are_right(tmp_path: Path, old: str, new: str) -
     assert changed(tmp_path, _DDP.replace(old, new)) is not None
 
 
+def test_passes_of_a_test_that_imports_the_program_do_not_matter(tmp_path: Path) -> None:
+    tested = "import train\n\n\ndef test_it():\n    train.net().a.backward()\n    train.net().b.backward()\n"
+    assert report(read(tmp_path, train_py=_DDP, test_it_py=tested), "train.py").new_text is not None
+
+
 def test_passes_in_another_file_may_read_gradients(tmp_path: Path) -> None:
     model = _DDP.partition("    for batch")[0]
     assert "synchronize_in_backward=True" in str(changed(tmp_path, f"{model}    loop.run(model, optimizer)\n"))
