@@ -147,7 +147,10 @@ def test_a_spare_is_there_before_it_is_needed(tmp_path):
         status, _, err = job.launcher.finish()
     assert status == 0
     # the view may be announced before the death is seen; then two are members
-    assert re.search("slot 1: killed by SIGKILL; (1 process goes|2 processes go) on, its place rests for 1", err), err
+    rest = r"(1\d|20) s"  # 10, and up to as much again by chance
+    assert re.search(
+        f"slot 1: killed by SIGKILL; (1 process goes|2 processes go) on, its place rests for {rest}", err
+    ), err
 
 
 @pytest.mark.parametrize(
