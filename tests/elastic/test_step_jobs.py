@@ -21,6 +21,7 @@ from reigen.observe.trace_reader import read_trace
 from tests.elastic.elastic_processes import ElasticProcesses, Member
 from tests.elastic.fork_server import ForkServer
 from tests.elastic.step_ledger import Ledger, count_steps, finish, segments
+from tests.elastic.undisturbed_runs import check_undisturbed
 from tests.multiprocess.launcher import until
 
 pytestmark = pytest.mark.slow
@@ -102,19 +103,7 @@ def test_deaths_at_each_point_leave_the_weights_of_a_run_with_these_members(serv
     assert list(map(float, settled.split()[1:])) == pytest.approx(
         [number, 0.05 * 0.9 ** (number // 7), 2.0 ** (10 + number // 5)]
     )
-    for begin, end, size in runs:
-        again = tmp_path / str(begin)
-        again.mkdir()
-        more = {"RESUME": str(first / f"{begin}.pt"), "UNTIL": str(end), "CHECKPOINTS": str(again), **variables}
-        with ElasticProcesses(str(epochs), str(samples), "0", server=server, **more) as job:
-            finish(job, job.start_first(size))
-            undisturbed = Ledger()
-            undisturbed.read(job.members)
-        for number in range(begin, end):
-            (expected,) = undisturbed.digests[number, 1]
-            assert ledger.digests[number, max(ledger.views[number])] == {expected}, (number, size)
-        found, expected_state = (torch.load(path / f"{end}.pt", weights_only=True) for path in (first, again))
-        assert repr(found) == repr(expected_state)
+    check_undisturbed(ledger, server, first, (epochs, samples), lambda _: variables)
 
 
 def test_a_tuned_job_goes_on_when_a_rank_dies_during_the_search(server: ForkServer, tmp_path: Path):

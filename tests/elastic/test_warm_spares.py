@@ -23,6 +23,7 @@ from reigen.torch.elastic.training import TorchTraining
 from tests.elastic.elastic_processes import ElasticProcesses, Member
 from tests.elastic.fork_server import ForkServer
 from tests.elastic.step_ledger import Ledger, count_steps, finish, segments
+from tests.elastic.undisturbed_runs import check_undisturbed
 from tests.multiprocess.launcher import until
 
 COUNTING = Path(__file__).parent / "counting_program.py"
@@ -77,20 +78,8 @@ def test_spares_take_over_with_the_weights_of_runs_that_have_none(server: ForkSe
     assert [number for number, indices in taken.items() if not indices] == list(range(min(5, len(taken))))
     runs = segments(ledger)
     assert [size for _, _, size in runs] == [6, 5, 4, 3, 2]
-    for begin, end, size in runs:
-        again = tmp_path / str(begin)
-        again.mkdir()
-        more = {"RESUME": str(first / f"{begin}.pt"), "UNTIL": str(end), "CHECKPOINTS": str(again), **variables}
-        more |= {"DEALT": "4", "DEALT_STEPS": "999"} if size > 4 else {}
-        with ElasticProcesses(str(epochs), str(samples), "0", server=server, **more) as job:
-            finish(job, job.start_first(size))
-            undisturbed = Ledger()
-            undisturbed.read(job.members)
-        for number in range(begin, end):
-            (expected,) = undisturbed.digests[number, 1]
-            assert ledger.digests[number, max(ledger.views[number])] == {expected}, (number, size)
-        found, expected_state = (torch.load(path / f"{end}.pt", weights_only=True) for path in (first, again))
-        assert repr(found) == repr(expected_state)
+    dealt = {"DEALT": "4", "DEALT_STEPS": "999"}
+    check_undisturbed(ledger, server, first, (epochs, samples), lambda size: variables | (dealt if size > 4 else {}))
 
 
 @pytest.mark.slow
