@@ -244,7 +244,7 @@ class KVStore(ABC):
         """
 
     def set_gradient_compression(self, params: Mapping[str, object]) -> None:
-        """Have values travel in fewer bits. All workers call it alike, before `init`.
+        """Have values travel in fewer bits. All workers call it alike, before the first push.
 
         Args:
             params: ``{"type": "2bit", "threshold": 0.5}``; the other types are listed in docs/kv.md. With the type
