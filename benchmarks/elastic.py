@@ -280,11 +280,7 @@ def kill_for_spare(job: TrainingJob, chances: random.Random) -> dict[str, float]
     time.sleep(chances.uniform(0.0, 0.7))
     marks = job.marks()
     takers = [pid for pid, each in marks.items() if each[-1].num_samples]
-    usual = statistics.median(
-        later.at - mark.at
-        for pid in takers
-        for mark, later in itertools.pairwise([mark for mark in marks[pid] if mark.kind == "end"][-8:])
-    )
+    usual = median_step([marks[pid] for pid in takers])
     victim = chances.choice(takers)
     (spare,) = marks.keys() - set(takers)
     at = time.time()
@@ -345,14 +341,16 @@ def measure_spares(rounds: int, parameters: float, optimizer: str, seed: int) ->
 
 
 def usual_step(job: TrainingJob) -> dict[str, float]:
-    """Return how long a step is in a job in which nobody dies."""
-    since = time.time() + 0.5
+    """Return how long a step is in a job in which nobody dies, as long after it goes on as the others are killed."""
+    since = time.time()
+    job.wait(lambda: time.time() - since > 2.0 and all(each[-1].at > since for each in job.marks().values()))
+    return {"usual_step": median_step(list(job.marks().values()))}
 
-    def ends() -> list[list[float]]:
-        return [[mark.at for mark in marks if mark.kind == "end" and mark.at > since] for marks in job.marks().values()]
 
-    job.wait(lambda: all(len(each) > 8 for each in ends()))
-    return {"usual_step": statistics.median(later - at for each in ends() for at, later in itertools.pairwise(each))}
+def median_step(marks: list[list[Mark]]) -> float:
+    """Return the seconds between the ends of the last eight steps of each of these ranks."""
+    ends = [[mark.at for mark in each if mark.kind == "end"][-8:] for each in marks]
+    return statistics.median(later - at for each in ends for at, later in itertools.pairwise(each))
 
 
 def join_costs(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
