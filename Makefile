@@ -32,6 +32,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processors were busy for 62 % of the time with two tests at once: three. A file's tests share their processes, so they stay
 # together. The files that take longest come first, unit tests last: they are short, so that all workers end at about the same time.
 TEST_JOBS ?= 3
+# The slow ones, of servers that start and of ranks that are killed, kept them busy for 70 % with three.
+SLOW_TEST_JOBS ?= 4
 PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # $(call pytest,PYTHON,ARGUMENTS). With RETRY, tests that failed (exit code 1, and no other) may pass a second time.
 NUM_FAILED := import json; print(len(json.load(open(".pytest_cache/v/cache/lastfailed"))))
@@ -116,7 +118,7 @@ test: lint
 endif
 
 test-all: $(VENV)/.stamp-dev docs test-mxnet test-frameworks test-engines test-integrations
-	$(call pytest,$(BIN)/python,-m slow)
+	$(call pytest,$(BIN)/python,-m slow -n $(SLOW_TEST_JOBS))
 
 test-mxnet: $(MXNET_VENV)/.stamp
 	$(call pytest,$(MXNET_VENV)/bin/python,tests/mxnet tests/docs/test_docs_programs.py)
