@@ -212,7 +212,7 @@ class KVStore(mx.kvstore.KVStore):
 
     @raises_mxnet_errors
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Have dense values travel in fewer bits, like ``{"type": "2bit"}`` (docs/kv.md); before `init`."""
+        """Have dense values travel in fewer bits, like ``{"type": "2bit"}`` (docs/kv.md); before the first push."""
         if not isinstance(compression_params, Mapping):
             raise ArgumentError(
                 'compression_params is a dict such as {"type": "2bit", "threshold": 0.5}, '
