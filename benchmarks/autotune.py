@@ -1,7 +1,8 @@
 """Autotuning beside a grid of parameters by hand (needs root for stand-in machines; PyTorch).
 
     python -m benchmarks.autotune                                about 10 minutes
-    python -m benchmarks.autotune wide tiny --json out.json      some workloads
+    python -m benchmarks.autotune wide tiny --json out.json      some workloads; a table as docs/data/records has them,
+                                                                 and beside it out.rounds.json with every round
 
 Each workload is one job of two ranks. It trains from defaults with autotuning until that has ended. Then, in the same
 job, the parameters it began with, those it has chosen and every point of the grid are taken on by turns, some steps
@@ -17,18 +18,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ps_vs_ring
-from benchmarks.harness.machine import this_machine
+from benchmarks.harness.machine import Machine, this_machine
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 from benchmarks.harness.report import markdown
 from reigen import context
 from reigen.autotune.search_space import ParameterPoint
@@ -273,12 +276,40 @@ def format_point(point: dict[str, Any]) -> str:
     return f"{sizes}, {point['tcp_algorithm']} {point['tcp_sockets']}" if point["tcp_sockets"] else sizes
 
 
+def make_table(found: Mapping[str, dict[str, Any]], rounds: int, command: str, machine: Machine) -> Record:
+    """Return what was found, as a table.
+
+    Args:
+        found: by workload, what `run_workload` has returned.
+        rounds: turns of each point.
+        command: what was run.
+        machine: as it was before.
+    """
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    for name, each in found.items():
+        summary = summarize(each)
+        points = (summary[point] for point in ("grid_point", "other_grid_point"))
+        best = ["the beginning" if point == each["base"] else format_point(point) for point in points]
+        lines[{"tiny": "600 small tensors"}.get(name, name)] = {
+            "step": Quantity(1000 * summary["base_seconds"], 0),
+            "chosen": Quantity(summary["chosen"], 3),
+            "best of the grid": Quantity(summary["grid"], 3),
+            "chosen / grid": Quantity(summary["chosen"] / summary["grid"], 3),
+            "tuning ended after": Quantity(each["seconds"], 0),
+            "best of the grid was": "; or ".join(dict.fromkeys(best)),
+        }
+    units = {"step": "ms", "tuning ended after": "s"}
+    names = [*next(iter(lines.values()), {})]
+    columns = [Column(name, units.get(name, "")) for name in names]
+    return make_record(command, f"2 ranks, {rounds} rounds by turns", "workload", columns, lines, machine)
+
+
 def main(argv: Sequence[str]) -> int:
     """Measure workloads and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autotune", description=__doc__)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each point (default: 5)")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=Path, help="write the table to this file, and every round beside it")
     chosen = parser.parse_args(argv)
     if chosen.workloads == ["slices"]:
         print(run_slices(chosen.rounds))
@@ -287,7 +318,9 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         parser.error(f"there is no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
     head = ["workload", "step", "chosen", "grid", "chosen / grid", "search", "parameters chosen", "best of the grid"]
-    rows, all_found = [], {}
+    rows: list[list[str]] = []
+    all_found: dict[str, dict[str, Any]] = {}
+    before = this_machine()
     for name in chosen.workloads or WORKLOADS:
         print(f"{name} ...", file=sys.stderr)
         try:
@@ -310,7 +343,12 @@ def main(argv: Sequence[str]) -> int:
         )
         print(markdown(head, rows[-1:]), file=sys.stderr)
         if chosen.json is not None:
-            write_atomically(chosen.json, [json.dumps({"machine": str(this_machine()), "found": all_found}).encode()])
+            command = shlex.join(
+                ["python", "-m", "benchmarks.autotune", *chosen.workloads, "--rounds", str(chosen.rounds)]
+            )
+            make_table(all_found, chosen.rounds, command, before).save(chosen.json)
+            every_round = json.dumps({"machine": str(before), "found": all_found}).encode()
+            write_atomically(chosen.json.with_suffix(".rounds.json"), [every_round])
     print(markdown(head, rows))
     return 0 if len(rows) == len(chosen.workloads or WORKLOADS) else 1
 

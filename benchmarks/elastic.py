@@ -14,7 +14,8 @@ in an elastic one, and in one that commits each step, by turns. ``join``: millis
 ranks, and of that the parts. ``spares``: two jobs of three ranks and a spare, with ``--spares 1`` and ``--spares
 1:warm``, by turns: a rank that takes samples is killed at a random moment. Taken is the time from the kill until the
 next step has begun, and has ended, on three ranks, and until one has ended whose samples three ranks have taken, the
-spare among them; and how long a usual step is, also in a job without spares. One JSON line comes out.
+spare among them; and how long a usual step is, also in a job without spares. One JSON line comes out; ``--json FILE``
+writes a table, as docs/data/records has them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+
+from benchmarks.harness.machine import Machine, this_machine
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic_train.py"
 JOIN_PROGRAM = PROGRAM.with_name("elastic_join.py")
@@ -367,6 +371,77 @@ def join_costs(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
     return found
 
 
+#: What the table of `kills` calls its jobs.
+_KILLED = {
+    "reigen": "Reigen, until the three others have ended a step",
+    "torchrun": "`torchrun --max-restarts`, until four new processes have ended a step behind a checkpoint "
+    "of every tenth one",
+}
+#: What the table of `spares` calls its jobs, and what is taken.
+_SPARES = {"spares 1": "`--spares 1`", "spares 1:warm": "`--spares 1:warm`", "no spares": "3 ranks, no spare"}
+_SPARE_PARTS = {
+    "begun": "until the next step has begun",
+    "ended": "until it has ended",
+    "ended_by_three": "until three ranks with samples have ended a step",
+    "usual_step": "a usual step",
+}
+
+
+def make_table(what: str, rounds: int, found: Mapping[str, Any], command: str, machine: Machine) -> Record:
+    """Return what was found, as a table.
+
+    Args:
+        what: `kills`, `cost`, `join` or `spares`.
+        rounds: turns of each job.
+        found: what the function of that name has returned.
+        command: what was run.
+        machine: as it was before.
+    """
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    if what == "kills":
+        columns = [Column("median", "s"), Column("most", "s"), Column("steps lost")]
+        for who, title in _KILLED.items():
+            lost = found[who]["steps_lost"]
+            shown = f"{lost[0]} to {lost[-1]}" if lost[-1] else "none"
+            times = {"median": found[who]["median_seconds"], "most": found[who]["most_seconds"]}
+            lines[title] = {name: Quantity(value) for name, value in times.items()} | {"steps lost": shown}
+    elif what == "cost":
+        columns = [Column("median", "ms"), Column("least", "ms"), Column("of static, by round")]
+        for who, each in found.items():
+            lines[who] = {
+                "median": Quantity(each["median_ms"], 3),
+                "least": Quantity(each["least_ms"], 3),
+                "of static, by round": Quantity(each["median_ratio"], 3),
+            }
+    elif what == "join":
+        columns = [Column("a step", "s"), Column("pause", "s"), Column("what it is made of")]
+        ours = {"usual_ms", "pause_ms"}
+        parts = {name: each for name, each in found.items() if name.endswith("_ms") and name not in ours}
+        usual, *_ = found["usual_ms"]
+        pause, low, high = (each / 1000 for each in found["pause_ms"])
+        lines[f"{found['parameters']:g} million, {found['optimizer']}"] = {
+            "a step": Quantity(usual / 1000, 3),
+            "pause": Quantity(pause, 3, low, high),
+            "what it is made of": ", ".join(
+                f"{name.removesuffix('_ms')} {each[0] / 1000:.3f}" for name, each in parts.items()
+            ),
+        }
+    else:
+        columns = [Column(name, "s") for name in _SPARES.values()]
+        for part, title in _SPARE_PARTS.items():
+            values = {name: found.get(f"{who}, {part}_ms") for who, name in _SPARES.items()}
+            lines[title] = {
+                name: Quantity(each[0] / 1000, 2, each[1] / 1000, each[2] / 1000)
+                for name, each in values.items()
+                if each is not None
+            }
+    titles = {"kills": f"one of {RANKS} ranks is killed", "cost": "a step", "join": "parameters", "spares": "a death"}
+    conditions = f"{RANKS} ranks, {rounds} rounds"
+    if what in {"join", "spares"}:
+        conditions += f"; {found['parameters']:g} million parameters, {found['optimizer']}"
+    return make_record(command, conditions, titles[what], columns, lines, machine, {"torch": torch.__version__})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kills", "cost", "join", "spares"))
@@ -374,16 +449,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parameters", type=float, default=25, help="of a model that newcomers get, in millions")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd", help="of that model; sgd with momentum")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the jobs end, too
-    load = os.getloadavg()[0]
+    before = this_machine()
     if chosen.what == "join":
         found = measure_joins(chosen.rounds, chosen.parameters, chosen.optimizer)
     elif chosen.what == "spares":
         found = measure_spares(chosen.rounds, chosen.parameters, chosen.optimizer, chosen.seed)
     else:
         found = measure_kills(chosen.rounds, chosen.seed) if chosen.what == "kills" else measure_cost(chosen.rounds)
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count(), "load": load}
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpus": os.cpu_count(),
+        "load": before.load,
+    }
+    if chosen.json is not None:
+        command = f"python -m benchmarks.elastic {chosen.what} --rounds {chosen.rounds}"
+        make_table(chosen.what, chosen.rounds, found, command, before).save(chosen.json)
     print(json.dumps({"what": chosen.what, "rounds": chosen.rounds, **found, **machine}))
 
 

@@ -39,6 +39,14 @@ class Time(Figure, frozen=True):
     median: Annotated[float, msgspec.Meta(gt=0)]
 
 
+class Ratio(msgspec.Struct, frozen=True):
+    """A time divided by another one: the quotient of medians, and the smallest and largest of a round."""
+
+    value: float
+    low: float
+    high: float
+
+
 class ResultRow(msgspec.Struct, frozen=True):
     """What several modes did in the same rounds.
 
@@ -46,11 +54,22 @@ class ResultRow(msgspec.Struct, frozen=True):
         title: what.
         nbytes: of data on each rank; 0 where that says nothing.
         modes: what each took.
+        ratios: how many times as long as the mode that is compared with.
     """
 
     title: str
     nbytes: int
     modes: dict[str, Time]
+    ratios: dict[str, Ratio] = {}
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """What training needs in memory; see `benchmarks.harness.figures.Footprint`."""
+
+    title: str
+    mode: str
+    parameter_bytes: int
+    all_bytes: int
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -84,6 +103,7 @@ class Results(msgspec.Struct, frozen=True):
         rows: times.
         overheads: what a step took longer than one rank alone: model -> mode -> seconds.
         verdicts: what is held beside budgets.
+        footprints: memory, where it was measured.
     """
 
     command: str
@@ -95,6 +115,7 @@ class Results(msgspec.Struct, frozen=True):
     rows: list[ResultRow]
     overheads: dict[str, dict[str, Figure]] = {}
     verdicts: list[Verdict] = []
+    footprints: list[Footprint] = []
 
 
 def read_results(path: Path) -> Results:

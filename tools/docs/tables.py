@@ -1,7 +1,8 @@
 """Tables of benchmarks: ``python -m tools.docs.tables`` writes those of `PAGES` anew from docs/data.
 
 In a page a table stands between the comments ``<!-- table NAME -->`` and ``<!-- end of table -->``. It has the modes
-and rows of a picture (`tools.docs.charts`), and may have more of them. What stands elsewhere in a page is left alone.
+and rows of a picture (`tools.docs.charts`), and may have more of them; or it is a record (`tools.docs.records`), as it
+stands in docs/data/records/NAME.json. What stands elsewhere in a page is left alone.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from dataclasses import dataclass, replace
 from benchmarks import frameworks
 from benchmarks.harness.report import format_seconds, markdown
 from tools.docs.charts import CHARTS, DATA, GREY, ROOT, Chart, Series, fastest, figures_of, rows_of
+from tools.docs.records import RECORDS, draw_record, read_record
 from tools.docs.results import Figure, Results, ResultsError, read_results
 
 #: The pages that have tables.
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "benchmarks", "shared-parameters", "gpu", "autotune")),
+)
 _TABLE = re.compile(r"(?<=<!-- table )([\w-]+)( -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 
@@ -225,6 +230,11 @@ def draw_headlines() -> str:
     return f"\n{markdown(['', 'Reigen', 'torch.distributed with Gloo, or as named'], lines)}\n\n"
 
 
+#: Tables that are records, each of a file of its name.
+RECORD_NAMES = (
+    *("elastic-faults", "elastic-kills", "elastic-hosts", "elastic-join", "elastic-spares", "elastic-other"),
+    *("shared-parameters", "shared-memory", "gpu", "autotune"),
+)
 #: Tables of figures beside their budgets: (file of results, what their claims begin with).
 BUDGETS = {"sums": ("sums", (frameworks.GROUP, frameworks.SMALL, "import "))}
 
@@ -316,6 +326,8 @@ def write(page: str) -> str:
         if found[1] in BUDGETS:
             file, beginnings = BUDGETS[found[1]]
             return f"{found[1]}{found[2]}{draw_budgets(read_results(DATA / f'{file}.json'), beginnings)}"
+        if found[1] in RECORD_NAMES:
+            return f"{found[1]}{found[2]}{draw_record(read_record(RECORDS / f'{found[1]}.json'))}"
         if found[1] not in by_name:
             raise ResultsError(f"there is no table {found[1]}; there are {sorted(by_name)}")
         table = by_name[found[1]]

@@ -12,7 +12,7 @@ from benchmarks.harness.figures import Overhead, summarize
 from benchmarks.harness.report import Document, Row, Verdict
 from tools.docs import tables
 from tools.docs.results import ResultsError, read_results
-from tools.docs.tables import BUDGETS, PAGES, TABLES, Table, draw, draw_budgets, draw_headlines, write
+from tools.docs.tables import BUDGETS, PAGES, RECORD_NAMES, TABLES, Table, draw, draw_budgets, draw_headlines, write
 
 BY_NAME = {table.name: table for table in TABLES}
 
@@ -117,5 +117,17 @@ def test_the_pages_have_the_tables_of_the_published_files() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert write(text) == text, f"{page.name}: run python -m tools.docs.tables"
-    shown_names = {*BY_NAME, *BUDGETS, "headlines"}
+    shown_names = {*BY_NAME, *BUDGETS, *RECORD_NAMES, "headlines"}
     assert {name for page in PAGES for name, _ in tables._TABLE.findall(page.read_text())} == shown_names
+
+
+def test_every_record_is_in_a_page() -> None:
+    assert {path.stem for path in tables.RECORDS.glob("*.json")} == {*RECORD_NAMES}
+
+
+def test_a_record_is_drawn_from_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text((tables.RECORDS / "gpu.json").read_text().replace("67.9", "71.5"))
+    monkeypatch.setattr(tables, "RECORDS", tmp_path)
+    assert "| 71.5 |" in write("<!-- table gpu -->\n<!-- end of table -->")
+    with pytest.raises(ResultsError, match=r"autotune.json: No such file"):
+        write("<!-- table autotune -->\n<!-- end of table -->")

@@ -1,0 +1,131 @@
+"""Tables of figures as data: what benchmarks write whose figures are no times of modes by turns, and pages show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.harness.machine import Machine
+from reigen import __version__
+from reigen.files import write_atomically
+
+
+class Quantity(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A figure, in its column's unit.
+
+    Attributes:
+        value: what was measured, or computed of that.
+        digits: how many decimals are shown.
+        low: the smallest of several, beside the value; None: not shown.
+        high: the largest.
+        note: words behind it.
+    """
+
+    value: float
+    digits: int = 2
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        """Return the cell of a table.
+
+        Example:
+            >>> print(Quantity(1.0725, 2, 1.06, 1.08, note="at most"))
+            1.07 (1.06 to 1.08) at most
+        """
+        text = f"{self.value:,.{self.digits}f}"
+        if self.low is not None and self.high is not None:
+            text += f" ({self.low:.{self.digits}f} to {self.high:.{self.digits}f})"
+        return f"{text} {self.note}".rstrip()
+
+
+class Column(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A column: its name, and the unit of its figures; empty: none."""
+
+    name: str
+    unit: str = ""
+
+    @property
+    def heading(self) -> str:
+        """The name and the unit."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+class Line(msgspec.Struct, frozen=True):
+    """What one line shows: a title, and its cells by the names of columns; one that is missing is empty."""
+
+    title: str
+    cells: dict[str, Quantity | str]
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A table.
+
+    Attributes:
+        command: what was run; empty if lines name commands of their own, or there was none.
+        created: when, in ISO 8601; empty where nobody has noted it.
+        conditions: the machine, its load, how often.
+        is_by_hand: no command has printed the figures.
+        title: heading of the lines' titles.
+        columns: the others.
+        lines: in the order of the table.
+    """
+
+    command: str
+    created: str
+    conditions: str
+    is_by_hand: bool
+    title: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+
+    def cells(self) -> list[list[str]]:
+        """Return headings and lines, as text."""
+        names = [column.name for column in self.columns]
+        lines = [[line.title, *(str(line.cells.get(name, "")) for name in names)] for line in self.lines]
+        return [[self.title, *(column.heading for column in self.columns)], *lines]
+
+    def origin(self) -> str:
+        """Return where the figures are from, as a line of the page."""
+        parts = [f"`{self.command}`" if self.command else "", self.created[:10]]
+        start = ", ".join(part for part in parts if part)
+        if self.is_by_hand:
+            start = f"{start}, by hand" if start else "By hand"
+        return f"{start or 'Printed by the commands of the table'}: {self.conditions}."
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON; see `reigen.files.write_atomically`."""
+        write_atomically(path, [msgspec.json.format(msgspec.json.encode(self), indent=2), b"\n"])
+
+
+def make_record(
+    command: str,
+    conditions: str,
+    title: str,
+    columns: Sequence[Column],
+    lines: Mapping[str, Mapping[str, Quantity | str]],
+    machine: Machine,
+    versions: Mapping[str, str] | None = None,
+) -> Record:
+    """Return what a benchmark has measured now.
+
+    Args:
+        command: what was run.
+        conditions: number of ranks, rounds, and the like.
+        title: heading of the first column.
+        columns: the others.
+        lines: their cells by title and by name of the column.
+        machine: as it was before.
+        versions: of what is measured beside Reigen and Python.
+    """
+    known = {"reigen": __version__, "python": sys.version.split()[0], **(versions or {})}
+    text = f"{conditions}; {machine.cpu}, {machine.num_cores} cores, load before it {machine.load:.1f}; "
+    text += ", ".join(f"{name} {version}" for name, version in known.items())
+    made = tuple(Line(name, dict(cells)) for name, cells in lines.items())
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Record(command, created, text, False, title, tuple(columns), made)

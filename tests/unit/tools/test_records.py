@@ -1,0 +1,180 @@
+"""Records, the tables of docs/data/records: how they are shown, what benchmarks write, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.figures import Footprint, summarize
+from benchmarks.harness.machine import Machine
+from benchmarks.harness.record import Column, Line, Quantity, Record
+from benchmarks.harness.report import Document, Row
+from tools.docs import records
+from tools.docs.records import RECORDS, draw_record, read_record, shared_parameters
+from tools.docs.results import ResultsError, read_results
+
+MACHINE = Machine("a processor", 2, 1 << 30, "Linux", 1.25)
+
+
+def record(**changes: Any) -> Record:
+    columns = (Column("median", "s"), Column("how"))
+    lines = (Line("a", {"median": Quantity(0.1, 3), "how": "by itself"}), Line("b", {"how": "with others"}))
+    fields = {"command": "run", "created": "2026-11-27T01:02:03+00:00", "conditions": "quiet", "is_by_hand": False}
+    return Record(**{**fields, "title": "what", "columns": columns, "lines": lines, **changes})
+
+
+def headings(shown: Record) -> list[str]:
+    return shown.cells()[0]
+
+
+def test_a_quantity_has_its_decimals_its_range_and_its_note() -> None:
+    assert str(Quantity(25.0, 1)) == "25.0"
+    assert str(Quantity(1234, 0)) == "1,234"
+    assert str(Quantity(0.38, 2, 0.29, 0.4)) == "0.38 (0.29 to 0.40)"
+    assert str(Quantity(1.0, 1, note="at most")) == "1.0 at most"
+
+
+def test_a_record_is_a_table_and_where_it_is_from() -> None:
+    assert draw_record(record()) == (
+        "\n| what | median, s | how |\n|---|---|---|\n| a | 0.100 | by itself |\n| b |  | with others |\n\n"
+        "`run`, 2026-11-27: quiet.\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "origin"),
+    [
+        ({"created": ""}, "`run`: quiet."),
+        ({"created": "", "is_by_hand": True}, "`run`, by hand: quiet."),
+        ({"created": "", "command": "", "is_by_hand": True}, "By hand: quiet."),
+        ({"created": "", "command": ""}, "Printed by the commands of the table: quiet."),
+    ],
+)
+def test_what_is_not_known_of_figures_is_not_claimed(changes: dict[str, Any], origin: str) -> None:
+    assert record(**changes).origin() == origin
+
+
+def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
+    record().save(tmp_path / "a.json")
+    assert read_record(tmp_path / "a.json") == record()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is no table: Input data was truncated"),
+        ("{}", "is no table: Object missing required field `command`"),
+        ('{"is_by_hand": "no"', "is no table"),
+    ],
+)
+def test_a_file_of_something_else_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ResultsError, match=f"a.json {reason}"):
+        read_record(tmp_path / "a.json")
+
+
+def test_a_cell_without_a_column_is_named(tmp_path: Path) -> None:
+    record(columns=(Column("median", "s"),)).save(tmp_path / "a.json")
+    with pytest.raises(ResultsError, match=r"cells without a column: {'a': \['how'\], 'b': \['how'\]}"):
+        read_record(tmp_path / "a.json")
+    record(lines=()).save(tmp_path / "a.json")
+    with pytest.raises(ResultsError, match="no lines"):
+        read_record(tmp_path / "a.json")
+
+
+# -- what benchmarks write --------------------------------------------------------------------------------------------
+
+
+def train_step(path: Path, *, memory: bool = True) -> Path:
+    seconds = {"one rank alone": 0.1, "reigen": 0.2, "reigen, shared parameters": 0.125}
+    modes = {name: summarize([[each]]) for name, each in {**seconds, "ddp": 0.4}.items()}
+    modes["ddp, gradients as bucket views"] = summarize([[0.3]])
+    document = Document("reigen bench train-step --json x.json --memory", 2, 3, machine=MACHINE)
+    document.rows = [Row("mlp+adam", 0, modes, "one rank alone"), Row("cnn", 0, modes, "one rank alone")]
+    if memory:
+        document.footprints = [Footprint("mlp+adam", name, 2, 100, 250 if name == "ddp" else 580) for name in modes]
+    document.save(path)
+    return path
+
+
+def test_shared_parameters_are_made_of_what_the_benchmark_writes(tmp_path: Path) -> None:
+    found = shared_parameters(read_results(train_step(tmp_path / "a.json")))
+    assert {name: headings(each) for name, each in found.items()} == {
+        name: headings(read_record(RECORDS / f"{name}.json")) for name in ("shared-parameters", "shared-memory")
+    }
+    [_, line] = found["shared-parameters"].cells()
+    assert line == ["mlp, Adam", "100", "200", "125", "300", "1.25 (1.25 to 1.25)"]
+    [_, line] = found["shared-memory"].cells()
+    assert line == ["mlp, Adam", "5.8", "5.8", "5.8", "2.5"]
+    assert found["shared-memory"].origin().startswith("`reigen bench train-step --memory`, ")
+    assert found["shared-memory"].origin().endswith("medians of 3 rounds; a processor, 2 cores, load before it 1.2.")
+
+
+def test_the_command_writes_both_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
+    assert records.main([str(train_step(tmp_path / "a.json"))]) == 0
+    assert read_record(tmp_path / "shared-memory.json").title == "sizes of the model"
+    assert records.main([str(train_step(tmp_path / "a.json", memory=False))]) == 1
+    assert "records: no step with shared parameters, or no memory" in capsys.readouterr().err
+    assert records.main([]) == 2
+
+
+def test_kills_and_newcomers_are_written_as_the_page_has_them() -> None:
+    elastic = pytest.importorskip("benchmarks.elastic")
+    found = {
+        "reigen": {"median_seconds": 0.12, "most_seconds": 0.2, "steps_lost": [0, 0]},
+        "torchrun": {"median_seconds": 25.8, "most_seconds": 38.2, "steps_lost": [0, 10]},
+    }
+    shown = elastic.make_table("kills", 8, found, "python -m benchmarks.elastic kills --rounds 8", MACHINE)
+    published = read_record(RECORDS / "elastic-kills.json")
+    assert headings(shown) == headings(published)
+    assert [line.title for line in shown.lines] == [line.title for line in published.lines]
+    assert [cells[1:] for cells in shown.cells()[1:]] == [["0.12", "0.20", "none"], ["25.80", "38.20", "0 to 10"]]
+    assert "8 rounds; a processor, 2 cores, load before it 1.2" in shown.origin()
+    join = {"parameters": 25.0, "optimizer": "sgd", "joins": 3, "usual_ms": [310.0, 300.0, 320.0]}
+    join |= {"pause_ms": [380.0, 290.0, 400.0], "transfer_ms": [90.0, 80.0, 100.0]}
+    shown = elastic.make_table("join", 3, join, "join", MACHINE)
+    assert headings(shown)[1:] == headings(read_record(RECORDS / "elastic-join.json"))[1:]
+    assert shown.cells()[1] == ["25 million, sgd", "0.310", "0.380 (0.290 to 0.400)", "transfer 0.090"]
+    spares = {"parameters": 25.0, "optimizer": "sgd", "no spares, usual_step_ms": [320.0, 300.0, 340.0]}
+    spares |= {f"{who}, begun_ms": [440.0, 380.0, 640.0] for who in ("spares 1", "spares 1:warm")}
+    shown = elastic.make_table("spares", 8, spares, "spares", MACHINE)
+    published = read_record(RECORDS / "elastic-spares.json")
+    assert headings(shown) == headings(published)
+    assert {line.title for line in published.lines} <= {line.title for line in shown.lines}
+    assert shown.cells()[1] == ["until the next step has begun", *(["0.44 (0.38 to 0.64)"] * 2), ""]
+    assert shown.cells()[-1] == ["a usual step", "", "", "0.32 (0.30 to 0.34)"]
+
+
+def test_autotuning_is_written_as_the_page_has_it() -> None:
+    autotune = pytest.importorskip("benchmarks.autotune")
+    points = autotune.make_grid(autotune.ParameterPoint(128 << 20, 64 << 20))
+    base = autotune.asdict(points[3])
+    found = {
+        "seconds": 41.2,
+        "base": base,
+        "chosen": base,
+        "points": [base, *(autotune.asdict(point) for point in points if autotune.asdict(point) != base)],
+        "times": [[0.1, 0.1]] + [[0.05, 0.05]] + [[0.2, 0.2]] * (len(points) - 2),
+    }
+    shown = autotune.make_table({"tiny": found}, 2, "python -m benchmarks.autotune", MACHINE)
+    assert headings(shown) == headings(read_record(RECORDS / "autotune.json"))
+    best = autotune.format_point(found["points"][1])
+    assert shown.cells()[1] == ["600 small tensors", "100", "1.000", "2.000", "0.500", "41", best]
+
+
+def test_steps_on_a_gpu_are_written_as_the_page_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_step = pytest.importorskip("benchmarks.cuda_step")
+    monkeypatch.setattr(cuda_step.hvd, "size", lambda: 2)
+    turns = {cuda_step.APART: (1.0, 2.0), cuda_step.REIGEN: (4.0, 30.0), cuda_step.DDP: (2.0, 20.0)}
+    found = {"mlp": {mode: [turn] for mode, turn in turns.items()}}
+    shown = cuda_step.make_table(found, argparse.Namespace(rounds=1, steps=20), MACHINE)
+    published = read_record(RECORDS / "gpu.json")
+    assert headings(shown) == headings(published)
+    assert shown.cells()[1] == ["mlp, 25 M parameters", "1.00", "4.00", "30.0", "2.00", "20.0", "1.50"]
+    assert shown.command == "reigen run -np 2 python -m benchmarks.cuda_step --rounds 1 --steps 20"
