@@ -41,6 +41,17 @@ def check_lightning(names: Names) -> None:
     assert torch.allclose(weights, torch.ones(1, 4), atol=0.3)
 
 
+def given_fabric() -> Names:
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    return {"model": torch.nn.Linear(4, 1), "data": TensorDataset(inputs, inputs.sum(1, keepdim=True))}
+
+
+def check_fabric(names: Names) -> None:
+    assert len(names["loader"]) == 4
+    weights = names["model"].weight.detach()
+    assert torch.equal(hvd.allgather(weights), weights.repeat(2, 1))
+
+
 def given_tensorboard() -> Names:
     hvd.init()
     model = torch.nn.Linear(4, 2)

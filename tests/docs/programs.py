@@ -83,6 +83,7 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     ),
     "integrations": (
         Program("docs/lightning.md", "lightning"),
+        Program("docs/lightning.md", "fabric", (1,)),
         Program("docs/metrics.md", "tensorboard", (1,)),
     ),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from reigen.migrate.findings import LineFinding
 from reigen.migrate.horovod import find_variables
 from reigen.migrate.lightning import SHARDED, STARTED
 from reigen.migrate.text_files import Edit, Lines
+from reigen.migrate.word_lists import Word, WordLists, folded_end
 
 _WORD_BEFORE, _WORD_AFTER = r"(?<![\w./$-])", r"(?![\w.-])"
 _HOROVODRUN = re.compile(_WORD_BEFORE + r"(?:/[\w./-]*/)?horovodrun" + _WORD_AFTER)
@@ -20,10 +21,6 @@ _TORCHRUN = re.compile(
     _WORD_BEFORE + r"(?:torchrun|python[\d.]*\s+-m\s+torch\.distributed\.(?:launch|run))" + _WORD_AFTER
 )
 _OTHER_LAUNCHERS = re.compile(_WORD_BEFORE + r"(?:accelerate\s+launch|deepspeed(?=\s+(?:-|\S+\.py)))" + _WORD_AFTER)
-#: In a list of YAML or JSON: an item for each word, of one line or of several.
-_FLOW_LIST = re.compile(r"\[\s*[\"'][^\]\n]*\]")
-_BLOCK_ITEM = re.compile(r"\s*-\s+(?P<quote>[\"']?)(?P<word>[^\s\"']+)(?P=quote)\s*$")
-_LIST_LAUNCHERS = re.compile(r"torchrun|torch\.distributed\.(?:launch|run)|mpirun|mpiexec|srun|accelerate|deepspeed")
 _IMAGE = re.compile(r"^\s*(?:-\s+)?(?:image:|FROM)\s+[\"']?(?P<image>(?:[\w.:-]+/)*horovod/horovod[\w.:@-]*)")
 _LIGHTNING = re.compile(
     r"(?:^\s*|--trainer\.)strategy(?:\.class_path)?(?::\s*|=|\s+)[\"']?(?P<name>(?:ddp|fsdp|deepspeed|horovod)\w*)"
@@ -95,10 +92,11 @@ def find_in_commands(text: str, scripts: ProjectScripts, num_values: NumValues) 
         num_values: knows the options of `reigen run`.
     """
     lines = Lines(text)
+    lists = WordLists(lines)
     found: list[LineFinding] = []
     for number in range(1, len(lines.starts) + 1):
         if not lines.line(number).lstrip().startswith(("#", "//")):
-            found += _check_line(lines, number, scripts, num_values)
+            found += _check_line(lines, number, lists, scripts, num_values)
     by_hand = next((each.line for each in found if each.message in {_INSTALL, _IMAGE_ADVICE}), None)
     by_hand = by_hand or _line_that_installs(lines, scripts.package_lists)
     for each in found:
@@ -121,60 +119,51 @@ def _line_that_installs(lines: Lines, package_lists: set[str]) -> int | None:
 
 def _new_command(finding: LineFinding) -> str:
     """Return the words that edits of one line put there, without a list's punctuation."""
-    return re.sub(r"""["'], ["']|\s+-\s+|\s+""", " ", "".join(each.new for each in finding.edits)).strip()
+    new = "".join(each.new for each in finding.edits)
+    return " ".join(re.sub(r"""["']?(, |\s-\s+)["']?""", " ", new).strip("\"' ").split())
 
 
-def _check_line(lines: Lines, number: int, scripts: ProjectScripts, num_values: NumValues) -> Iterator[LineFinding]:
+def _check_line(
+    lines: Lines, number: int, lists: WordLists, scripts: ProjectScripts, num_values: NumValues
+) -> Iterator[LineFinding]:
     line, start = lines.line(number), lines.starts[number - 1]
+    for launcher in lists.launchers(number):
+        yield from _check_list(launcher, lists.rest(launcher), scripts)
     for match in _HOROVODRUN.finditer(line):
-        yield from _check_horovodrun(lines, number, match.start() + start, match.end() + start, num_values)
+        word = lists.at(match.start() + start)
+        yield from _check_horovodrun(lines, number, match.start() + start, match.end() + start, word, num_values)
     for match in _LAUNCH_PY.finditer(line):
-        edit = Edit(match.start() + start, match.end() + start, "reigen launch --as-mxnet")
         message = "`reigen launch` has the options of launch.py"
+        if lists.at(match.start() + start) is not None:
+            message = f"by hand: `reigen launch --as-mxnet`, an item a word, in its place; {message}"
+            yield LineFinding(number, "change", match[0], message)
+            continue
+        edit = Edit(match.start() + start, match.end() + start, "reigen launch --as-mxnet")
         yield LineFinding(number, "change", match[0], message, (edit,))
-    if words := _list_words(lines, number):
-        yield from _check_list(words, number, scripts)
-    else:
-        for match in _TORCHRUN.finditer(line):
+    for match in _TORCHRUN.finditer(line):
+        if lists.at(match.start() + start) is None:
             yield from _check_torchrun(lines, number, match.start() + start, match.end() + start, scripts)
-        for match in _OTHER_LAUNCHERS.finditer(line):
-            script = _script_of(_words(lines.text, match.end() + start, _logical_end(lines, number)))
-            yield from _check_other_launcher(number, " ".join(match[0].split()), script, scripts)
-        started = _MPIRUN.search(line)
-        if started and not _HOROVODRUN.search(line):
-            script = _script_of(_words(lines.text, started.start() + start, _logical_end(lines, number)))
-            yield from _check_mpirun(number, line.strip()[:60], script, scripts)
+    for match in _OTHER_LAUNCHERS.finditer(line):
+        if lists.at(match.start() + start) is None:
+            program = _script_of(_words(lines.text, match.end() + start, _logical_end(lines, number)))
+            yield from _check_other_launcher(number, " ".join(match[0].split()), program, scripts)
+    started = _MPIRUN.search(line)
+    if started and not _HOROVODRUN.search(line) and lists.at(started.start() + start) is None:
+        program = _script_of(_words(lines.text, started.start() + start, _logical_end(lines, number)))
+        yield from _check_mpirun(number, line.strip()[:60], program, scripts)
     yield from _check_installation(line, number)
     yield from _check_strategy(line, number)
     yield from find_variables(iter([(line, number)]))
 
 
-def _list_words(lines: Lines, number: int) -> list[str]:
-    """Return the words of a command that begins on a line and is written as a list; empty: there is none."""
-    line = lines.line(number)
-    words: list[str] = []
-    if flow := _FLOW_LIST.search(line):
-        words = [each[1] for each in re.finditer(r"[\"']([^\"']*)[\"']", flow[0])]
-    elif _BLOCK_ITEM.match(line):
-        indentation = lines.indentation(number)
-        while number <= len(lines.starts) and lines.indentation(number) == indentation:
-            item = lines.line(number).strip()
-            if not item.startswith("- "):
-                break
-            words.append(item.removeprefix("- ").strip(" \"'"))
-            number += 1
-    at = next((place for place, word in enumerate(words[:3]) if _LIST_LAUNCHERS.fullmatch(PurePosixPath(word).name)), 3)
-    is_block = _BLOCK_ITEM.match(line) is not None
-    return words[at:] if at == 0 or (not is_block and at < 3) else []
-
-
-def _check_list(words: list[str], number: int, scripts: ProjectScripts) -> Iterator[LineFinding]:
+def _check_list(launcher_word: Word, rest: list[str], scripts: ProjectScripts) -> Iterator[LineFinding]:
     """Yield findings about a command that is written as a list: what to do is said, and not done."""
-    launcher = PurePosixPath(words[0]).name
-    placed = [(word, 0, 0) for word in words[1:]]
-    script = _script_of(placed)
+    number, launcher = launcher_word.line, PurePosixPath(launcher_word.text).name
+    placed = [(word, place, place) for place, word in enumerate(rest)]
+    parsed = _parse_torchrun(placed)
+    script = _script_of(placed) or _module_of(placed)
     if launcher in {"mpirun", "mpiexec", "srun"}:
-        yield from _check_mpirun(number, " ".join(words)[:60], script, scripts)
+        yield from _check_mpirun(number, " ".join([launcher, *rest])[:60], script, scripts)
     elif launcher in {"accelerate", "deepspeed"}:
         if script is None:
             return  # a package of that name
@@ -182,15 +171,16 @@ def _check_list(words: list[str], number: int, scripts: ProjectScripts) -> Itera
     elif script in scripts.torch_kept:
         yield LineFinding(number, "works", launcher, _kept(script))
     elif script in scripts.torch:
-        parsed = _parse_torchrun(placed)
         new = (
             "reigen run -np N -H HOST:N,..."
             if isinstance(parsed, str)
-            else f"reigen run -np {parsed[0]} {parsed[1]}..."
+            else f"reigen run -np {parsed[0]} {parsed[1]}{' '.join(rest[parsed[2] :])}"
         )
         needs = " with --torchrun-env" if script in scripts.reads_torchrun_variables else ""
         reason = f" ({parsed})" if isinstance(parsed, str) else ""
         yield LineFinding(number, "change", launcher, f"by hand: `{new}`{needs}, an item a word{reason}")
+    elif script is None and scripts.torch:
+        yield LineFinding(number, "works", launcher, _STARTS_CONVERTED)
 
 
 def _check_other_launcher(
@@ -245,6 +235,7 @@ def _check_installation(line: str, number: int) -> Iterator[LineFinding]:
 
 def _logical_end(lines: Lines, number: int) -> int:
     """Return the offset of the end of a command that begins on a line: of the last one that a backslash continues."""
+    number = folded_end(lines, number)
     while number < len(lines.starts) and lines.line(number).rstrip().endswith("\\"):
         number += 1
     return lines.starts[number - 1] + len(lines.line(number).rstrip("\r\n"))
@@ -256,29 +247,36 @@ def _words(text: str, start: int, end: int) -> list[tuple[str, int, int]]:
     for match in re.finditer(r"(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\\[^\r\n]|[^\s\\])+", text[start:end]):
         if re.match(r"[|&;>]", match[0]):
             break
-        found.append((match[0], start + match.start(), start + match.end()))
+        word = match[0].rstrip(";")
+        if word:
+            found.append((word, start + match.start(), start + match.start() + len(word)))
+        if word != match[0]:
+            break
     return found
 
 
-def _check_horovodrun(lines: Lines, number: int, start: int, end: int, num_values: NumValues) -> Iterator[LineFinding]:
+def _check_horovodrun(
+    lines: Lines, number: int, start: int, end: int, word: Word | None, num_values: NumValues
+) -> Iterator[LineFinding]:
     text, line = lines.text, lines.line(number)
-    before, after = text[start - 1 : start], text[end : end + 1]
     words = ("reigen", "run", "--as-horovod")
-    if before and before in "\"'" and before == after:
-        new = f"{before}, {before}".join(words)
-    elif re.fullmatch(r"\s*-\s+horovodrun\s*", line):
-        prefix = line[: line.index("horovodrun")]
-        new = f"{lines.line_end}{prefix}".join(words)
+    quote = text[start - 1 : start]
+    new = " ".join(words)
+    if word is not None:
+        new = word.replacement(*words)
+        edit = Edit(word.start, word.end, new)
+    elif quote and quote in "\"'" and text[end : end + 2] == f"{quote} ":
+        edit = Edit(start - 1, end + 1, new)  # the shell's name of one command
     else:
-        new = " ".join(words)
+        edit = Edit(start, end, new)
     subject = text[start:end]
     if _ASKS.search(line[: start - lines.starts[number - 1]]):
         message = "by hand: the command is `reigen run --as-horovod`, or `python -m reigen.compat install` makes one"
         yield LineFinding(number, "change", subject, message)
         return
     message = "`reigen run` has its options; --as-horovod lets scripts import Horovod's names"
-    yield LineFinding(number, "change", subject, message, (Edit(start, end, new),))
-    if " " in new and "\n" not in new and "," not in new:
+    yield LineFinding(number, "change", subject, message, (edit,))
+    if word is None:
         yield from _check_options(lines, number, end, num_values)
 
 
@@ -312,6 +310,14 @@ def _script_of(words: list[tuple[str, int, int]]) -> str | None:
     return next((PurePosixPath(word.strip("\"'[],")).name for word, _, _ in words if ".py" in word), None)
 
 
+def _module_of(words: list[tuple[str, int, int]]) -> str | None:
+    """Return the file name of the module that `torchrun -m PACKAGE.MODULE` runs."""
+    texts = [word.strip("\"'[],") for word, _, _ in words]
+    at = next((place for place, text in enumerate(texts) if text in {"-m", "--module"}), len(texts))
+    name = next((text for text in texts[at + 1 :] if not text.startswith("-")), "")
+    return f"{name.rpartition('.')[2]}.py" if re.fullmatch(r"[\w.]+", name) else None
+
+
 def _check_mpirun(number: int, subject: str, script: str | None, scripts: ProjectScripts) -> Iterator[LineFinding]:
     if script in scripts.horovod:
         message = (
@@ -321,17 +327,25 @@ def _check_mpirun(number: int, subject: str, script: str | None, scripts: Projec
         yield LineFinding(number, "works", subject, message)
 
 
+_STARTS_CONVERTED = (
+    "which program it starts is not seen; one that is converted it starts as well, for Reigen reads torchrun's "
+    "variables, too: `reigen run -np N` takes its place when you like"
+)
+
+
 def _kept(script: str | None) -> str:
     return f"{script} is not converted: it goes on as it is, or by `reigen run --torchrun-env`"
 
 
 def _check_torchrun(lines: Lines, number: int, start: int, end: int, scripts: ProjectScripts) -> Iterator[LineFinding]:
     words = _words(lines.text, end, _logical_end(lines, number))
-    script = _script_of(words)
+    script = _script_of(words) or _module_of(words)
     subject = " ".join(lines.text[start:end].split())
     if script in scripts.torch_kept:
         yield LineFinding(number, "works", subject, _kept(script))
         return
+    if script is None and scripts.torch and words and not words[0][0].startswith("]"):
+        yield LineFinding(number, "works", subject, _STARTS_CONVERTED)
     if script not in scripts.torch:
         return
     parsed = _parse_torchrun(words)

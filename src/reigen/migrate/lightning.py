@@ -12,13 +12,20 @@ from reigen.migrate.syntax import NameUse, PythonSource
 STARTED = "`reigen run -np N` starts the processes, and devices= and num_nodes= do not count (docs/lightning.md)"
 #: About strategies that divide parameters or state among ranks.
 SHARDED = "Reigen needs whole parameters, and has no such strategy: it goes on as it is, by torch.distributed"
-_PACKAGES = ("lightning.", "pytorch_lightning.")
+_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 _DDP = {"ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2"}
 _FOUND_UNUSED = ("_find_unused_parameters_true", "_find_unused_parameters_false")
 _SHARDED = ("fsdp", "deepspeed", "ddp_sharded", "ddp_fully_sharded", "colossalai")
 _SHARDED_CLASSES = {"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "DDPFullyShardedNativeStrategy"}
 #: Values of accelerator= that were strategies.
 _OF_LIGHTNING_1 = ("ddp", "ddp_spawn", "ddp2", "ddp_cpu", "horovod")
+#: About Fabric, which has no place for another package's strategy, and needs none.
+_FABRIC = (
+    "works as it is, by `reigen run --torchrun-env -np N` on one host, where N is its number of devices, and torch "
+    "averages; docs/lightning.md has the lines with which Reigen does"
+)
+_FABRIC_ALONE = "it starts its processes by itself, as before, and torch averages: start it by `python`"
+_STARTS_PROCESSES = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 _BY_HAND = f'strategy="reigen", and `import reigen.lightning`: {STARTED}'
 
 
@@ -31,15 +38,34 @@ def find_in_lightning_script(source: PythonSource) -> Iterator[LineFinding]:
             continue
         if name == "Trainer" or use.dotted.endswith(".Trainer.from_argparse_args"):
             yield from _check_trainer(source, use, call)
+        elif name == "Fabric":
+            yield _check_fabric(call)
         elif name == "LightningCLI":
             for keyword in call.keywords:
                 if keyword.arg == "trainer_defaults":
                     yield from _check_options(source, use, _options(keyword.value))
-        elif name in {"DDPStrategy", "HorovodStrategy"}:
+        elif name in {"DDPStrategy", "HorovodStrategy"} and not _is_of_fabric(source, use, call):
             message = f'by hand: strategy="reigen" in its place, and `import reigen.lightning`: {STARTED}'
             yield LineFinding(call.lineno, "change", name, message)
         elif name in _SHARDED_CLASSES:
             yield LineFinding(call.lineno, "cannot", name, SHARDED)
+
+
+def _check_fabric(call: ast.Call) -> LineFinding:
+    """Return what becomes of a Fabric, which trains by a loop of the script's own."""
+    strategy = next((each.value for each in call.keywords if each.arg == "strategy"), None)
+    name = strategy.value if isinstance(strategy, ast.Constant) else None
+    if isinstance(name, str) and name.startswith(_SHARDED):
+        return LineFinding(call.lineno, "cannot", f"Fabric, strategy={name!r}", SHARDED)
+    starts = isinstance(name, str) and name.startswith(_STARTS_PROCESSES)
+    return LineFinding(call.lineno, "works", "Fabric", _FABRIC_ALONE if starts else _FABRIC)
+
+
+def _is_of_fabric(source: PythonSource, use: NameUse, call: ast.Call) -> bool:
+    """Return whether a strategy is Fabric's own, or is handed to one: it averages there as before."""
+    callers = (each for each in source.ancestors(call) if isinstance(each, ast.Call))
+    is_handed = any((source.resolve(each.func) or "").endswith(".Fabric") for each in callers)
+    return is_handed or use.dotted.startswith(("lightning.fabric.", "lightning_fabric."))
 
 
 def _options(node: ast.expr) -> dict[str, ast.expr]:

@@ -167,6 +167,8 @@ def _convert_torch(reports: list[FileReport]) -> None:
         for report in group if any(each.torch.starts for each in group) else ():
             report.torch.findings += report.torch.of_group
             report.torch.used |= bool(report.torch.of_group)
+        for report in _with_several_models(group, reports):
+            report.torch.findings += report.torch.of_models
         torch = [report for report in group if report.torch.used]
         blocked = [report for report in torch if report.torch.blocking]
         reason = ""
@@ -178,6 +180,23 @@ def _convert_torch(reports: list[FileReport]) -> None:
             reason = "init_process_group is called nowhere here: name all files of the project"
         for report in group:
             report.findings += report.torch.unconverted(reason) if reason else report.torch.findings
+
+
+def _with_several_models(group: list[FileReport], reports: list[FileReport]) -> Iterator[FileReport]:
+    """Yield files that have a model with an optimizer each, and belong to one program: some file imports them all."""
+    having = [report for report in group if report.torch.of_models]
+    found: set[int] = set()
+    for program in reports if len(having) > 1 else ():
+        reached: dict[int, FileReport] = {}
+        waiting = [program]
+        while waiting:
+            report = waiting.pop()
+            if id(report) not in reached:
+                reached[id(report)] = report
+                waiting += _imported_files(report, reports)
+        mine = {id(report) for report in having} & set(reached)
+        found |= mine if len(mine) > 1 else set()
+    return (report for report in having if id(report) in found)
 
 
 def _groups(users: list[FileReport], reports: list[FileReport]) -> Iterator[list[FileReport]]:

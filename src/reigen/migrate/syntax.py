@@ -19,6 +19,8 @@ _PYTHON_2_TEXT = re.compile(
     r"^\s*(print\s+['\"\w]|except\s+[\w.]+\s*,\s*\w+\s*:|exec\s+['\"])|<>|\b\d+L\b", re.MULTILINE
 )
 
+#: A statement that binds one name or attribute, with an annotation or without.
+Assignment = ast.Assign | ast.AnnAssign
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
@@ -47,6 +49,13 @@ class NameUse:
     node: ast.Name | ast.Attribute
     dotted: str
     imported: ImportedName
+
+
+def assigned_target(node: ast.AST) -> ast.expr | None:
+    """Return the one name or attribute that a statement binds; None: it binds several, or none, or has no value."""
+    if isinstance(node, ast.AnnAssign):
+        return node.target if node.value is not None else None
+    return node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
 
 
 class PythonSource:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Callable
 
-from reigen.migrate.syntax import NameUse
+from reigen.migrate.syntax import Assignment, NameUse, assigned_target
 from reigen.migrate.torch_record import TorchRecord
 
 _PREFIX = "torch.distributed."
@@ -135,7 +135,8 @@ class CollectiveRules:
     def _is_calculated(self, rank: ast.expr) -> bool:
         text = ast.unparse(rank)
         for node in ast.walk(self._source.scope(rank)):
-            is_set = isinstance(node, ast.Assign) and any(ast.unparse(target) == text for target in node.targets)
+            targets = node.targets if isinstance(node, ast.Assign) else [assigned_target(node)]
+            is_set = any(target is not None and ast.unparse(target) == text for target in targets)
             if is_set and any(isinstance(each, ast.BinOp) for each in ast.walk(node)):
                 return True
         return isinstance(rank, ast.BinOp)
@@ -191,7 +192,8 @@ class CollectiveRules:
         """Return whether a list was made for this call: of new tensors, which nothing else refers to."""
         made = re.compile(r"torch\.(zeros|empty|ones|tensor)(_like)?$")
         for each in ast.walk(self._source.scope(node)):
-            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == ast.unparse(node):
+            target = assigned_target(each)
+            if isinstance(each, Assignment) and target is not None and ast.unparse(target) == ast.unparse(node):
                 element = each.value.elt if isinstance(each.value, ast.ListComp) else None
                 return isinstance(element, ast.Call) and bool(made.match(self._source.resolve(element.func) or ""))
         return False

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from reigen.errors import ConfigError
 from reigen.migrate.findings import LineFinding
-from reigen.migrate.syntax import PythonSource
+from reigen.migrate.syntax import NameUse, PythonSource
 from reigen.migrate.text_files import Edit, apply_edits
 from reigen.migrate.torch_collectives import CollectiveRules
 from reigen.migrate.torch_record import PROCESSES, TorchFindings, TorchRecord
@@ -23,6 +23,7 @@ _DDP = {
     "torch.nn.parallel.DistributedDataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel",
 }
+_SYNC_BATCH_NORM = "torch.nn.SyncBatchNorm"
 _SAMPLER = {
     "torch.utils.data.distributed.DistributedSampler",
     "torch.utils.data.DistributedSampler",
@@ -48,7 +49,9 @@ def find_in_torch_script(source: PythonSource) -> TorchFindings:
     record = TorchRecord(source)
     collectives, training = CollectiveRules(record), TrainingRules(record)
     for use in source.uses:
-        if use.dotted in _DDP:
+        if use.dotted.startswith(_SYNC_BATCH_NORM):
+            _find_batch_norm(record, training, use)
+        elif use.dotted in _DDP:
             training.data_parallel(use)
         elif use.dotted == "torch.multiprocessing.spawn":
             training.spawn(use)
@@ -58,8 +61,6 @@ def find_in_torch_script(source: PythonSource) -> TorchFindings:
             collectives.apply(use)
         elif use.dotted == "torch.distributed":
             record.block(use.node, "the module under another name, or as an argument: name its functions")
-        elif use.dotted == "torch.nn.SyncBatchNorm.convert_sync_batchnorm":
-            record.block(use.node, "hvd.SyncBatchNorm in the model itself: there is no conversion of whole models")
     for use in source.uses:
         if use.dotted in _SAMPLER:
             training.sampler(use)
@@ -74,6 +75,15 @@ def find_in_torch_script(source: PythonSource) -> TorchFindings:
         _change_imports(record)
     record.found.findings = sorted(_without_inner_edits(record.found.findings), key=lambda each: each.line)
     return record.found
+
+
+def _find_batch_norm(record: TorchRecord, training: TrainingRules, use: NameUse) -> None:
+    """Find conversions to torch's SyncBatchNorm, and layers of it."""
+    if use.dotted == f"{_SYNC_BATCH_NORM}.convert_sync_batchnorm":
+        training.convert_batch_norm(use)
+    elif use.dotted == _SYNC_BATCH_NORM and record.call(use) is not None:
+        message = "hvd.SyncBatchNorm: without a process group torch's normalises over this rank's batch alone"
+        record.block_with_others(use.node, message)
 
 
 def _find_others_that_average(record: TorchRecord) -> None:

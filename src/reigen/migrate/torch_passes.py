@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from reigen.migrate.syntax import PythonSource
 
@@ -17,6 +18,76 @@ _OPTIMIZER = re.compile(r"opt|scal", re.IGNORECASE)
 
 #: Takes what is found: the node, and what to do.
 Report = Callable[[ast.Call, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPasses:
+    """Passes of which each step of a file is made: as many as loops say, `for _ in range(N)`.
+
+    Attributes:
+        number: N as it is written there.
+        loops: them.
+        passes: their calls of ``backward``: one in each.
+    """
+
+    number: ast.expr
+    loops: tuple[ast.For, ...]
+    passes: tuple[ast.Call, ...]
+
+    def is_known_at(self, source: PythonSource, place: ast.stmt) -> bool:
+        """Return whether the number is bound at a statement, and does not change after it."""
+        if isinstance(self.number, ast.Constant):
+            return True
+        text = ast.unparse(self.number)
+        owner = source.owner(text, self.loops[0])
+        if owner is not source.owner(text, place) or any(source.owner(text, each) is not owner for each in self.loops):
+            return False
+        names = (node for node in ast.walk(source.tree) if isinstance(node, ast.Name | ast.Attribute))
+        stores = [each for each in names if isinstance(each.ctx, ast.Store) and ast.unparse(each) == text]
+        mine = [each for each in stores if source.owner(text, each) is owner]
+        is_early = all(each.lineno < place.lineno for each in mine)
+        if text.startswith("self."):
+            return is_early and len(mine) == 1 and source.scope(mine[0]) is source.scope(place)
+        return is_early and (bool(mine) or isinstance(self.number, ast.Attribute))
+
+
+def find_counted_passes(source: PythonSource) -> CountedPasses | None:
+    """Find the number of passes of each step; None: it is not written down as that of a loop, or not for all."""
+    passes = list(_calls(source.tree, "backward"))
+    loops: list[ast.For] = []
+    for call in passes:
+        statement = source.statement(call)
+        loop = source.parents[statement]
+        while isinstance(loop, ast.With):
+            loop = source.parents[loop]
+        if not isinstance(loop, ast.For) or loop.orelse or not _is_left_at_its_end(source, loop):
+            return None
+        if any(_calls(loop, "step")) or any(_calls(loop, "zero_grad")):
+            return None
+        loops.append(loop)
+    numbers = [_range_of(loop) for loop in loops]
+    first = numbers[0] if numbers else None
+    if first is None or len(set(loops)) != len(loops):
+        return None
+    if any(each is None or ast.unparse(each) != ast.unparse(first) for each in numbers):
+        return None
+    return CountedPasses(first, tuple(loops), tuple(passes))
+
+
+def _range_of(loop: ast.For) -> ast.expr | None:
+    """Return N of `for _ in range(N)`, a name, an attribute or a number."""
+    call = loop.iter
+    is_range = isinstance(call, ast.Call) and ast.unparse(call.func) == "range" and len(call.args) == 1
+    number = call.args[0] if is_range and isinstance(call, ast.Call) else None
+    return number if isinstance(number, ast.Name | ast.Attribute | ast.Constant) else None
+
+
+def _is_left_at_its_end(source: PythonSource, loop: ast.For) -> bool:
+    return not any(
+        isinstance(node, ast.Break | ast.Continue | ast.Return)
+        and next((each for each in source.ancestors(node) if isinstance(each, ast.For | ast.While)), loop) is loop
+        for node in ast.walk(loop)
+    )
 
 
 def find_several_passes(source: PythonSource, report: Report) -> None:

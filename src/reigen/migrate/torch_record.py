@@ -38,6 +38,7 @@ class TorchFindings:
         stays: words for what happens if nothing is changed.
         of_group: findings that block where files that belong together call init_process_group: of processes that are
             started, and of passes.
+        of_models: findings that block where another file of the same program has a model and an optimizer, too.
     """
 
     findings: list[LineFinding] = field(default_factory=list)
@@ -45,6 +46,7 @@ class TorchFindings:
     used: bool = False
     stays: str = _BY_TORCHRUN_ENV
     of_group: list[LineFinding] = field(default_factory=list)
+    of_models: list[LineFinding] = field(default_factory=list)
 
     @property
     def blocking(self) -> list[LineFinding]:
@@ -118,6 +120,10 @@ class TorchRecord:
     def block_with_others(self, node: ast.expr | ast.stmt, message: str) -> None:
         """Add a finding that blocks where the file belongs to others that use torch.distributed."""
         self.found.of_group.append(self._blocking(node, message, cannot=False))
+
+    def block_with_models(self, node: ast.expr | ast.stmt, message: str) -> None:
+        """Add a finding that blocks where another file of the program has a model with an optimizer of its own."""
+        self.found.of_models.append(self._blocking(node, message, cannot=False))
 
     def _blocking(self, node: ast.expr | ast.stmt, message: str, *, cannot: bool) -> LineFinding:
         text = (

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reigen.launch.local_plan import PER_RANK_VARIABLES
-from reigen.migrate.syntax import NameUse
+from reigen.migrate.syntax import Assignment, NameUse, assigned_target
 from reigen.migrate.text_files import Edit
-from reigen.migrate.torch_passes import PASSES, find_several_passes, method_of
+from reigen.migrate.torch_optimizers import OptimizerStatements, parameters_of
+from reigen.migrate.torch_passes import PASSES, CountedPasses, find_counted_passes, find_several_passes, method_of
 from reigen.migrate.torch_record import BY_TORCHRUN_ENV, TorchRecord
 
 #: Variables of torchrun's: those that `reigen run --torchrun-env` sets.
@@ -66,7 +67,7 @@ class ModelInDDP:
         owner: see `PythonSource.owner`, of the name.
     """
 
-    statement: ast.Assign
+    statement: Assignment
     name: str
     inner: str
     owner: ast.AST
@@ -83,8 +84,11 @@ class TrainingRules:
     def __init__(self, record: TorchRecord) -> None:
         self._record, self._source, self._hvd = record, record.source, record.hvd
         self._models: list[ModelInDDP] = []
+        self._made = OptimizerStatements(record.source)
+        #: the passes of each step, where they are several and their number is written down
+        self._counted: CountedPasses | None = None
         #: statements in functions that get a model in DDP
-        self._of_callees: set[ast.Assign] = set()
+        self._of_callees: set[Assignment] = set()
 
     # -- models and optimizers ----------------------------------------------------------------------------------------
 
@@ -92,7 +96,8 @@ class TrainingRules:
         """Add findings about DistributedDataParallel."""
         call = self._record.call(use)
         statement = self._source.parents.get(call) if call is not None else None
-        if call is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        target = assigned_target(statement) if statement is not None else None
+        if call is None or target is None or not isinstance(statement, Assignment):
             if not self._is_only_named(use.node):
                 advice = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.DistributedOptimizer(optimizer)"
                 self._record.block(use.node, advice)
@@ -104,15 +109,24 @@ class TrainingRules:
         if model is None or unknown or not self._source.is_alone(statement):
             self._record.block(call, f"DistributedDataParallel with {', '.join(unknown) or 'these arguments'}")
             return
-        name, inner = self._source.text(statement.targets[0]), self._source.text(model)
+        name, inner = self._source.text(target), self._source.text(model)
         owner = self._source.owner(name, statement)
         self._models.append(ModelInDDP(statement, name, self._source.text(_without_moves(model)), owner))
         broadcast = f"{self._hvd}.broadcast_parameters({name}.state_dict(), root_rank=0)"
         parts: tuple[str | ast.expr, ...] = (broadcast,)
         if name != inner:
-            parts = (f"{name} = ", model, f"{self._record.new_line(statement)}{broadcast}")
+            parts = (f"{name}{self._annotation(statement)} = ", model, f"{self._record.new_line(statement)}{broadcast}")
         message = "the model stays itself, and all ranks begin with rank 0's; its buffers stay each rank's own"
         self._record.change(statement, message, *self._record.rewrite(statement, *parts))
+
+    def _annotation(self, statement: Assignment) -> str:
+        """Return the annotation of an assignment, with its colon; empty: there is none, or it says DDP."""
+        if not isinstance(statement, ast.AnnAssign):
+            return ""
+        names = (self._source.resolve(each) or "" for each in ast.walk(statement.annotation))
+        if any(name.endswith(".DistributedDataParallel") for name in names):
+            return ""
+        return f": {self._source.text(statement.annotation)}"
 
     def _is_only_named(self, node: ast.expr) -> bool:
         """Return whether a class is compared with, or an annotation: isinstance(model, DistributedDataParallel)."""
@@ -127,8 +141,8 @@ class TrainingRules:
 
     def finish(self) -> None:
         """Add findings about what belongs to models that were in DDP."""
-        wrapped: dict[ast.Assign, list[ModelInDDP]] = {}
-        given: dict[ast.Assign, list[ModelInDDP]] = {}
+        wrapped: dict[Assignment, list[ModelInDDP]] = {}
+        given: dict[Assignment, list[ModelInDDP]] = {}
         if self._both():
             return
         for model in self._models:
@@ -145,19 +159,32 @@ class TrainingRules:
                     "wrap it in hvd.DistributedOptimizer()"
                 )
                 self._record.block(model.statement, message)
+        self._counted = self._counted_passes(wrapped | given)
         for each, models in wrapped.items():
             self._wrap(each, models)
         for each, models in given.items():
             self._wrap_given(each, models)
         self._several_models(wrapped | given)
-        self._other_optimizers(wrapped)
+        self._other_optimizers(wrapped, given)
         self._module_attributes()
         self._model_methods()
         self._passes()
 
     def _passes(self) -> None:
         """Find passes and steps that are no pairs; without a model here they matter to files that belong together."""
-        find_several_passes(self._source, self._record.block if self._models else self._record.block_with_others)
+        counted = self._counted.passes if self._counted is not None else ()
+        report = self._record.block if self._models else self._record.block_with_others
+        find_several_passes(self._source, lambda node, message: None if node in counted else report(node, message))
+
+    def _counted_passes(self, optimizers: Mapping[Assignment, Sequence[ModelInDDP]]) -> CountedPasses | None:
+        """Return the passes of a step where each optimizer can be given their number."""
+        found = find_counted_passes(self._source)
+        places = [
+            max(each, *(model.statement for model in models), key=lambda node: node.lineno)
+            for each, models in optimizers.items()
+        ]
+        is_known = found is not None and all(found.is_known_at(self._source, each) for each in [*optimizers, *places])
+        return found if is_known and optimizers else None
 
     def _both(self) -> bool:
         """Find optimizers that average by themselves, beside models in DDP; returns whether there are."""
@@ -168,48 +195,56 @@ class TrainingRules:
             self._record.block(use.node, message)
         return bool(found and self._models)
 
-    def _several_models(self, wrapped: Mapping[ast.Assign, Sequence[ModelInDDP]]) -> None:
+    def _several_models(self, wrapped: Mapping[Assignment, Sequence[ModelInDDP]]) -> None:
         """Find optimizers of several models, whose losses may leave gradients in each other's models."""
-        first: dict[frozenset[tuple[str, ast.AST]], ast.Assign] = {}
+        first: dict[frozenset[tuple[str, ast.AST]], Assignment] = {}
         for optimizer in sorted(wrapped, key=lambda each: each.lineno):
             first.setdefault(frozenset(model.key for model in wrapped[optimizer]), optimizer)
         scopes = [self._source.scope(each) for each in first.values()]
-        kept_inside = all(map(self._keeps_inside, first.values()))
-        if len(first) > 1 and not (kept_inside and len(set(scopes)) == len(scopes)):
+        open_ones = [each for each in first.values() if not self._keeps_inside(each)]
+        if len(first) > 1 and (open_ones or len(set(scopes)) < len(scopes)):
             for optimizer in first.values():
                 self._record.block(optimizer, _SEVERAL_MODELS)
+        elif open_ones:
+            self._record.block_with_models(open_ones[0], _SEVERAL_MODELS)
 
-    def _keeps_inside(self, optimizer: ast.Assign) -> bool:
+    def _keeps_inside(self, optimizer: Assignment) -> bool:
         """Return whether an optimizer is a function's own, which returns nothing: its loop is no part of another's."""
         scope = self._source.scope(optimizer)
         returned = [each for each in ast.walk(scope) if isinstance(each, ast.Return | ast.Yield | ast.YieldFrom)]
-        is_local = isinstance(optimizer.targets[0], ast.Name) and not isinstance(scope, ast.Module)
+        is_local = isinstance(assigned_target(optimizer), ast.Name) and not isinstance(scope, ast.Module)
         return is_local and all(each.value is None for each in returned)
 
-    def _other_optimizers(self, wrapped: Mapping[ast.Assign, object]) -> None:
+    def _other_optimizers(
+        self, wrapped: Mapping[Assignment, object], given: Mapping[Assignment, Sequence[ModelInDDP]]
+    ) -> None:
         """Find optimizers of torch's that nothing wraps: their gradients would stay each rank's own."""
-        calls = [node for node in ast.walk(self._source.tree) if isinstance(node, ast.Call)]
-        made = [call for call in calls if self._is_torchs(call)]
-        left = [call for call in made if not any(each in wrapped for each in self._source.ancestors(call))]
+        covered = {*wrapped, *self._made.makers_called_by(wrapped)}
+        left = [
+            call
+            for call in self._made.torchs_calls
+            if not any(each in covered for each in self._source.ancestors(call))
+        ]
+        classes = {self._source.owner("self", kept) for kept in given} - {self._source.tree}
         # one that is handed to the function that has the model is wrapped there
-        for call in left if self._models and (wrapped or len(left) > 1) else ():
-            self._record.block(call, "another optimizer, which has to be wrapped in hvd.DistributedOptimizer(), too")
+        several = bool(wrapped) or len(left) > 1
+        for call in left if self._models else ():
+            target = assigned_target(self._source.statement(call))
+            is_kept = isinstance(target, ast.Attribute) and self._source.owner("self", call) in classes
+            if several or is_kept:
+                message = "another optimizer, which has to be wrapped in hvd.DistributedOptimizer(), too"
+                self._record.block(call, message)
 
-    def _is_torchs(self, call: ast.Call) -> bool:
-        kind = self._source.resolve(call.func) or ""
-        is_class = kind.startswith("torch.optim.") and kind.rpartition(".")[2][:1].isupper()
-        return is_class and not kind.startswith(("torch.optim.lr_", "torch.optim.swa_"))
-
-    def _optimizers(self, model: ModelInDDP) -> Iterator[ast.Assign]:
+    def _optimizers(self, model: ModelInDDP) -> Iterator[Assignment]:
         """Yield statements that make an optimizer of a model's parameters, by a name that means it there, too."""
         owners = {model.name: model.owner, f"{model.name}.module": model.owner}
         if _NAME.fullmatch(model.inner):
             owners |= {model.inner: self._source.owner(model.inner, model.statement)}
-        for statement, names in self._made_optimizers():
+        for statement, names in self._made.statements:
             if any(self._source.owner(name, statement) is owners[name] for name in names if name in owners):
                 yield statement
 
-    def _optimizers_of_callers(self, model: ModelInDDP) -> Iterator[ast.Assign]:
+    def _optimizers_of_callers(self, model: ModelInDDP) -> Iterator[Assignment]:
         """Yield statements that make an optimizer of a model that is then handed to the function that has DDP."""
         scope = self._source.scope(model.statement)
         if not isinstance(scope, ast.FunctionDef) or model.inner not in {each.arg for each in scope.args.args}:
@@ -223,13 +258,13 @@ class TrainingRules:
             and ast.unparse(call.func).rpartition(".")[2] == name
             and model.inner in map(ast.unparse, [*call.args, *(each.value for each in call.keywords)])
         }
-        for statement, names in self._made_optimizers():
+        for statement, names in self._made.statements:
             if model.inner in names and self._source.owner(model.inner, statement) in handed:
                 yield statement
 
-    def _optimizers_of_callees(self, model: ModelInDDP) -> Iterator[ast.Assign]:
+    def _optimizers_of_callees(self, model: ModelInDDP) -> Iterator[Assignment]:
         """Yield statements that make an optimizer of an argument, of the model's name, that always is the model."""
-        for statement, names in self._made_optimizers():
+        for statement, names in self._made.statements:
             function = self._source.scope(statement)
             if model.name not in names or not isinstance(function, ast.FunctionDef):
                 continue
@@ -244,25 +279,7 @@ class TrainingRules:
                 self._of_callees.add(statement)
                 yield statement
 
-    def _made_optimizers(self) -> Iterator[tuple[ast.Assign, set[str]]]:
-        """Yield statements that make optimizers, and the names of the models of whose parameters they are made."""
-        for node in ast.walk(self._source.tree):
-            if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.value, ast.Call):
-                continue
-            is_wrapper = ast.unparse(node.value.func).rpartition(".")[2] == "DistributedOptimizer"
-            if self._is_torchs(node.value) or ("opt" in ast.unparse(node.targets[0]).lower() and not is_wrapper):
-                inside = [each for each in ast.walk(node.value) if each is not node.value]
-                inside += [each for name in inside for value in self._assigned(name) for each in ast.walk(value)]
-                calls = (each for each in inside if isinstance(each, ast.Call))
-                yield node, {name for each in calls if (name := _owner_of_parameters(each))}
-
-    def _assigned(self, name: ast.AST) -> Iterator[ast.expr]:
-        """Yield values of a variable in its function, in which parameters may have been chosen or grouped before."""
-        for node in ast.walk(self._source.scope(name)) if isinstance(name, ast.Name) else ():
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == ast.unparse(name):
-                yield node.value
-
-    def _given_optimizer(self, model: ModelInDDP) -> ast.Assign | None:
+    def _given_optimizer(self, model: ModelInDDP) -> Assignment | None:
         """Return the statement by which a function keeps the one optimizer that it gets, beside the model.
 
         Whether it is the model's is seen when the script runs: `DistributedOptimizer` compares the parameters.
@@ -270,22 +287,21 @@ class TrainingRules:
         found = [
             node
             for node in ast.walk(self._source.scope(model.statement))
-            if isinstance(node, ast.Assign)
+            if isinstance(node, Assignment)
             and isinstance(node.value, ast.Name)
-            and len(node.targets) == 1
-            and isinstance(node.targets[0], ast.Attribute)
-            and "optim" in ast.unparse(node.targets[0]).lower()
+            and isinstance(target := assigned_target(node), ast.Attribute)
+            and "optim" in ast.unparse(target).lower()
         ]
         return found[0] if len(found) == 1 and self._source.is_alone(found[0]) else None
 
-    def _wrap_given(self, kept: ast.Assign, models: Sequence[ModelInDDP]) -> None:
-        optimizer = self._source.text(kept.targets[0])
+    def _wrap_given(self, kept: Assignment, models: Sequence[ModelInDDP]) -> None:
+        optimizer = self._target(kept)
         place = max(kept, *(model.statement for model in models), key=lambda each: each.lineno)
         names = {model.name for model in models}
         line = self._wrapping(optimizer, f"{names.pop()}.named_parameters()" if len(names) == 1 else "")
         self._record.change(kept, "averages the gradients", self._source.insert_after(place, *line))
 
-    def _wrap(self, statement: ast.Assign, models: Sequence[ModelInDDP]) -> None:
+    def _wrap(self, statement: Assignment, models: Sequence[ModelInDDP]) -> None:
         if not self._source.is_alone(statement):
             self._record.block(statement, "hvd.DistributedOptimizer(optimizer)")
         elif self._is_before_start(statement, models):
@@ -294,15 +310,21 @@ class TrainingRules:
             # the name that the optimizer is made of exists there; that of the result of DDP may not, or not yet
             value = statement.value
             params = value.args[0] if isinstance(value, ast.Call) and value.args else None
-            owner = _owner_of_parameters(params) if isinstance(params, ast.Call) else ""
+            owner = parameters_of(params) if isinstance(params, ast.Call) else ""
             if owner.removesuffix(".module") in {model.name for model in models}:
                 owner = owner.removesuffix(".module")
             names = f"{owner}.named_parameters()" if owner else ""
-            lines = self._wrapping(self._source.text(statement.targets[0]), names)
+            lines = self._wrapping(self._target(statement), names)
             message = "averages the gradients in backward"
             self._record.change(statement, message, self._source.insert_after(statement, *lines))
 
-    def _is_before_start(self, optimizer: ast.Assign, models: Sequence[ModelInDDP]) -> bool:
+    def _target(self, statement: Assignment) -> str:
+        """Return the name or attribute that a statement binds, as it is written."""
+        target = assigned_target(statement)
+        assert target is not None
+        return self._source.text(target)
+
+    def _is_before_start(self, optimizer: Assignment, models: Sequence[ModelInDDP]) -> bool:
         """Return whether an optimizer is made before init_process_group, as far as one function tells."""
         scope = self._source.scope(optimizer)
         starts = [each.lineno for each in self._starts(scope) if self._source.scope(each) is scope]
@@ -318,6 +340,8 @@ class TrainingRules:
         """Return the lines that wrap an optimizer."""
         arguments = [optimizer]
         arguments += [f"named_parameters={named_parameters}"] if named_parameters else []
+        passes = ast.unparse(self._counted.number) if self._counted is not None else ""
+        arguments += [f"backward_passes_per_step={passes}"] if passes else []
         arguments += ["synchronize_in_backward=True"] if self._reads_gradients() else []
         line = f"{optimizer} = {self._hvd}.DistributedOptimizer({', '.join(arguments)})"
         return [f"if {self._hvd}.is_initialized():", f"    {line}"] if self._is_conditional() else [line]
@@ -355,6 +379,44 @@ class TrainingRules:
         names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in nodes}
         return not names.isdisjoint(_READERS) or "backward" not in names
 
+    def _is_asked_for(self, node: ast.Attribute) -> bool:
+        """Return whether a condition asks first: `model.module if hasattr(model, "module") else model`, or isinstance.
+
+        A model that is no DDP any more has the answer no.
+        """
+        text = ast.unparse(node.value)
+        for child, parent in zip([node, *self._source.ancestors(node)], self._source.ancestors(node), strict=False):
+            if not isinstance(parent, ast.If | ast.IfExp) or child is parent.test:
+                continue
+            test = parent.test
+            is_asked = isinstance(test, ast.Call) and ast.unparse(test.func) in {"hasattr", "isinstance"}
+            in_body = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
+            if is_asked and in_body and isinstance(test, ast.Call) and ast.unparse(test.args[0]) == text:
+                return True
+        return False
+
+    def _is_own_module(self, node: ast.Attribute) -> bool:
+        """Return whether an attribute is that of an object of a class of its own, and no DDP's."""
+        text = ast.unparse(node.value)
+        values = []
+        for each in ast.walk(self._source.tree):
+            target = assigned_target(each)
+            is_same = target is not None and ast.unparse(target) == text
+            if is_same and self._source.owner(text, each) is self._source.owner(text, node):
+                values.append(each.value if isinstance(each, Assignment) else None)
+        return bool(values) and all(isinstance(each, ast.Call) and self._is_of_other_class(each) for each in values)
+
+    def _is_of_other_class(self, call: ast.Call) -> bool:
+        """Return whether a call makes an object of a class that has nothing to do with DDP, as its name tells."""
+        name = ast.unparse(call.func).rpartition(".")[2]
+        own = next(
+            (each for each in ast.walk(self._source.tree) if isinstance(each, ast.ClassDef) and each.name == name), None
+        )
+        bases = " ".join(map(ast.unparse, own.bases)) if own is not None else ""
+        return name[:1].isupper() and not re.search(
+            r"parallel|ddp", f"{self._source.resolve(call.func) or name} {bases}", re.IGNORECASE
+        )
+
     def _module_attributes(self) -> None:
         """Take ``.module`` away behind models that are no DDP any more."""
         names = {model.name for model in self._models}
@@ -363,25 +425,54 @@ class TrainingRules:
         ]
         own = {ast.unparse(node) for node in modules if isinstance(node.ctx, ast.Store)}  # and none of DDP's
         for node in modules:
-            if ast.unparse(node) in own:
+            if ast.unparse(node) in own or self._is_asked_for(node):
                 continue
             text = self._source.text(node.value)
             start, end = self._source.range(node)
             if text in names:
                 edit = Edit(start + len(text), end, "")
                 self._record.change(node, "the model itself", edit)
-            elif self._models or self._record.found.starts:
+            elif (self._models or self._record.found.starts) and not self._is_own_module(node):
                 self._record.block(node, f"{text}: leave .module out if that is a model that was in DDP")
 
     def _model_methods(self) -> None:
         names = {model.name for model in self._models}
         for node in ast.walk(self._source.tree):
             if isinstance(node, ast.Attribute) and self._source.text(node.value) in names:
-                if node.attr in _METHODS:
+                if node.attr in _METHODS and not self._leave_out_pauses(node):
                     self._record.block(node, _METHODS[node.attr])
                 elif node.attr in {"state_dict", "load_state_dict"}:
                     message = "keys do not begin with `module.` any more: those of older files do"
                     self._record.remark(node, message, of_conversion=True)
+
+    def _leave_out_pauses(self, node: ast.Attribute) -> bool:
+        """Leave out what tells DDP not to average yet, where passes are counted; returns whether that was done."""
+        parent = self._source.parents[node]
+        if self._counted is None or not any(loop in self._source.ancestors(node) for loop in self._counted.loops):
+            return False
+        message = "the optimizer counts the passes"
+        is_set = isinstance(parent, Assignment) and assigned_target(parent) is node and self._source.is_alone(parent)
+        if node.attr == "require_backward_grad_sync" and is_set and isinstance(parent, Assignment):
+            self._record.change(parent, message, *self._record.rewrite(parent, "pass"))
+            return True
+        known = [each for each in self._source.imports if each.dotted in {"contextlib", "contextlib.nullcontext"}]
+        if node.attr == "no_sync" and isinstance(parent, ast.Call) and known:
+            name = known[0].bound if known[0].dotted != "contextlib" else f"{known[0].bound}.nullcontext"
+            self._record.change(parent, message, *self._record.rewrite(node, name))
+            return True
+        return False
+
+    def convert_batch_norm(self, use: NameUse) -> None:
+        """Add findings about the conversion of a model's batch norms."""
+        call = self._record.call(use)
+        given = self._record.arguments(call, "module", "process_group") if call is not None else None
+        if given is None or ast.unparse(given.pop("process_group", ast.Constant(None))) != "None" or len(given) != 1:
+            message = "hvd.SyncBatchNorm.convert_sync_batchnorm(model); its process_set takes the place of a group"
+            self._record.block(use.node, message)
+            return
+        assert call is not None
+        parts = (f"{self._hvd}.SyncBatchNorm.convert_sync_batchnorm(", given["module"], ")")
+        self._record.change(call, "over the batches of all ranks, as before", *self._record.rewrite(call, *parts))
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -430,11 +521,17 @@ class TrainingRules:
             self._record.block(use.node, advice)
             return
         number = self._source.text(given["nprocs"]) if "nprocs" in given else None
+        tests = [each.test for each in self._source.ancestors(statement) if isinstance(each, ast.If)]
+        if number is not None and any(number in map(ast.unparse, ast.walk(test)) for test in tests):
+            message = f"call the function with hvd.rank() in both cases: {number} is none of `reigen run`'s numbers"
+            self._record.block(use.node, message)
+            return
         texts = [self._source.text(each) for each in arguments.elts]
         passed = [f"{self._hvd}.rank()", *(f"{self._hvd}.size()" if text == number else text for text in texts)]
         function = self._source.text(given["fn"])
         new = f"{self._hvd}.init(){self._record.new_line(statement)}{function}({', '.join(passed)})"
-        message = "`reigen run -np N` starts the processes; on several hosts a device's number is hvd.local_rank()"
+        message = f"`reigen run -np N` starts the processes, where N is what {number or 'their number'} is here"
+        message += "; on several hosts a device's number is hvd.local_rank()"
         self._record.found.starts = True
         self._record.change(statement, message, *self._record.rewrite(statement, new))
 
@@ -481,12 +578,6 @@ class TrainingRules:
 
 
 _GETTERS = {"os.environ.get", "os.getenv", "os.environ.pop"}
-
-
-def _owner_of_parameters(call: ast.Call) -> str:
-    """Return the text of the model whose parameters a call returns; empty: it is another call."""
-    is_wanted = isinstance(call.func, ast.Attribute) and call.func.attr in {"parameters", "named_parameters"}
-    return ast.unparse(call.func).rpartition(".")[0] if is_wanted else ""
 
 
 def _argument(call: ast.Call, place: int, name: str) -> str:

@@ -128,13 +128,8 @@ def main(rank):
             "change",
             "backward_passes_per_step",
         ),
-        (
-            "        loss.backward()\n",
-            "        for part in range(4):\n            (loss / 4).backward()\n",
-            "change",
-            "backward_passes_per_step",
-        ),
-        ("DDP(net())", "DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net()))", "change", "hvd.SyncBatchNorm"),
+        ("DDP(net())", "DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net(), g))", "change", "process_set"),
+        ("DDP(net())", "DDP(net(torch.nn.SyncBatchNorm(4)))", "change", "hvd.SyncBatchNorm"),
     ],
 )
 def test_what_has_no_safe_edit_leaves_the_whole_script(
@@ -280,6 +275,31 @@ def test_several_models_with_optimizers_of_their_own_need_a_hand(tmp_path: Path)
     assert changed(tmp_path, twice.replace("opt_d = torch.optim.Adam(net_g.parameters(), lr=0.1)\n", "")) is not None
 
 
+def test_models_of_two_files_of_one_program_need_a_hand(tmp_path: Path) -> None:
+    files = {
+        f"{name}_py": (
+            "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n\nclass Player:\n"
+            "    def __init__(self):\n        self.net = DDP(make())\n"
+            "        self.optimizer = torch.optim.Adam(self.net.parameters())\n"
+        )
+        for name in ("generator", "critic")
+    }
+    start = 'import torch.distributed as dist\n\ndist.init_process_group("gloo")\nloss().backward()\n'
+    program = f"import generator\nimport critic\n{start}"
+    migration = read(tmp_path, train_py=program, **files)
+    assert [file.new_text for file in migration.files] == [None] * 3
+    for name in ("generator.py", "critic.py"):
+        [reason] = [each for each in report(migration, name).findings if each.blocks]
+        assert (reason.line, "requires_grad_(False)" in reason.message) == (8, True)
+
+    # two programs that share a file, and none that has both
+    shared = "import shared\n" + start
+    files = {name: f"{shared}{text}" for name, text in files.items()}
+    (tmp_path / "train.py").unlink()
+    migration = read(tmp_path, shared_py=start, **files)
+    assert all(file.new_text is not None for file in migration.files)
+
+
 def test_models_of_functions_that_keep_them_are_independent(tmp_path: Path) -> None:
     function = (
         "def {}():\n    net = DDP(make())\n    opt = torch.optim.Adam(net.parameters())\n    train(net, opt)\n{}\n\n"
@@ -337,6 +357,166 @@ def test_an_optimizer_of_horovod_beside_ddp_is_none_to_wrap(tmp_path: Path) -> N
     assert any("averages, too" in each.message for each in file.findings)
 
 
+@pytest.mark.parametrize(
+    "new",
+    [
+        "    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+        "    optimizer = torch.optim.SGD(groups(model), lr=0.1)\n",
+        "    parameters = groups(model, 0.1)\n    optimizer = torch.optim.SGD(parameters, lr=0.1)\n",
+        "    optimizer = model.configure_optimizers(0.1)\n",
+        "    optimizer = create_optimizer(args, model)\n",
+        "    kind = torch.optim.SGD\n    optimizer = kind(model.parameters())\n",
+        "    optimizer = torch.optim.SGD(model.parameters()) if rank else torch.optim.Adam(model.parameters())\n",
+    ],
+)
+def test_ways_in_which_an_optimizer_is_made(tmp_path: Path, new: str) -> None:
+    old = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    text = str(changed(tmp_path, _DDP.replace(old, new)))
+    assert f"{new}    optimizer = hvd.DistributedOptimizer(optimizer" in text
+    assert text.count("DistributedOptimizer") == 1
+
+
+def test_an_optimizer_of_each_branch_is_wrapped(tmp_path: Path) -> None:
+    new = "".join(
+        f"    {word}:\n        optimizer = torch.optim.{name}(model.parameters(), lr=0.1)\n"
+        for word, name in (("if rank == 0", "SGD"), ("elif rank == 1", "Adam"), ("else", "AdamW"))
+    )
+    text = _DDP.replace("    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", new)
+    assert str(changed(tmp_path, text)).count("\n        optimizer = hvd.DistributedOptimizer(optimizer, named") == 3
+
+
+_MAKER = """\
+def make_optimizer(net, name):
+    if name == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(net.parameters())
+    return optimizer
+
+
+"""
+
+
+def test_a_function_that_makes_an_optimizer_is_wrapped_where_it_is_called(tmp_path: Path) -> None:
+    call = "    optimizer = make_optimizer(model, name)\n"
+    text = _DDP.replace("    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", call)
+    text = text.replace("def main", f"{_MAKER}def main")
+    new = str(changed(tmp_path, text))
+    assert f"{call}    optimizer = hvd.DistributedOptimizer(optimizer)\n" in new
+    assert new.count("DistributedOptimizer") == 1
+
+    twice = text.replace("    for batch", "    other(make_optimizer(model, 'adam'))\n    for batch")
+    assert changed(tmp_path, twice) is None
+    several = text.replace("    return optimizer\n", "    return optimizer, torch.optim.SGD(net.parameters())\n")
+    assert changed(tmp_path, several) is None
+
+
+def test_a_method_that_makes_the_optimizer_of_its_object(tmp_path: Path) -> None:
+    text = _CLASS.partition("    optimizer =")[0].replace(
+        "\n\ndef main",
+        "        self.opt = self.made()\n\n    def made(self):\n        return torch.optim.SGD(self.net.parameters())\n"
+        "\n    def step(self, loss):\n        loss.backward()\n        self.opt.step()\n\n\ndef main",
+    )
+    new = str(changed(tmp_path, text.replace("make()", "make()\n    Runner(net)")))
+    assert "        self.opt = self.made()\n        self.opt = hvd.DistributedOptimizer(self.opt)\n" in new
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+            "    use(opt := torch.optim.SGD(model.parameters()))\n",
+        ),
+        ("    model = DDP(net())\n", "    (model := DDP(net())).train()\n"),
+        (
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+            "    optimizer, scheduler = make_optimizer(model)\n",
+        ),
+        (
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+            "    optimizers = make_optimizers(model)\n",
+        ),
+    ],
+)
+def test_what_is_bound_in_other_ways_needs_a_hand(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _DDP
+    [file] = read(tmp_path, train_py=_DDP.replace(old, new)).files
+    assert file.new_text is None
+    assert any(each.blocks and "hvd.DistributedOptimizer(" in each.message for each in file.findings)
+
+
+_COUNTED = _DDP.replace(
+    "        loss = model(batch)\n        loss.backward()\n",
+    "        for part in range(num_parts):\n            (model(batch[part]) / num_parts).backward()\n",
+)
+
+
+@pytest.mark.parametrize("number", ["4", "args.parts", "num_parts"])
+def test_passes_that_are_counted(tmp_path: Path, number: str) -> None:
+    text = _COUNTED.replace("num_parts", number)
+    text = text.replace("    model =", "    num_parts = rank + 2\n    model =")
+    new = str(changed(tmp_path, text))
+    assert (
+        f"DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), backward_passes_per_step={number})"
+        in new
+    )
+
+    flag = "            model.require_backward_grad_sync = part == 3\n            ("
+    assert "            pass\n            (" in str(changed(tmp_path, text.replace("            (", flag)))
+    pause = "            with model.no_sync() if part < 3 else nullcontext():\n                ("
+    new = str(changed(tmp_path, f"from contextlib import nullcontext\n{text.replace('            (', pause)}"))
+    assert "            with nullcontext() if part < 3 else nullcontext():\n" in new
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("range(num_parts)", "range(num_parts - 1)"),
+        ("range(num_parts)", "parts"),
+        ("num_parts):\n", "num_parts):\n"),  # and set later
+        (".backward()\n", ".backward()\n            if part > limit:\n                break\n"),
+        ("            (model", "            if part:\n                (model"),
+        ("        optimizer.step()\n", "        optimizer.step()\n    loss.backward()\n"),
+    ],
+)
+def test_passes_that_are_not_counted_need_a_hand(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _COUNTED
+    place = "    for batch" if old == new else "    model ="
+    text = _COUNTED.replace(old, new).replace(place, f"    num_parts = 4\n{place}", 1)
+    [file] = read(tmp_path, train_py=text).files
+    assert file.new_text is None
+    assert any(each.blocks and "backward_passes_per_step" in each.message for each in file.findings)
+
+
+def test_a_spawn_that_depends_on_the_number_of_devices_needs_a_hand(tmp_path: Path) -> None:
+    start = "\n\nif num > 1:\n    mp.spawn(main, nprocs=num)\nelse:\n    main(0)\n"
+    [file] = read(tmp_path, train_py=f"import torch.multiprocessing as mp\n{_DDP}{start}").files
+    assert file.new_text is None
+    assert any(each.blocks and "in both cases" in each.message for each in file.findings)
+
+
+def test_a_module_of_another_class_is_none_of_ddp(tmp_path: Path) -> None:
+    text = _DDP.replace("    for batch", "    ema = ModelEma(model)\n    save(ema.module)\n    for batch")
+    assert "    save(ema.module)\n" in str(changed(tmp_path, text))
+    for made in ("make(model)", "NetParallel(model)"):
+        assert changed(tmp_path, text.replace("ModelEma(model)", made)) is None
+
+    asked = _DDP + "\n\ndef inner(net):\n    return net.module if hasattr(net, 'module') else net\n"
+    assert "return net.module if hasattr(net, 'module') else net" in str(changed(tmp_path, asked))
+
+
+def test_batch_norms_are_converted_to_reigens(tmp_path: Path) -> None:
+    old = (
+        "    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net())\n    model = DDP(model, device_ids=[rank])\n"
+    )
+    new = str(changed(tmp_path, _DDP.replace("    model = DDP(net())\n", old)))
+    assert "    model = hvd.SyncBatchNorm.convert_sync_batchnorm(net())\n    hvd.broadcast_parameters(model" in new
+
+    nested = "DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net()))"
+    new = str(changed(tmp_path, _DDP.replace("DDP(net())", nested)))
+    assert "    model = hvd.SyncBatchNorm.convert_sync_batchnorm(net())\n    hvd.broadcast_parameters(model" in new
+
+
 def test_parameters_that_are_chosen_before_are_the_models(tmp_path: Path) -> None:
     text = _DDP.replace("SGD(model.parameters()", "SGD(chosen").replace(
         "    optimizer = ", "    chosen = [p for p in model.parameters() if p.requires_grad]\n    optimizer = "
@@ -353,7 +533,7 @@ def test_options_and_attributes_that_are_right_as_they_are(tmp_path: Path) -> No
 
     named = _DDP + "\n\ndef run(model: DDP | None, *, other: DDP) -> DDP:\n    here: DDP = model\n    return here\n"
     assert "(model: DDP | None, *, other: DDP) -> DDP:" in str(changed(tmp_path, named))
-    assert changed(tmp_path, _DDP.replace("model = DDP", "model: DDP = DDP")) is None
+    assert "\n    model = net()\n" in str(changed(tmp_path, _DDP.replace("model = DDP", "model: DDP = DDP")))
 
     option = 'parser.add_argument("--local-rank", default=int(os.environ.get("LOCAL_RANK", 0)))\n'
     new = str(changed(tmp_path, f"import os\n{_DDP}\n\n{option}"))
@@ -653,6 +833,21 @@ def test_trainers_of_lightning_that_need_a_hand(tmp_path: Path, text: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("call", "status", "message"),
+    [
+        ('L.Fabric(devices=2, strategy="ddp")', "works", "--torchrun-env"),
+        ("L.Fabric(strategy=L.fabric.strategies.DDPStrategy())", "works", "docs/lightning.md"),
+        ('L.Fabric(devices=2, strategy="ddp_spawn")', "works", "start it by `python`"),
+        ('L.Fabric(devices=2, strategy="fsdp")', "cannot", "whole parameters"),
+    ],
+)
+def test_fabric(tmp_path: Path, call: str, status: str, message: str) -> None:
+    [file] = read(tmp_path, train_py=f"import lightning as L\nfabric = {call}\n").files
+    assert [(each.line, each.status) for each in file.findings] == [(2, status)]
+    assert message in file.findings[0].message
+
+
+@pytest.mark.parametrize(
     "trainer",
     ['Trainer(strategy="fsdp")', 'Trainer(strategy="deepspeed_stage_2", devices=4)', "strategies.FSDPStrategy()"],
 )
@@ -709,6 +904,17 @@ def test_scripts_that_average_by_other_packages(tmp_path: Path) -> None:
         ('CMD ["torchrun", "--nproc_per_node", "2", "train.py"]\n', 1, "change", "-np 2 python"),
         ('["python", "-m", "torch.distributed.run", "--nnodes=2", "train.py"]\n', 1, "change", "several hosts"),
         ("- python\n- -m\n- torch.distributed.run\n- --nproc-per-node=4\n- train.py\n", 3, "change", "-np 4 python"),
+        ('command: ["torchrun"]\nargs: ["--nproc_per_node=2", "train.py"]\n', 1, "change", "-np 2 python train.py`"),
+        ("args:\n- --nproc_per_node=2\n- train.py  # it\ncommand:\n- torchrun\n", 5, "change", "-np 2 python train"),
+        ("entrypoint: torchrun\ncommand: --nproc_per_node=2 train.py\n", 1, "change", "-np 2 python train.py"),
+        ("command: [torchrun, --nproc_per_node=2, train.py]\n", 1, "change", "-np 2 python train.py"),
+        ('command: [\n  "torchrun",  # it\n  "--nproc_per_node=4",\n  "train.py",\n]\n', 2, "change", "-np 4 python"),
+        ('CMD ["torchrun", \\\n  "--nproc_per_node=4", \\\n  "train.py"]\n', 1, "change", "-np 4 python"),
+        ('CMD ["env", "A=1", "B=2", "C=3", "torchrun", "train.py"]\n', 1, "change", "-np 1 python"),
+        ('command: ["torchrun", "--nproc_per_node=2", "-m", "pkg.train"]\n', 1, "change", "python -m pkg.train"),
+        ('- command: ["mpirun"]\n  args: ["-np", "2", "python", "hvd.py"]\n', 1, "works", "PYTHONPATH"),
+        ("- command: [torchrun]\n- args: [train.py]\n", 1, "works", "is not seen"),
+        ('CMD ["python", "tools/launch.py", "-n", "2", "python", "kv.py"]\n', 1, "change", "by hand"),
         ("- accelerate\n- launch\n- train.py\n", 1, "change", "reigen run -np N"),
         ("- image: horovod/horovod:0.28\n", 1, "change", "it has no Reigen"),
         ("FROM docker.io/horovod/horovod-cpu:latest\n", 1, "change", "it has no Reigen"),
@@ -745,6 +951,20 @@ def test_a_command_is_not_changed_where_reigen_is_not_installed_yet(tmp_path: Pa
             "exec reigen run --as-horovod \\\n  -np 4 python a.py\n",
         ),
         ('CMD ["horovodrun", "-np", "2"]\n', 'CMD ["reigen", "run", "--as-horovod", "-np", "2"]\n'),
+        ("command: [horovodrun, -np, '2']\n", "command: [reigen, run, --as-horovod, -np, '2']\n"),
+        ('do:\n- "horovodrun"\n- "-np"\n', 'do:\n- "reigen"\n- "run"\n- "--as-horovod"\n- "-np"\n'),
+        ('entrypoint: "horovodrun"\ncommand: -np 2\n', 'entrypoint: "reigen run --as-horovod"\ncommand: -np 2\n'),
+        ('"horovodrun" -np 2 python a.py\n', "reigen run --as-horovod -np 2 python a.py\n"),
+        (
+            'command: ["sh", "-c"]\nargs: ["torchrun --nproc_per_node=2 train.py; true"]\n',
+            'command: ["sh", "-c"]\nargs: ["reigen run -np 2 python train.py; true"]\n',
+        ),
+        (
+            "args:\n- >-\n  torchrun\n  --nproc_per_node=2\n  train.py --lr 1\n",
+            "args:\n- >-\n  reigen run -np 2 python train.py --lr 1\n",
+        ),
+        ("[ -x torchrun ] && torchrun train.py; true\n", "[ -x torchrun ] && reigen run -np 1 python train.py; true\n"),
+        ("torchrun --nproc_per_node=2 -m pkg.train --x\n", "reigen run -np 2 python -m pkg.train --x\n"),
         ("do:\n - horovodrun\n - -np\n", "do:\n - reigen\n - run\n - --as-horovod\n - -np\n"),
         (
             "python ../../tools/launch.py -n 3 -H hosts python a.py\n",
