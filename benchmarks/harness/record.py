@@ -67,7 +67,7 @@ class Record(msgspec.Struct, frozen=True):
     """A table.
 
     Attributes:
-        command: what was run; empty if lines name commands of their own, or there was none.
+        command: what was run; empty if there were several, which the conditions name, or none.
         created: when, in ISO 8601; empty where nobody has noted it.
         conditions: the machine, its load, how often.
         is_by_hand: no command has printed the figures.
@@ -96,7 +96,7 @@ class Record(msgspec.Struct, frozen=True):
         start = ", ".join(part for part in parts if part)
         if self.is_by_hand:
             start = f"{start}, by hand" if start else "By hand"
-        return f"{start or 'Printed by the commands of the table'}: {self.conditions}."
+        return f"{start}: {self.conditions}." if start else f"{self.conditions}."
 
     def save(self, path: Path) -> None:
         """Write it as JSON; see `reigen.files.write_atomically`."""

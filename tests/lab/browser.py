@@ -37,7 +37,7 @@ class Page:
         self.errors: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -71,6 +71,10 @@ class Page:
             self.errors.append(json.dumps(parameters["exceptionDetails"])[:500])
         elif message.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.errors.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+        elif message.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in {"error", "assert"}:
+            self.errors.append(json.dumps([each.get("value", each.get("description")) for each in parameters["args"]]))
+        elif message.get("method") == "Network.loadingFailed" and not parameters.get("canceled"):
+            self.errors.append(f"{parameters['type']} did not load: {parameters['errorText']}")
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""

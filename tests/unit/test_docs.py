@@ -18,7 +18,7 @@ from reigen.migrate.public_names import attribute_names, call_parameters, defini
 from tests.docs.blocks import FENCE, blocks, blocks_of, parse, written_pages
 from tests.docs.programs import ELSEWHERE, PROGRAMS
 from tools.docs import code_pages
-from tools.docs.__main__ import ROOT, read_pages
+from tools.docs.__main__ import ROOT, let_names_break, read_pages
 from tools.docs.links import find_links, lead_to_source_pages, repository_path
 from tools.docs.parsers import command_parsers
 
@@ -75,6 +75,13 @@ def test_links_out_of_the_docs_get_pages_that_show_the_files() -> None:
             if not re.match(r"[a-z]+:|#", target) and target.partition("#")[0].endswith(".md"):
                 where = posixpath.normpath(posixpath.join(posixpath.dirname(page), target.partition("#")[0]))
                 assert where in pages(), (page, target)
+
+
+def test_long_names_in_tables_may_be_broken_behind_underscores() -> None:
+    row = "| reigen_steps_total | counter | a_b | [x](c_d_e_f_g_h_i_j.md) |"
+    assert let_names_break(f"{row}\n| `a_long_name_of` | b |\n| a_b | c |\n") == (
+        f"{row.replace('reigen_steps_total', 'reigen_<wbr>steps_<wbr>total')}\n| `a_long_name_of` | b |\n| a_b | c |\n"
+    )
 
 
 def navigation(entries: object) -> Iterator[str]:

@@ -7,6 +7,7 @@ benchmarks are drawn from docs/data.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -25,6 +26,11 @@ def read_pages() -> dict[str, str]:
     return pages | links.make_source_pages(ROOT, pages)
 
 
+def let_names_break(markdown: str) -> str:
+    """Return a page whose long names in the first column of a table may be broken behind their underscores."""
+    return re.sub(r"(?m)^\| ([a-z_]{12,}) \|", lambda name: f"| {name[1].replace('_', '_<wbr>')} |", markdown)
+
+
 def write_pages(directory: Path) -> None:
     """Write the pages, and the pictures and style sheets of docs/."""
     shutil.rmtree(directory, ignore_errors=True)
@@ -32,7 +38,7 @@ def write_pages(directory: Path) -> None:
     charts.draw_all(charts.DATA, directory / charts.PICTURES.relative_to(DOCS))
     for name, text in read_pages().items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        shown = links.inline_drawings(directory, name, links.lead_to_source_pages(ROOT, name, text))
+        shown = links.inline_drawings(directory, name, links.lead_to_source_pages(ROOT, name, let_names_break(text)))
         (directory / name).write_text(shown, encoding="utf-8")
 
 

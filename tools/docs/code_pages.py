@@ -130,7 +130,7 @@ def _entry(path: str, name: str) -> str:
     """Return the directive that describes a name, or a description where there is none to be read."""
     text = VALUES.get(path) or VALUES.get(name)
     if text:
-        return f"### {name.replace('_', chr(92) + '_')} {{ #{path} }}\n\n{text}"
+        return f"## {name.replace('_', chr(92) + '_')} {{ #{path} }}\n\n{text}"
     return f"::: {path}\n    options: {{ show_if_no_docstring: true }}"
 
 
@@ -209,7 +209,7 @@ def _knobs_text() -> str:
         first, *others = VARIABLES[knob.name]
         kind = knob.metadata["kind"]
         text = described[knob.name].replace("``", "`")
-        lines += [f"### `{first}`", "", f"{text[0].upper()}{text[1:]}", ""]
+        lines += [f"## `{first}`", "", f"{text[0].upper()}{text[1:]}", ""]
         lines += [f"- Default: {_default(knob.default)}", f"- Value: {_cell(kind.expected)}"]
         if others:
             lines.append(f"- Also: {', '.join(f'`{name}`' for name in others)}")

@@ -50,7 +50,7 @@ def test_a_record_is_a_table_and_where_it_is_from() -> None:
         ({"created": ""}, "`run`: quiet."),
         ({"created": "", "is_by_hand": True}, "`run`, by hand: quiet."),
         ({"created": "", "command": "", "is_by_hand": True}, "By hand: quiet."),
-        ({"created": "", "command": ""}, "Printed by the commands of the table: quiet."),
+        ({"created": "", "command": ""}, "quiet."),
     ],
 )
 def test_what_is_not_known_of_figures_is_not_claimed(changes: dict[str, Any], origin: str) -> None:
