@@ -22,10 +22,12 @@ from reigen.cluster.membership.control_service import (
     REQUEST_CODEC,
     CancelGet,
     ControlService,
+    ExchangeValues,
     ForgetKeys,
     GetValue,
     PutValue,
     RendezvousStore,
+    StoreRequest,
 )
 from reigen.cluster.membership.members import RANK_HOLD_SECONDS, LossPolicy, parameter_server_job
 from reigen.cluster.membership.messages import MEMBER_CODEC, MEMBERSHIP_REPLY_CODEC
@@ -292,7 +294,7 @@ def requests(data: bytes) -> None:
             message = REQUEST_CODEC.decode(payload(script))
         except WireError:
             continue
-        if isinstance(message, PutValue | GetValue | CancelGet | ForgetKeys):
+        if isinstance(message, StoreRequest):
             store.handle(owner, message)
         else:
             for told, answer in groups.handle(owner, message, now):
@@ -319,6 +321,7 @@ def payload(script: Script) -> bytes:
         messages.LeaveJob(),
         AbortMessage(text, tuple(range(small)), text),
         ForgetKeys(number, text),
+        ExchangeValues(number, text, tuple("abcd"[:small]), script.number(4), b"x" * small),
     ]
     return _spoilt(known[kind] if kind < len(known) else None, script)
 

@@ -1,10 +1,9 @@
 """Ranks of this host: all segments mapped here, and which of the ranks still live.
 
-Each rank creates its segment, puts (process id, descriptor, host id) into the rendezvous, waits for all others', maps
-them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however it ends, and cannot
-be confused by a process id that is used again. A rank that has mapped everything puts a hash of that into the
-rendezvous, and waits for the others, so that none leaves before all have opened what they need, and none goes on with
-the segment of a try that has been given up.
+Each rank creates its segment, exchanges (process id, descriptor, host id) with the others at the rendezvous, maps all
+segments and opens a pidfd for each process. A pidfd becomes readable when its process ends, however it ends, and cannot
+be confused by a process id that is used again. When they have mapped everything they exchange a hash of that, so that
+none leaves before all have opened what they need, and none goes on with the segment of a try that has been given up.
 """
 
 from __future__ import annotations
@@ -291,9 +290,9 @@ def map_local_peers(
     segments: list[ShmSegment] = []
     pidfds: list[int] = []
     try:
-        own_info = _publish_segment(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), len(ranks))
-        waiting = _WaitLimits(timeout_seconds, until, ranks, pidfds)
-        found = _get_all(rendezvous, f"{generation}/card", ranks, waiting)
+        own_info = _reserve_segment(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), len(ranks))
+        waiting = _WaitLimits(timeout_seconds, until, rank, ranks, pidfds)
+        found = _exchange(rendezvous, f"{generation}/card", msgspec.msgpack.encode(own_info), waiting)
         infos = [msgspec.msgpack.decode(data, type=_SegmentInfo) for data in found]
         for peer, info in zip(ranks, infos, strict=True):  # all before the first is opened: the reason comes first
             _check_segment_info(peer, own_info, info)
@@ -306,8 +305,7 @@ def map_local_peers(
             raise waiting.loss() or error from None
         arrays = [segment.map(0, sum(sizes)) for segment in segments]
         view = hashlib.sha256(b"".join(found)).digest()
-        rendezvous.put(f"{generation}/mapped/{rank}", view)
-        _check_mappings(ranks, view, _get_all(rendezvous, f"{generation}/mapped", ranks, waiting))
+        _check_mappings(ranks, view, _exchange(rendezvous, f"{generation}/mapped", view, waiting))
     except BaseException:
         for segment in (own, *segments):
             segment.close()
@@ -329,6 +327,7 @@ class _WaitLimits:
 
     timeout_seconds: float
     until: float
+    rank: int
     ranks: Sequence[int]
     pidfds: list[int]
 
@@ -341,8 +340,8 @@ class _WaitLimits:
         return PeerLostError(f"rank(s) {format_ranks(dead)} died during init()", ranks=dead) if dead else None
 
 
-def _publish_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: int, size: int) -> _SegmentInfo:
-    """Make room in this rank's segment and publish its place, or the reason why there is none."""
+def _reserve_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: int, size: int) -> _SegmentInfo:
+    """Make room in this rank's segment, and return its place; where there is none, publish why."""
     problem: SharedMemoryError | None = None
     try:
         own.grow(nbytes, "staging and control messages", sharers=size)
@@ -351,31 +350,28 @@ def _publish_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: 
     info = _SegmentInfo(
         os.getpid(), own.fd, own.inode, process_namespace_id(), "" if problem is None else problem.reason
     )
-    rendezvous.put(key, msgspec.msgpack.encode(info))
     if problem is not None:
+        rendezvous.put(key, msgspec.msgpack.encode(info))
         raise problem
     return info
 
 
-def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting: _WaitLimits) -> list[bytes]:
-    """Get the values of ``prefix/RANK``, in the order of ``ranks``."""
-    found: dict[int, bytes] = {}
-    for peer in ranks:
-        loss: PeerLostError | None = None
-        while peer not in found:
-            try:
-                left = waiting.until - time.monotonic()
-                found[peer] = rendezvous.get(f"{prefix}/{peer}", max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
-            except TimeoutError:
-                if loss is not None:
-                    raise loss from None
-                loss = waiting.loss()  # all may have come before it ended: look once more
-                if time.monotonic() >= waiting.until:
-                    break  # are others missing, too?
-    missing = [peer for peer in ranks if peer not in found]
-    if missing:
-        raise init_timeout_error(missing, waiting.timeout_seconds)
-    return [found[peer] for peer in ranks]
+def _exchange(rendezvous: Rendezvous, prefix: str, own: bytes, waiting: _WaitLimits) -> list[bytes]:
+    """Give the others this rank's value; return the values of ``prefix/RANK``, in the order of the ranks."""
+    names, place = list(map(str, waiting.ranks)), waiting.ranks.index(waiting.rank)
+    loss: PeerLostError | None = None
+    while True:
+        try:
+            left = waiting.until - time.monotonic()
+            return rendezvous.exchange(prefix, names, place, own, max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
+        except TimeoutError:
+            if loss is not None:
+                raise loss from None
+            loss = waiting.loss()  # all may have come before it ended: look once more
+        if time.monotonic() >= waiting.until:
+            missing = [peer for peer in waiting.ranks if rendezvous.peek(f"{prefix}/{peer}") is None]
+            if missing:
+                raise init_timeout_error(missing, waiting.timeout_seconds)
 
 
 def init_timeout_error(ranks: Sequence[int], timeout_seconds: float) -> DeadlineError:

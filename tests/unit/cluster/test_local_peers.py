@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from reigen.cluster.local_peers import LocalPeers, RankStatus, map_local_peers, process_namespace_id
-from reigen.cluster.membership.rendezvous import LocalRendezvous
+from reigen.cluster.membership.control_service import ExchangeValues
+from reigen.cluster.membership.rendezvous import LocalRendezvous, StoreMessage
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
 from reigen.net.shm_segment import PAGE_BYTES, ShmSegment
 from reigen.resources.memory import AvailableMemory
@@ -41,6 +42,19 @@ def test_every_part_of_every_rank_is_mapped_by_all() -> None:
     for neighbours, seen in run_threads(act, 3):
         assert seen == [[10, 11, 12], [20, 21, 22]]
         neighbours.close()
+
+
+def test_each_rank_asks_the_rendezvous_twice_however_many_there_are() -> None:
+    class Counting(LocalRendezvous):
+        def request(self, message: StoreMessage, timeout_seconds: float = 0.0) -> bytes | None:
+            asked.append(type(message))
+            return super().request(message, timeout_seconds)
+
+    asked: list[type] = []
+    rendezvous = Counting()
+    for neighbours in run_threads(lambda rank, _: map_local_peers(rendezvous, rank, range(5), 0, 30.0)[0], 5):
+        neighbours.close()
+    assert asked == [ExchangeValues] * 10
 
 
 def test_ranks_that_met_another_try_of_each_other_do_not_go_on() -> None:

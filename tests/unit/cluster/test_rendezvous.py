@@ -9,10 +9,14 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from reigen.cluster.membership.control_service import (
+    EXCHANGED_CODEC,
+    MAX_EXCHANGED_BYTES,
     MAX_KEYS,
     MAX_VALUE_BYTES,
     REQUEST_CODEC,
+    CancelGet,
     ControlService,
+    ExchangeValues,
     ForgetKeys,
     GetValue,
     PutValue,
@@ -129,6 +133,42 @@ def test_get_waits_for_put(ranks):
     ranks[0].put("later", b"yes")
     thread.join()
     assert found == [b"yes"]
+
+
+def test_ranks_exchange_values_with_one_request_each(ranks):
+    zero, one = (PrefixRendezvous(rank, "view 1") for rank in ranks)
+    found: list[list[bytes]] = []
+    thread = threading.Thread(target=lambda: found.append(one.exchange("card", ["0", "1"], 1, b"one", 60.0)))
+    thread.start()
+    found.append(zero.exchange("card", ["0", "1"], 0, b"zero", 60.0))
+    thread.join()
+    assert found == [[b"zero", b"one"]] * 2
+    assert zero.get("card/1", 60.0) == b"one"
+    assert zero.exchange("card", ["0", "1"], 0, b"again", 60.0) == [b"again", b"one"]
+
+
+def test_an_exchange_ends_without_one_of_them_and_can_be_tried_again(ranks):
+    zero, one = ranks
+    with pytest.raises(TimeoutError, match="card"):
+        zero.exchange("card", ["0", "1"], 0, b"zero", 0.01)
+    assert one.peek("card/0") == b"zero"
+    assert one.exchange("card", ["0", "1"], 1, b"one", 60.0) == [b"zero", b"one"]
+    assert zero.exchange("card", ["0", "1"], 0, b"zero", 60.0) == [b"zero", b"one"]
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "value"),
+    [
+        ([], 0, b""),
+        (["0"], 1, b""),
+        (["0"], -1, b""),
+        (["0", "k" * 300], 0, b""),
+        (["0"], 0, bytes(MAX_VALUE_BYTES + 1)),
+    ],
+)
+def test_bounds_of_an_exchange(ranks, names, own, value):
+    with pytest.raises(ArgumentError):
+        ranks[0].exchange("card", names, own, value, 1.0)
 
 
 def test_a_wait_ends_and_names_the_key(ranks):
@@ -347,6 +387,33 @@ def test_the_store_serves_waiters_when_the_value_comes():
     store.forget_all("b")
     assert store.handle("c", PutValue(3, "key", b"v")) == [("c", StoreReply(3)), ("a", StoreReply(1, b"v"))]
     assert store.handle("b", GetValue(8, "key")) == [("b", StoreReply(8, b"v"))]
+
+
+def test_the_store_answers_an_exchange_when_the_last_value_comes():
+    store, names = RendezvousStore(), ("0", "1", "2")
+    assert store.handle("b", ExchangeValues(5, "card", names, 1, b"one")) == []
+    assert store.handle("c", ExchangeValues(6, "card", names, 2, b"two")) == []
+    assert store.handle("c", CancelGet(6)) == []
+    whole = EXCHANGED_CODEC.encode([b"zero", b"one", b"two"])
+    replies = store.handle("a", ExchangeValues(7, "card", names, 0, b"zero"))
+    assert sorted(replies, key=repr) == [("a", StoreReply(7, whole)), ("b", StoreReply(5, whole))]
+    assert store.handle("c", ExchangeValues(8, "card", names, 2, b"two")) == [("c", StoreReply(8, whole))]
+
+
+def test_an_exchange_waits_for_what_was_dropped_meanwhile():
+    store, names = RendezvousStore(), ("0", "1")
+    assert store.handle("a", ExchangeValues(1, "card", names, 0, b"zero")) == []
+    store.handle("x", ForgetKeys(1, "card/"))
+    assert store.handle("b", PutValue(2, "card/1", b"one")) == [("b", StoreReply(2))]
+    whole = EXCHANGED_CODEC.encode([b"new", b"one"])
+    assert store.handle("x", PutValue(3, "card/0", b"new")) == [("x", StoreReply(3)), ("a", StoreReply(1, whole))]
+
+
+def test_what_is_exchanged_is_bounded():
+    store, half = RendezvousStore(), bytes(MAX_EXCHANGED_BYTES // 2 + 1)
+    assert store.handle("a", ExchangeValues(1, "card", ("0", "1"), 0, half)) == []
+    replies = store.handle("b", ExchangeValues(2, "card", ("0", "1"), 1, half))
+    assert [(owner, "together" in reply.problem) for owner, reply in replies] == [("a", True), ("b", True)]
 
 
 def test_the_store_is_bounded():

@@ -12,7 +12,9 @@ b. A rank sends Get(request, key). The service answers with the value at once, o
 c. A rank that gave up waiting sends Cancel(request). An answer that crosses it on the way is ignored.
 d. What cannot be served is answered with the problem.
 e. A rank sends Forget(request, prefix). The service drops all values whose keys begin so, and answers.
-f. A launcher's agent on another host sends Gets that need not wait, and is answered: both hear that the other one is
+f. A rank sends Exchange(request, keys, own, value). The service keeps the value under the rank's own key, and answers
+   when all of the keys have one, with all values: one round trip in place of a Put and as many Gets as there are ranks.
+g. A launcher's agent on another host sends Gets that need not wait, and is answered: both hear that the other one is
    alive (`heard_at`).
 
 Everything is bounded: keys, values, how much is kept, how many connections there are and for how long one may be
@@ -27,6 +29,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,6 +59,8 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_KEYS = 1 << 16
 MAX_STORE_BYTES = 64 << 20
 MAX_WAITERS = 1 << 14
+#: Values that are exchanged have so many bytes together, and so many ranks take part.
+MAX_EXCHANGED_BYTES, MAX_EXCHANGED = 1 << 19, 1 << 13
 
 
 class PutValue(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +93,23 @@ class ForgetKeys(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unk
     prefix: str
 
 
+class ExchangeValues(msgspec.Struct, tag=6, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Keep a value under one of some keys; answer with the values of all, in `EXCHANGED_CODEC`, when they are there.
+
+    The keys are ``prefix/name``; ``own`` is the place of the sender's name.
+    """
+
+    request: int
+    prefix: str
+    names: tuple[str, ...]
+    own: int
+    value: bytes
+
+    def keys(self) -> list[str]:
+        """Return all keys."""
+        return [f"{self.prefix}/{name}" for name in self.names]
+
+
 class StoreReply(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Answer to a request: it is done; with the value that was asked for, None where there is none; or refused."""
 
@@ -96,12 +118,13 @@ class StoreReply(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unk
     problem: str = ""
 
 
-StoreRequest = PutValue | GetValue | CancelGet | ForgetKeys
+StoreRequest = PutValue | GetValue | CancelGet | ForgetKeys | ExchangeValues
 
 REQUEST_CODEC: MessageCodec[StoreRequest | MemberMessage] = MessageCodec(
     StoreRequest | MemberMessage, MAX_MESSAGE_BYTES
 )
 STORE_REPLY_CODEC: MessageCodec[StoreReply] = MessageCodec(StoreReply, MAX_MESSAGE_BYTES)
+EXCHANGED_CODEC: MessageCodec[list[bytes]] = MessageCodec(list[bytes], MAX_MESSAGE_BYTES)
 _ALL_REPLIES_CODEC: MessageCodec[StoreReply | MembershipReply] = MessageCodec(
     StoreReply | MembershipReply, MAX_MESSAGE_BYTES
 )
@@ -110,14 +133,33 @@ _log = logging.getLogger(__name__)
 _LAUNCHER = Identity(ProcessRole.LAUNCHER, 0)
 
 
+@dataclass(slots=True)
+class _Waiter:
+    """Request that waits for values.
+
+    Attributes:
+        owner: see `RendezvousStore`.
+        request: its number.
+        keys: of the values.
+        answers_all: it is an `ExchangeValues`.
+        num_found: so many of the first keys had values when they were looked at.
+    """
+
+    owner: Any
+    request: int
+    keys: list[str]
+    answers_all: bool
+    num_found: int = 0
+
+
 class RendezvousStore:
     """Values, and requests that wait for them. No I/O; an owner is any name of a connection."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
-        #: key -> the (owner, request) pairs that wait for it. A key in here has no value.
-        self._waiting: dict[str, list[tuple[Any, int]]] = {}
+        #: key -> those that wait for it, each for one key at a time. A key in here has no value.
+        self._waiting: dict[str, list[_Waiter]] = {}
 
     def handle(self, owner: Any, message: StoreRequest) -> list[tuple[Any, StoreReply]]:
         """Serve one message; returns who is to be sent what."""
@@ -134,14 +176,15 @@ class RendezvousStore:
             return [(owner, StoreReply(message.request))]
         if isinstance(message, PutValue):
             return self._put(owner, message)
-        if message.key in self._values:
-            return [(owner, StoreReply(message.request, self._values[message.key]))]
-        if not message.wait:
+        if isinstance(message, ExchangeValues):
+            keys = message.keys()
+            kept, *served = self._put(owner, PutValue(message.request, keys[message.own], message.value))
+            if kept[1].problem:
+                return [kept]
+            return served + self._serve(_Waiter(owner, message.request, keys, answers_all=True))
+        if not message.wait and message.key not in self._values:
             return [(owner, StoreReply(message.request))]
-        if sum(len(waiters) for waiters in self._waiting.values()) >= MAX_WAITERS:
-            return [(owner, StoreReply(message.request, problem=f"more than {MAX_WAITERS} requests wait already"))]
-        self._waiting.setdefault(message.key, []).append((owner, message.request))
-        return []
+        return self._serve(_Waiter(owner, message.request, [message.key], answers_all=False))
 
     def forget_all(self, owner: Any) -> None:
         """Forget the requests of an owner that has gone."""
@@ -157,14 +200,39 @@ class RendezvousStore:
             return [(owner, StoreReply(message.request, problem=problem))]
         self._values[message.key], self._num_bytes = message.value, num_bytes
         served: list[tuple[Any, StoreReply]] = [(owner, StoreReply(message.request))]
-        served += [
-            (waiter, StoreReply(request, message.value)) for waiter, request in self._waiting.pop(message.key, [])
-        ]
+        for waiter in self._waiting.pop(message.key, []):
+            served += self._serve(waiter)
         return served
+
+    def _serve(self, waiter: _Waiter) -> list[tuple[Any, StoreReply]]:
+        """Answer a request if all of its values are there; otherwise it waits for the first one that is not."""
+        missing = self._first_missing(waiter.keys, waiter.num_found)
+        if missing == len(waiter.keys):
+            missing = self._first_missing(waiter.keys, 0)  # some may have been dropped meanwhile
+        if missing == len(waiter.keys):
+            return [(waiter.owner, self._answer(waiter))]
+        if sum(map(len, self._waiting.values())) >= MAX_WAITERS:
+            problem = f"more than {MAX_WAITERS} requests wait already"
+            return [(waiter.owner, StoreReply(waiter.request, problem=problem))]
+        waiter.num_found = missing
+        self._waiting.setdefault(waiter.keys[missing], []).append(waiter)
+        return []
+
+    def _first_missing(self, keys: Sequence[str], begin: int) -> int:
+        return next((number for number in range(begin, len(keys)) if keys[number] not in self._values), len(keys))
+
+    def _answer(self, waiter: _Waiter) -> StoreReply:
+        values = [self._values[key] for key in waiter.keys]
+        if not waiter.answers_all:
+            return StoreReply(waiter.request, values[0])
+        if (num_bytes := sum(map(len, values))) > MAX_EXCHANGED_BYTES:
+            problem = f"together the values have {num_bytes} bytes, at most {MAX_EXCHANGED_BYTES} are allowed"
+            return StoreReply(waiter.request, problem=problem)
+        return StoreReply(waiter.request, EXCHANGED_CODEC.encode(values))
 
     def _forget(self, gone: Callable[[Any, int], bool]) -> None:
         for key, waiters in list(self._waiting.items()):
-            left = [each for each in waiters if not gone(*each)]
+            left = [each for each in waiters if not gone(each.owner, each.request)]
             if left:
                 self._waiting[key] = left
             else:
@@ -283,7 +351,7 @@ class ControlService:
             self._heard_at[client.peer.rank] = time.monotonic()
         if isinstance(message, StoreRequest):
             if isinstance(message, PutValue):
-                self._on_put(message.key, message.value)
+                self._on_put(message.key, message.value)  # what is exchanged is for those who exchange it
             self._send(self._store.handle(client, message))
             return
         if isinstance(message, RegisterMember):
@@ -313,12 +381,21 @@ class ControlService:
                 self._gone(client, silent=False)
 
 
-def check_entry(message: PutValue | GetValue | ForgetKeys) -> None:
-    """Raise ArgumentError if a key is empty, or a key or a value too large."""
-    num_key_bytes = len((message.prefix if isinstance(message, ForgetKeys) else message.key).encode())
+def check_entry(message: PutValue | GetValue | ForgetKeys | ExchangeValues) -> None:
+    """Raise ArgumentError if a key is empty, or a key or a value too large, or too much is exchanged."""
+    if isinstance(message, ExchangeValues):
+        if not 0 <= message.own < len(message.names) <= MAX_EXCHANGED:
+            raise ArgumentError(
+                f"rendezvous keys {message.prefix!r}: of {len(message.names)} names, {MAX_EXCHANGED} at most, the "
+                f"sender's is number {message.own}"
+            )
+        longest = f"{message.prefix}/{max(message.names, key=lambda name: len(name.encode()))}"
+    else:
+        longest = message.prefix if isinstance(message, ForgetKeys) else message.key
+    num_key_bytes = len(longest.encode())
     if not 0 < num_key_bytes <= MAX_KEY_BYTES:
         raise ArgumentError(f"a rendezvous key must have 1 to {MAX_KEY_BYTES} bytes, not {num_key_bytes}")
-    if isinstance(message, PutValue) and len(message.value) > MAX_VALUE_BYTES:
+    if isinstance(message, PutValue | ExchangeValues) and len(message.value) > MAX_VALUE_BYTES:
         raise ArgumentError(
-            f"rendezvous key {message.key!r}: a value may have {MAX_VALUE_BYTES} bytes, not {len(message.value)}"
+            f"rendezvous key {longest!r}: a value may have {MAX_VALUE_BYTES} bytes, not {len(message.value)}"
         )

@@ -6,18 +6,21 @@ directly. `cluster.membership.control_service` is the service and states its pro
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from reigen.cluster.membership.control_service import (
+    EXCHANGED_CODEC,
     REQUEST_CODEC,
     STORE_REPLY_CODEC,
     CancelGet,
+    ExchangeValues,
     ForgetKeys,
     GetValue,
     PutValue,
@@ -31,6 +34,9 @@ from reigen.net.connection import Connection, open_connection
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
+
+#: Requests that are answered.
+StoreMessage = PutValue | GetValue | ForgetKeys | ExchangeValues
 
 __all__ = [
     "LocalRendezvous",
@@ -69,13 +75,33 @@ class Rendezvous(ABC):
         """The value of ``key`` if there is one now."""
         return self.request(GetValue(0, key, wait=False))
 
+    def exchange(
+        self, prefix: str, names: Sequence[str], own: int, value: bytes, timeout_seconds: float
+    ) -> list[bytes]:
+        """Make ``value`` known under ``prefix/name`` of this rank's name; return all values, when they are there.
+
+        Args:
+            prefix: see above.
+            names: of all who exchange.
+            own: place of this rank's name.
+            value: see above; all together may have half a megabyte.
+            timeout_seconds: how long to wait for the others. The value stays, and it may be tried again.
+
+        Raises:
+            TimeoutError: not all values came in time.
+        """
+        answer = self.request(ExchangeValues(0, prefix, tuple(names), own, value), timeout_seconds)
+        if answer is None:
+            raise WireError("the rendezvous answered an Exchange without values")
+        return EXCHANGED_CODEC.decode(answer)
+
     def forget(self, prefix: str) -> None:
         """Drop the values of all keys that begin with ``prefix``."""
         self.request(ForgetKeys(0, prefix))
 
     @abstractmethod
-    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
-        """Have a request served; returns the answer's value, if any. ``timeout_seconds``: for a Get that waits."""
+    def request(self, message: StoreMessage, timeout_seconds: float = 0.0) -> bytes | None:
+        """Have a request served; returns the answer's value, if any. ``timeout_seconds``: for one that waits."""
 
     @abstractmethod
     def close(self) -> None:
@@ -89,7 +115,7 @@ class LocalRendezvous(Rendezvous):
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
-    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: StoreMessage, timeout_seconds: float = 0.0) -> bytes | None:
         """Serve a request; raises TimeoutError."""
         check_entry(message)
         if isinstance(message, ForgetKeys):
@@ -97,7 +123,16 @@ class LocalRendezvous(Rendezvous):
                 for key in [key for key in self._values if key.startswith(message.prefix)]:
                     del self._values[key]
             return None
-        key, values = message.key, self._values
+        values = self._values
+        if isinstance(message, ExchangeValues):
+            keys = message.keys()
+            with self._changed:
+                values[keys[message.own]] = message.value
+                self._changed.notify_all()
+                if not self._changed.wait_for(lambda: all(key in values for key in keys), timeout_seconds):
+                    raise _key_timeout_error(message.prefix, timeout_seconds)
+                return EXCHANGED_CODEC.encode([values[key] for key in keys])
+        key = message.key
         with self._changed:
             if isinstance(message, PutValue) and not (message.only_first and key in values):
                 values[key] = message.value
@@ -122,9 +157,9 @@ class PrefixRendezvous(Rendezvous):
     def __init__(self, rendezvous: Rendezvous, name: str) -> None:
         self._rendezvous, self._name = rendezvous, name
 
-    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: StoreMessage, timeout_seconds: float = 0.0) -> bytes | None:
         """Have a request served under the key in this room."""
-        if isinstance(message, ForgetKeys):
+        if isinstance(message, ForgetKeys | ExchangeValues):
             message = msgspec.structs.replace(message, prefix=f"{self._name}/{message.prefix}")
         else:
             message = msgspec.structs.replace(message, key=f"{self._name}/{message.key}")
@@ -148,7 +183,7 @@ class ReconnectingRendezvous(Rendezvous):
         self._client: RendezvousClient | None = None
         self._connected_to = ""
 
-    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: StoreMessage, timeout_seconds: float = 0.0) -> bytes | None:
         """Have a request served, by a new connection where the last one has failed, or the service has moved."""
         address = self._find_address()
         if address != self._connected_to:
@@ -203,7 +238,7 @@ class RendezvousClient(Rendezvous):
             raise self._lost(error) from None
         self._host = self._stream.peer
 
-    def request(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float = 0.0) -> bytes | None:
+    def request(self, message: StoreMessage, timeout_seconds: float = 0.0) -> bytes | None:
         """Have a request served; one that does not wait, within the constructor's ``timeout_seconds``.
 
         Raises:
@@ -212,7 +247,8 @@ class RendezvousClient(Rendezvous):
             TimeoutError: it did not answer in time, or nobody put the value.
         """
         check_entry(message)
-        seconds = timeout_seconds if isinstance(message, GetValue) and message.wait else self._timeout_seconds
+        waits = isinstance(message, ExchangeValues) or (isinstance(message, GetValue) and message.wait)
+        seconds = timeout_seconds if waits else self._timeout_seconds
         with self._lock:
             self._num_requests += 1
             reply = self._call(msgspec.structs.replace(message, request=self._num_requests), seconds)
@@ -220,11 +256,20 @@ class RendezvousClient(Rendezvous):
             raise ArgumentError(f"rendezvous key {_key_of(message)!r}: {reply.problem}")
         return reply.value
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the connection is there, and nothing has come that was not asked for: its end, say."""
+        if self._stream.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._stream, select.POLLIN)
+        return not poll.poll(0)
+
     def close(self) -> None:
         """Leave; all values stay. May be called twice."""
         self._stream.close()
 
-    def _call(self, message: PutValue | GetValue | ForgetKeys, timeout_seconds: float) -> StoreReply:
+    def _call(self, message: StoreMessage, timeout_seconds: float) -> StoreReply:
         deadline = time.monotonic() + timeout_seconds
         try:
             self._stream.send(REQUEST_CODEC.encode(message), deadline)
@@ -278,8 +323,8 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _key_of(message: PutValue | GetValue | ForgetKeys) -> str:
-    return message.prefix if isinstance(message, ForgetKeys) else message.key
+def _key_of(message: StoreMessage) -> str:
+    return message.prefix if isinstance(message, ForgetKeys | ExchangeValues) else message.key
 
 
 def _key_timeout_error(key: str, timeout_seconds: float) -> TimeoutError:
