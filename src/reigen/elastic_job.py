@@ -363,6 +363,9 @@ class ElasticJob(Generic[_Context]):
             JobLeft: this process has left the job.
         """
         if self.is_candidate:
+            view = self._driver.view
+            if view is not None and [host.name for host in view.hosts] == [self._host]:
+                self._service.connect(view)
             self._driver.be_ready()
         with self._changed:
             self._is_waiting = True

@@ -2,18 +2,23 @@
 
 The members of a view meet there, and learn there of each other's ends. Where it listens is in the view. So a change of
 members needs no process but theirs, and the death of the service is that of rank 0: another view follows.
+
+A connection to the service is kept, and used in the next view that meets there. On one host it is needed no more when
+the view is built; a newcomer there connects before it asks for its place (`ViewService.connect`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.elastic.node import ElasticNode
 from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousClient
 from reigen.cluster.membership.views.record import View
+from reigen.errors import AuthenticationError, CollectiveError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.listener import join_address
 
@@ -22,6 +27,9 @@ if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
 
 #: How long the service is kept for members that are still in their last step when the program is done in this process.
 _LAST_SECONDS, _LOOK_SECONDS = 1.0, 0.01
+#: How long a newcomer may take to connect ahead of its view: it does so then if it has not come to anything.
+_AHEAD_SECONDS = 2.0
+_FAILURES = (OSError, CollectiveError, AuthenticationError, WireError)
 
 
 def view_service_address(view: View) -> str:
@@ -33,6 +41,21 @@ def view_service_address(view: View) -> str:
 def view_service_name(epoch: int) -> str:
     """Return the name of a view at the service: that of the rendezvous of its members."""
     return f"view {epoch}"
+
+
+class _ViewRendezvous(PrefixRendezvous):
+    """Rendezvous of a view's members, whose connection goes back to the service's end here."""
+
+    def __init__(self, service: ViewService, address: str, client: RendezvousClient, epoch: int) -> None:
+        super().__init__(client, view_service_name(epoch))
+        self._service, self._address, self._client = service, address, client
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Implement `Rendezvous.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._service.keep(self._address, self._client)
 
 
 class ViewService:
@@ -51,6 +74,10 @@ class ViewService:
         #: epochs of views that have met here
         self._served: set[int] = set()
         self._is_closed = False
+        #: connection that nobody uses, and where it leads
+        self._kept: tuple[str, RendezvousClient] | None = None
+        #: the latest view has several hosts, whose members connect to each other when they need to
+        self._has_hosts = False
 
     def meet(self, view: View, timeout_seconds: float) -> PrefixRendezvous:
         """Return the rendezvous of a view's members, of which this process is one; as rank 0, serve it.
@@ -61,10 +88,13 @@ class ViewService:
             view: the view.
             timeout_seconds: see `RendezvousClient`, which also says what is raised.
         """
-        rank = view.ranks[self._node.me]
+        rank, address = view.ranks[self._node.me], view_service_address(view)
         if rank == 0:
             self._start()
-        client = RendezvousClient(view_service_address(view), self._secret, rank, timeout_seconds, self._tls)
+        client = self._take(address)
+        if client is None:
+            client = RendezvousClient(address, self._secret, rank, timeout_seconds, self._tls)
+        self._has_hosts = len(view.hosts) > 1
         try:
             if rank == 0:
                 with self._lock:
@@ -75,17 +105,47 @@ class ViewService:
         except BaseException:
             client.close()
             raise
-        return PrefixRendezvous(client, view_service_name(view.epoch))
+        return _ViewRendezvous(self, address, client, view.epoch)
+
+    def connect(self, view: View) -> None:
+        """Connect to the service of a view of this host, of which this process is no member, for the next one."""
+        address = view_service_address(view)
+        with suppress(*_FAILURES):  # it ends, say: the next view is somewhere else
+            self.keep(address, RendezvousClient(address, self._secret, view.size, _AHEAD_SECONDS, self._tls))
+
+    def keep(self, address: str, client: RendezvousClient) -> None:
+        """Keep a connection for the next view that meets at this address."""
+        with self._lock:
+            dropped = self._kept
+            if self._is_closed:
+                dropped = address, client
+            else:
+                self._kept = address, client
+        if dropped is not None:
+            dropped[1].close()
+
+    def _take(self, address: str) -> RendezvousClient | None:
+        """Return the connection that was kept, if it leads there, and has not ended."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        if kept[0] == address and kept[1].is_idle:
+            return kept[1]
+        kept[1].close()
+        return None
 
     def close(self) -> None:
         """Stop serving, when the others have left, or a second later. May be called twice."""
         with self._lock:
             self._is_closed = True
-            service = self._service
+            service, kept, self._kept = self._service, self._kept, None
+        if kept is not None:
+            kept[1].close()
         if service is None:
             return
         until = time.monotonic() + _LAST_SECONDS
-        while service.num_clients and time.monotonic() < until:
+        while self._has_hosts and service.num_clients and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
         service.close()
 
