@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from reigen.cluster.membership.views.history import StepOutcome
+from reigen.cluster.membership.views.planning import STATE_LOST_TEXT
 from reigen.errors import format_ranks
 
 
@@ -149,7 +150,7 @@ def find_lost_state(held: Sequence[HeldState]) -> str:
     if not lost or any(each.is_member for each in held):
         return ""
     return (
-        f"no process is left that holds the state of the training: the weights of rank(s) {format_ranks(lost)} were "
+        f"{STATE_LOST_TEXT}: the weights of rank(s) {format_ranks(lost)} were "
         "being updated, in parts, when others died. Start the job again from its last checkpoint"
     )
 

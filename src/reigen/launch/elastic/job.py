@@ -42,6 +42,7 @@ from signal import SIGCONT, SIGKILL, SIGTERM
 import msgspec
 
 from reigen.cluster.membership.views.history import ChangeNote
+from reigen.cluster.membership.views.planning import STATE_LOST_TEXT
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
@@ -746,7 +747,7 @@ class ElasticJobState(JobState):
         if problem == "-" and self._deaths:
             self.failure = msgspec.structs.replace(self._deaths[0].failure, num_stopped=num_stopped)
         else:
-            self.problem = problem if problem != "-" else "no process is left that holds the state of the training"
+            self.problem = problem if problem != "-" else STATE_LOST_TEXT
         words: list[JobInstruction | ElasticInstruction] = [SayToUser(self.problem)] if self.problem else []
         return words + list(self._stop())
 

@@ -26,6 +26,9 @@ from reigen.errors import format_ranks
 
 _Voter = TypeVar("_Voter", ViewHost, Witness)
 
+#: Why a job ends whose holders of the state are dead; more may follow.
+STATE_LOST_TEXT = "no process is left that holds the state of the training"
+
 
 def plan_view(
     view: View,
@@ -88,7 +91,7 @@ def explain_lost_state(view: View, reports: Mapping[MemberId, MemberReport], dea
         return ""
     died = f"rank(s) {format_ranks(gone)} of view {view.epoch} have ended, and " if gone else ""
     return (
-        f"no process is left that holds the state of the training: {died}rank(s) {format_ranks(without)} had not "
+        f"{STATE_LOST_TEXT}: {died}rank(s) {format_ranks(without)} had not "
         "received it, or were in the middle of an update. Start the job again from its last checkpoint"
     )
 
