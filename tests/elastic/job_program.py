@@ -16,6 +16,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo.trace_rules  # as the two below: loaded later otherwise, by each process
@@ -120,10 +121,10 @@ def tell_transfers(job: hvd.elastic.Job) -> None:
     """Write down each transfer of weights and optimizer state: ``TRANSFER view source receivers``."""
     transfer = job.training.transfer
 
-    def tell(source: int, receivers: frozenset[int], *, may_overlap: bool = False) -> OverlappedTransfer | None:
+    def tell(source: int, receivers: frozenset[int], **options: Any) -> OverlappedTransfer | None:
         elastic = context.elastic_job()
         print(f"TRANSFER {elastic.epoch if elastic else 0} {source} {json.dumps(sorted(receivers))}", flush=True)
-        return transfer(source, receivers, may_overlap=may_overlap)
+        return transfer(source, receivers, **options)
 
     job.training.transfer = tell
 
@@ -160,8 +161,8 @@ def corrupt(job: hvd.elastic.Job, model: torch.nn.Module) -> None:
         with torch.no_grad():
             next(model.parameters())[0, 0] += 1
 
-    def transfer_wrongly(source: int, receivers: frozenset[int], *, may_overlap: bool) -> OverlappedTransfer | None:
-        found = transfer(source, receivers, may_overlap=may_overlap)
+    def transfer_wrongly(source: int, receivers: frozenset[int], **options: Any) -> OverlappedTransfer | None:
+        found = transfer(source, receivers, **options)
         if found is None and hvd.rank() in receivers:
             spoil()
         return found

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import reigen.torch as hvd
 from reigen import elastic
+from reigen.context import Context
 from reigen.elastic import state_transfer
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.testing import RankPool
@@ -340,6 +342,64 @@ def transfer_to_newcomer(kind: str, memory_format: torch.memory_format, reads: b
         state_transfer._is_readable = readable
     assert model[1].running_mean.tolist() == [0.0] * 4
     return [before, training.digest()]
+
+
+def transfer_offered(kind: str, may_read: bool, overlaps: bool) -> tuple[list[bytes], list[str]]:
+    """Ranks 0 and 1 offer their state to rank 2; returns the digests, and which exchanges were made meanwhile."""
+    torch.manual_seed(hvd.rank() // 2)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(6, 2))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01 * (1 + hvd.rank() // 2), weight_decay=0.1)
+    training = TorchTraining(model, optimizer, {})
+    if hvd.rank() < 2:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    before, offer = training.digest(), training.offer() if hvd.rank() < 2 else None
+    offers = hvd.allgather_object(offer and offer.address)
+    exchanged: list[str] = []
+    readable, exchange, least = state_transfer._is_readable, Context.exchange, torch_training.LEAST_OVERLAPPED_BYTES
+
+    def note_and_exchange(context: Context, *arguments: Any, name: str | None = None, **options: Any) -> Any:
+        exchanged.append(str(name))
+        return exchange(context, *arguments, name=name, **options)
+
+    state_transfer._is_readable = lambda offer: may_read and readable(offer)
+    Context.exchange, torch_training.LEAST_OVERLAPPED_BYTES = note_and_exchange, 0
+    try:
+        message = "of the source" if hvd.rank() == 1 else None
+        overlapped = training.transfer(1, frozenset({2}), may_overlap=overlaps, offers=offers, message=message)
+    finally:
+        state_transfer._is_readable, Context.exchange = readable, exchange
+        torch_training.LEAST_OVERLAPPED_BYTES = least
+    if overlapped is not None:
+        assert overlapped.message == "of the source"
+        if hvd.rank() == 2:
+            overlapped.read()
+    found = (overlapped or training).digest()
+    hvd.barrier()  # until then the members have to live
+    assert may_read == (optimizer.param_groups[0]["lr"] == 0.01) or hvd.rank() < 2 or overlaps
+    return [before, found], exchanged
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize(("overlaps", "exchanges"), [(False, []), (True, ["elastic.may_read.size"])])
+def test_a_newcomer_reads_what_members_offer_without_waiting_for_their_answers(
+    rank_pool: Callable[[int], RankPool], kind: str, overlaps: bool, exchanges: list[str]
+):
+    """One exchange at most, and the next one is that of the digests."""
+    found = rank_pool(3).run(transfer_offered, kind, True, overlaps, init=True)
+    assert [exchanged for _, exchanged in found] == [exchanges] * 3
+    (_, source), (before, received) = found[1][0], found[2][0]
+    assert source == received != before
+
+
+def test_a_newcomer_that_cannot_read_what_is_offered_says_so(rank_pool: Callable[[int], RankPool]):
+    found = rank_pool(3).run(transfer_offered, "SGD", False, False, init=True)
+    assert [digests[1] == state_transfer.UNREAD for digests, _ in found] == [False, False, True]
+    found = rank_pool(3).run(transfer_offered, "SGD", False, True, init=True)
+    (_, source), (before, received) = found[1][0], found[2][0]
+    assert source == received != before, "the state has come in the other way"
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])

@@ -207,9 +207,11 @@ class ArrayTraining(TrainingState, ABC):
         """Implement `TrainingState.recover`."""
         self.write(backup)
 
-    def transfer(self, source: int, receivers: frozenset[int], *, may_overlap: bool = False) -> None:
+    def offer(self) -> None:
+        """Implement `TrainingState.offer`: arrays are copies, which undoing a step would make old ones."""
+
+    def transfer(self, source: int, receivers: frozenset[int], **_: Any) -> None:
         """Implement `TrainingState.transfer`; receivers always have everything."""
-        del may_overlap
         receives = rank() in receivers
         arrays = [
             np.empty_like(array, order="C") if receives else np.asarray(array, order="C") for array in self.read()

@@ -79,7 +79,13 @@ from reigen.elastic.catch_up import (
 from reigen.elastic.cursor import Cursor, Part, SampleInterval
 from reigen.elastic.description import check_description, digest_description
 from reigen.elastic.state import Departure
-from reigen.elastic.state_transfer import OverlappedTransfer, compare_digests, explain_wrong_state
+from reigen.elastic.state_transfer import (
+    OfferAddress,
+    OverlappedTransfer,
+    StateOffer,
+    compare_digests,
+    explain_wrong_state,
+)
 from reigen.elastic.training import LocalState, TrainingState
 from reigen.errors import (
     ArgumentError,
@@ -317,6 +323,9 @@ class BaseJob(ABC):
         self._arrival: tuple[OverlappedTransfer, CatchUpPlan] | None = None
         #: see (j): what newcomers have read, as far as it is known here; others may not have compared it yet
         self._arrived: ArrivedState | None = None
+        #: of this rank, and those of all in this view: state that newcomers may read; see `TrainingState.offer`
+        self._offer: StateOffer | None = None
+        self._offers: tuple[OfferAddress | None, ...] = ()
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -775,10 +784,13 @@ class BaseJob(ABC):
             has_lost=mark.has_lost,
             was_spare=mark.was_spare,
         )
+        may_offer = self._elastic is not None and has_newcomers and mark.is_member and self._step is None
+        self._offer = self.training.offer() if may_offer else None
+        address = None if self._offer is None else self._offer.address
         entries = allgather_object(
-            (own, describe_former_sets(self._process_sets), self.training.describe_view()), "elastic.held"
+            (own, describe_former_sets(self._process_sets), self.training.describe_view(), address), "elastic.held"
         )
-        all_held, former_sets, described_views = zip(*entries, strict=True)
+        all_held, former_sets, described_views, self._offers = zip(*entries, strict=True)
         if self._elastic is not None:
             self._process_sets = follow_members(self._process_sets, former_sets)
         held = confirm_newcomers(all_held)
@@ -885,23 +897,30 @@ class BaseJob(ABC):
                 dies may leave others that have not compared it.
 
         Returns:
-            The source's message; None where `_confirm_arrival` compares.
+            The source's message; None where `_confirm_arrival` compares, and it did not come.
         """
         source, receivers = plan.source, plan.receivers
         is_compared = self.rank == source or self.rank in receivers
-        for attempt in range(1 if is_repeated else 0, _MAX_TRANSFERS):
-            overlapped = self.training.transfer(source, receivers, may_overlap=may_overlap)
+        attempt, offers = (1, ()) if is_repeated else (0, self._offers)
+        while attempt < _MAX_TRANSFERS:
+            overlapped = self.training.transfer(
+                source, receivers, may_overlap=may_overlap, offers=offers, message=message
+            )
             if overlapped is not None:
                 self._arrival = overlapped, plan
-                return None
+                return overlapped.message
             own = self.training.digest() if is_compared else b""
             if is_repeated:
                 self._arrived = note_arrival(self._mark.number, own)
-            wrong, found, received = compare_digests(own, source, attempt, message)
-            if not wrong:
+            found = compare_digests(own, source, message)
+            if not found.wrong:
                 if is_repeated:
-                    self._arrived = note_arrival(self._mark.number, found)
-                return received
+                    self._arrived = note_arrival(self._mark.number, found.digest)
+                return found.message
+            if not found.is_unread:
+                attempt += 1
+                _log.warning("what was received differs from what was sent; attempt %d", attempt)
+            wrong, offers = found.wrong, ()
         self._is_wrong = self.rank in wrong
         with suppress(CollectiveError):
             barrier()  # members that change before those ranks know of it would only be asked for the state again
@@ -912,14 +931,15 @@ class BaseJob(ABC):
         if self._arrival is None:
             return
         overlapped, plan = self._arrival
-        wrong, found, _ = compare_digests(overlapped.digest(), plan.source, 0)
-        if wrong:
+        found = compare_digests(overlapped.digest(), plan.source)
+        if found.wrong:
+            _log.warning("what newcomers have read differs from what was sent; attempt 1")
             gradients = self.training.gradients()
             self._arrival = self._arrived = None  # the digests are of what was sent first
             self._transfer(plan, is_repeated=True)
             self.training.set_gradients(gradients)
         else:
-            self._arrived = note_arrival(self._mark.number, found)
+            self._arrived = note_arrival(self._mark.number, found.digest)
         with self._lock:
             self._arrival, self._mark.is_member = None, True
 

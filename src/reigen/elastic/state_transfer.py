@@ -15,6 +15,14 @@ d. Instead of (c) all ranks exchange who may read. If all receivers may, the oth
 e. Before the update all ranks exchange digests: the source computes its own meanwhile, and says so if the state was
    changed since. Who does not have what the source had needs the state in another way, and everybody waits.
 
+Members that can say how their state is built before anybody has asked offer it to whoever comes (`StateOffer`), so that
+fewer exchanges are made while all wait:
+
+f. What they say beforehand is where a description of the state lies in their memory. Receivers read that first, and
+   then the state, without an answer of anybody.
+g. Instead of (c) receivers that could not read it have a digest which nobody else has, and the state comes in another
+   way. In (d) they say that they may read when they have read the description.
+
 A receiver reads from one member, and not a part from each: the memory of a host is not faster for being of several
 processes. What is read is weights and optimizer state, which all members have alike; what is not trained (statistics of
 BatchNorm) comes from the source. Whether what was read is what the source holds is for digests to say.
@@ -32,6 +40,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 _PROBE_BYTES = _DIGEST_BYTES = 16
 #: Of no state; members that are neither source nor receiver have an empty digest.
-_CHANGED, _UNREAD = b"changed", b"unread"
+_CHANGED, UNREAD = b"changed", b"unread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,124 @@ class _StateAddress:
     probe: bytes
     layout: str
     ranges: tuple[AddressRange, ...]
+
+
+class StateDescription(msgspec.Struct, array_like=True, frozen=True):
+    """Description of the state that a member offers.
+
+    Attributes:
+        layout: see `read_from_source`.
+        ranges: of its arrays.
+        details: of the training: what else a receiver needs to make arrays of its own.
+    """
+
+    layout: str
+    ranges: tuple[AddressRange, ...]
+    details: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAddress:
+    """Address of a description; see (f).
+
+    Attributes:
+        pid: see `_StateAddress`.
+        probe_address: see there.
+        probe: see there.
+        address: of the description.
+        nbytes: its size.
+        digest: of it: it may be gone.
+    """
+
+    pid: int
+    probe_address: int
+    probe: bytes
+    address: int
+    nbytes: int
+    digest: bytes
+
+
+class StateOffer:
+    """Offer of a member's state, whose arrays stay where they are; it is kept as long as others may read it.
+
+    Args:
+        arrays: this rank's memory of the state, where the tensors themselves lie.
+        layout: see `read_from_source`; not empty.
+        details: see `StateDescription`.
+
+    Attributes:
+        address: for the others.
+    """
+
+    def __init__(self, arrays: Sequence[NDArray[np.uint8]], layout: str, details: bytes) -> None:
+        self._probe = _make_probe()
+        encoded = msgspec.msgpack.encode(StateDescription(layout, _ranges_of(arrays), details))
+        self._description = np.frombuffer(encoded, np.uint8)
+        probe, address = self._probe, self._description.ctypes.data
+        digest = blake2b(encoded, digest_size=_DIGEST_BYTES).digest()
+        self.address = OfferAddress(
+            os.getpid(), probe.ctypes.data, probe.tobytes(), address, self._description.nbytes, digest
+        )
+
+
+class OfferedState:
+    """State that a member of this host offers, as a receiver sees it.
+
+    Args:
+        pid: of the member's process.
+        description: which was read there.
+    """
+
+    def __init__(self, pid: int, description: StateDescription) -> None:
+        self.layout, self.details = description.layout, description.details
+        self.address = _StateAddress(pid, 0, b"", description.layout, description.ranges)
+
+    def read(self, arrays: Sequence[NDArray[np.uint8]]) -> bool:
+        """Read everything into arrays of the same layout; return whether that was possible."""
+        return _read(self.address, _ranges_of(arrays), _num_processors())
+
+
+def may_all_read(offers: Sequence[OfferAddress | None], receivers: frozenset[int]) -> bool:
+    """Return whether there is a member on the host of each receiver that offers its state; the same on all ranks.
+
+    Args:
+        offers: of all ranks.
+        receivers: ranks that get the state.
+    """
+    offering = {rank for rank, offer in enumerate(offers) if offer is not None and rank not in receivers}
+    return all(not receivers.intersection(host) or offering.intersection(host) for host in context.current().hosts)
+
+
+def find_offered_state(
+    offers: Sequence[OfferAddress | None], source: int, receivers: frozenset[int]
+) -> OfferedState | None:
+    """Return the state that this rank may read: of the source, or the first other member; None: it may read none.
+
+    Args:
+        offers: of all ranks.
+        source: rank whose state it is; all that do not receive it have the same.
+        receivers: ranks that get it; one that is a step behind offers what it has, too.
+    """
+    others = (rank for rank in range(len(offers)) if rank != source and rank not in receivers)
+    for rank in (source, *others):
+        offer = offers[rank]
+        if offer is not None and (found := _read_description(offer)) is not None:
+            return OfferedState(offer.pid, found)
+    return None
+
+
+def _read_description(offer: OfferAddress) -> StateDescription | None:
+    if not _is_readable(offer):
+        return None
+    into = np.empty(offer.nbytes, np.uint8)
+    try:
+        read_process_memory(offer.pid, [(offer.address, offer.nbytes)], [(into.ctypes.data, into.nbytes)])
+    except OSError:
+        return None
+    encoded = into.tobytes()
+    if blake2b(encoded, digest_size=_DIGEST_BYTES).digest() != offer.digest:
+        return None
+    return msgspec.msgpack.decode(encoded, type=StateDescription)
 
 
 def read_from_source(
@@ -123,19 +250,21 @@ class OverlappedTransfer:
         contents: returns what the digest is of, on source and receivers.
         version: returns something else when the state has been changed.
         sends, receives: this rank is the source; or a receiver.
+        message: of the source, to all ranks; None: there was none.
     """
 
     def __init__(
         self,
-        source: _StateAddress,
+        source: _StateAddress | None,
         arrays: Sequence[NDArray[np.uint8]],
         contents: Callable[[], Iterable[NDArray[np.uint8]]],
         version: Callable[[], object],
         *,
         sends: bool,
         receives: bool,
+        message: Any = None,
     ) -> None:
-        self.receives = receives
+        self.receives, self.message = receives, message
         self._source, self._arrays, self._contents, self._version = source, arrays, contents, version
         self._begun_at: object = None
         self._digest: Future[bytes] | None = None
@@ -148,9 +277,10 @@ class OverlappedTransfer:
     def read(self) -> None:
         """Read everything, on a receiver, by half of the processors: the members compute."""
         self._digest = Future()
-        self._digest.set_result(digest_of(self._contents()) if self._read_all() else _UNREAD)
+        self._digest.set_result(digest_of(self._contents()) if self._read_all() else UNREAD)
 
     def _read_all(self) -> bool:
+        assert self._source is not None
         return _read(self._source, _ranges_of(self._arrays), max(1, _num_processors() // 2))
 
     def digest(self) -> bytes:
@@ -189,28 +319,72 @@ def begin_overlapped_transfer(
     return OverlappedTransfer(address, arrays, contents, version, sends=rank == source, receives=rank in receivers)
 
 
+def begin_offered_transfer(
+    offered: OfferedState | None,
+    arrays: Sequence[NDArray[np.uint8]],
+    source: int,
+    receivers: frozenset[int],
+    contents: Callable[[], Iterable[NDArray[np.uint8]]],
+    version: Callable[[], object],
+    message: Any = None,
+) -> OverlappedTransfer | None:
+    """Collective: do what `begin_overlapped_transfer` does, where members offer their state.
+
+    Args:
+        offered: what a receiver reads; None: it cannot, or receives nothing.
+        arrays: of a receiver, for that.
+        source: see `read_from_source`.
+        receivers: see there.
+        contents: see `OverlappedTransfer`.
+        version: see there.
+        message: of the source, to all ranks.
+
+    Returns:
+        None: some receiver cannot read.
+    """
+    rank = context.current().rank
+    receives = rank in receivers
+    answers = allgather_object((offered is not None or not receives, message), "elastic.may_read")
+    if not all(may_read for may_read, _ in answers):
+        return None
+    address = None if offered is None else offered.address
+    is_source, message = rank == source, answers[source][1]
+    return OverlappedTransfer(address, arrays, contents, version, sends=is_source, receives=receives, message=message)
+
+
 def _make_probe() -> NDArray[np.uint8]:
     """Return bytes that lie in this process alone; they are needed until all receivers have looked for them."""
     return np.frombuffer(os.urandom(_PROBE_BYTES), np.uint8)
 
 
-def compare_digests(own: bytes, source: int, attempt: int, message: Any = None) -> tuple[list[int], bytes, Any]:
+@dataclass(frozen=True, slots=True)
+class StateComparison:
+    """Result of `compare_digests`.
+
+    Attributes:
+        wrong: ranks that have not received the source's state.
+        digest: of that.
+        message: of the source.
+        is_unread: some of them could not read what was offered: the state has not been sent yet.
+    """
+
+    wrong: list[int]
+    digest: bytes
+    message: Any
+    is_unread: bool
+
+
+def compare_digests(own: bytes, source: int, message: Any = None) -> StateComparison:
     """Collective: compare the states of source and receivers.
 
     Args:
         own: digest of the state here; empty on ranks that are neither source nor receiver.
         source: rank whose state it is.
-        attempt: number of transfers before this one.
         message: of the source, to all ranks; None on others.
-
-    Returns:
-        The ranks that have received another state than the source's, the digest of that, and the message.
     """
     digests, messages = zip(*allgather_object((own, message), "elastic.digest"), strict=True)
     wrong = [rank for rank, digest in enumerate(digests) if digest not in (b"", digests[source])]
-    if wrong:
-        _log.warning("what was received differs from what was sent; attempt %d", attempt + 1)
-    return wrong, digests[source], messages[source]
+    return StateComparison(wrong, digests[source], messages[source], UNREAD in digests)
 
 
 def explain_wrong_state(wrong: Sequence[int], source: int, num_transfers: int) -> CollectiveError:
@@ -245,7 +419,7 @@ def _find_source(
     return addresses[source], False
 
 
-def _is_readable(source: _StateAddress) -> bool:
+def _is_readable(source: _StateAddress | OfferAddress) -> bool:
     return can_read_process_memory(source.pid, source.probe_address, source.probe)
 
 

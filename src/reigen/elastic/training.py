@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from reigen.elastic.cursor import Part
-from reigen.elastic.state_transfer import OverlappedTransfer
+from reigen.elastic.state_transfer import OfferAddress, OverlappedTransfer, StateOffer
 from reigen.errors import ArgumentError, CollectiveError
 
 
@@ -126,8 +126,17 @@ class TrainingState(Protocol):
     def recover(self, backup: Any) -> None:
         """Undo an unfinished transfer."""
 
+    def offer(self) -> StateOffer | None:
+        """Return where others of this host can read this member's state, as it is now; None: nowhere, or not yet."""
+
     def transfer(
-        self, source: int, receivers: frozenset[int], *, may_overlap: bool = False
+        self,
+        source: int,
+        receivers: frozenset[int],
+        *,
+        may_overlap: bool = False,
+        offers: Sequence[OfferAddress | None] = (),
+        message: Any = None,
     ) -> OverlappedTransfer | None:
         """Collective: weights and optimizer state of receivers become the source's; all others have them.
 
@@ -135,13 +144,15 @@ class TrainingState(Protocol):
             source: whose state it is.
             receivers: who get it.
             may_overlap: the members may go on before receivers have it, if that is worth it.
+            offers: of all ranks, which receivers may read; a digest may say that one could not (`UNREAD`).
+            message: of the source, to all ranks; it comes with what is returned, or not at all.
 
         Returns:
             What receivers still have to read; None: they have everything.
         """
 
     def digest(self) -> bytes:
-        """Return a hash of weights and optimizer state."""
+        """Return a hash of weights and optimizer state; behind `transfer`, `UNREAD` where nothing could be read."""
 
     def small_state(self) -> Any:
         """Return a copy of what of the small state must be equal on all members, for `load_small_state`."""

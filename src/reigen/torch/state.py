@@ -97,14 +97,31 @@ def share_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("cannot broadcast torch.optim.LBFGS state")
-    current = context.current()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    data, tensors = (None, []) if receives else _pack_optimizer(optimizer, parameters)
-    received = objects.broadcast_bytes(current, data, root_rank, "optimizer_state")
-    if not receives:
-        return tensors, lambda: None
-    snapshot, tensors = _unpack_optimizer(received, parameters)
+    data, tensors = (None, []) if receives else pack_optimizer_state(optimizer)
+    received = objects.broadcast_bytes(context.current(), data, root_rank, "optimizer_state")
+    return unpack_optimizer_state(optimizer, received) if receives else (tensors, lambda: None)
+
+
+def pack_optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[bytes, list[torch.Tensor]]:
+    """Return how the optimizer's state is built, with its options, but no tensor's values; and the tensors.
+
+    Args:
+        optimizer: not LBFGS.
+    """
+    return _pack_optimizer(optimizer, _parameters_of(optimizer))
+
+
+def unpack_optimizer_state(
+    optimizer: torch.optim.Optimizer, data: bytes
+) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """Return new tensors for what `pack_optimizer_state` has returned elsewhere, and what makes them the state."""
+    parameters = _parameters_of(optimizer)
+    snapshot, tensors = _unpack_optimizer(data, parameters)
     return tensors, partial(_install, optimizer, parameters, snapshot)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], root_rank: int, name: str) -> None:

@@ -19,9 +19,13 @@ from reigen.backends.shm.reduction_journal import journal_bytes
 from reigen.elastic.cursor import Part
 from reigen.elastic.pauses import BroadcastPauses
 from reigen.elastic.state_transfer import (
+    UNREAD,
+    OfferAddress,
     OverlappedTransfer,
+    StateOffer,
     begin_overlapped_transfer,
     digest_of,
+    may_all_read,
     read_from_source,
 )
 from reigen.elastic.training import LocalState, generator_states, set_generator_states
@@ -29,6 +33,7 @@ from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.distributed_optimizer import distribute_in_place
 from reigen.torch.elastic.local_state import TorchLocalState, find_synchronized_layer, unlearned_state
+from reigen.torch.elastic.offered_state import ReadableState, begin_offered_transfer, memory_of, offer_state
 from reigen.torch.elastic.state import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -40,7 +45,7 @@ from reigen.torch.elastic.untrained_parameters import UntrainedParameters
 from reigen.torch.optimizers.allreduce_optimizer import AllreduceOptimizer
 from reigen.torch.optimizers.optimizer_wrapper import WrappedOptimizer
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
-from reigen.torch.state import broadcast_parameters, broadcast_tensors, is_dense, share_optimizer_state
+from reigen.torch.state import broadcast_parameters, broadcast_tensors, share_optimizer_state
 
 #: In a bucket, and between buckets, a gradient may have so many bytes in front of it.
 _MAX_GAP_BYTES = 128
@@ -88,6 +93,8 @@ class TorchTraining:
         )
         #: of what this rank has given to others, which has not changed since; empty: none
         self._sent_digest = b""
+        #: this rank could not read what it was to
+        self._is_unread = False
         self._broadcasts = BroadcastPauses()
 
     def _prepare_optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -138,7 +145,8 @@ class TorchTraining:
         self._clear_gradients()
         for each in self._objects.values():
             if isinstance(each, torch.amp.GradScaler):  # it learns its device by a loss, and this rank may have none
-                each.scale(torch.zeros((), device=self._device_of(each)))
+                devices = [parameter.device for parameter in self._parameters()]
+                each.scale(torch.zeros((), device=_device_of(each, devices)))
         self._generators = _generator_states()
         for name, buffer in self._model.named_buffers():
             self._buffers[name] = copy_state(buffer, self._buffers.get(name))
@@ -240,18 +248,48 @@ class TorchTraining:
         _set_options(self._optimizer, options)
         self._untrained.keep_state()
 
+    def offer(self) -> StateOffer | None:
+        """Implement `TrainingState.offer`."""
+        return offer_state(self._optimizer, self._weights())
+
     def transfer(
-        self, source: int, receivers: frozenset[int], *, may_overlap: bool = False
+        self,
+        source: int,
+        receivers: frozenset[int],
+        *,
+        may_overlap: bool = False,
+        offers: Sequence[OfferAddress | None] = (),
+        message: Any = None,
     ) -> OverlappedTransfer | None:
         """Implement `TrainingState.transfer`."""
         receives = rank() in receivers
-        self._sent_digest = b""
+        self._sent_digest, self._is_unread = b"", False
         self._transfer_buffers(source, receives=receives)
+        overlaps = may_overlap and self._is_overlap_worth_it()
+        overlapped, may_read = None, bool(offers) and may_all_read(offers, receivers)
+        state = None
+        if receives and may_read:
+            state = ReadableState.find(self._optimizer, self._weights(), offers, source, receivers)
+        if may_read and overlaps:
+            overlapped = begin_offered_transfer(state, source, receivers, self._contents, self._version, message)
+        elif may_read and receives:
+            self._is_unread = state is None or not state.read()
+        elif may_read and rank() == source:
+            self._note_digest()
+        if not may_read or (overlaps and overlapped is None):
+            overlapped = self._exchange_state(source, receivers, overlaps=overlaps)
+        for parameter in self._parameters():
+            parameter.grad = None
+        return overlapped
+
+    def _exchange_state(self, source: int, receivers: frozenset[int], *, overlaps: bool) -> OverlappedTransfer | None:
+        """Collective: do the work of `transfer` where members do not offer their state, or that cannot be read."""
+        receives = rank() in receivers
         states, install = share_optimizer_state(self._optimizer, source, receives=receives)
-        tensors = [*(each.detach() for each in (*self._fixed_parameters(), *self._parameters())), *states]
-        where = *_memory_of(tensors), source, receivers
+        tensors = [*self._weights(), *states]
+        where = *memory_of(tensors), source, receivers
         overlapped = None
-        if may_overlap and self._is_overlap_worth_it():
+        if overlaps:
             overlapped = begin_overlapped_transfer(*where, self._contents, self._version)
             is_sent = overlapped is not None
         else:
@@ -261,8 +299,6 @@ class TorchTraining:
             with self._broadcasts.measured(num_bytes, receivers, is_source=rank() == source):
                 broadcast_tensors(tensors, source, "elastic.state")
         install()
-        for parameter in self._parameters():
-            parameter.grad = None
         return overlapped
 
     def _transfer_buffers(self, source: int, *, receives: bool) -> None:
@@ -274,6 +310,8 @@ class TorchTraining:
 
     def digest(self) -> bytes:
         """Implement `TrainingState.digest`."""
+        if self._is_unread:
+            return UNREAD
         sent, self._sent_digest = self._sent_digest, b""
         return sent or digest_of(self._contents())
 
@@ -284,7 +322,7 @@ class TorchTraining:
         which normalization over all ranks needs all, and which may change parameters that the optimizer does not have:
         those of a moving average, say.
         """
-        if isinstance(self._optimizer, SharedParametersOptimizer) or any(True for _ in self._fixed_parameters()):
+        if isinstance(self._optimizer, SharedParametersOptimizer) or any(True for _ in self._named_fixed_parameters()):
             return False
         if find_synchronized_layer(self._model) is not None:
             return False
@@ -292,7 +330,8 @@ class TorchTraining:
         return num_bytes >= LEAST_OVERLAPPED_BYTES
 
     def _contents(self) -> Iterator[NDArray[np.uint8]]:
-        return map(tensor_bytes, itertools.chain(self._fixed_parameters(), self._tensors()))
+        fixed = (each for _, each in self._named_fixed_parameters())
+        return map(tensor_bytes, itertools.chain(fixed, self._tensors()))
 
     def _version(self) -> list[tuple[int, int]]:
         """Return versions of weights and optimizer state, and where they lie: others after each change."""
@@ -334,19 +373,16 @@ class TorchTraining:
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return None if self._factor == 1.0 else gradient * self._factor
 
-    def _device_of(self, scaler: torch.amp.GradScaler) -> torch.device:
-        """Return the device of the first weights of the scaler's kind of device; others may come before them."""
-        devices = [each.device for each in self._parameters()]
-        kind = getattr(scaler, "_device", devices[0].type)
-        return next((device for device in devices if device.type == kind), devices[0])
-
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self._optimizer.__dict__["param_groups"]:
             yield from group["params"]
 
-    def _fixed_parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the model's parameters that the optimizer does not have, in the same order on all ranks."""
-        yield from (each for _, each in self._named_fixed_parameters())
+    def _weights(self) -> list[torch.Tensor]:
+        """Return the model's parameters that the optimizer does not have, and those that it has, as on all ranks."""
+        return [
+            *(each.detach() for _, each in self._named_fixed_parameters()),
+            *(p.detach() for p in self._parameters()),
+        ]
 
     def _named_fixed_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         trained = {id(each) for each in self._parameters()}
@@ -360,12 +396,10 @@ class TorchTraining:
             yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
 
 
-def _memory_of(tensors: list[torch.Tensor]) -> tuple[list[NDArray[np.uint8]], str]:
-    """Return arrays and layout for `read_from_source`; the layout is empty if some memory cannot be read as it is."""
-    if not all(tensor.device.type == "cpu" and is_dense(tensor) for tensor in tensors):
-        return [], ""
-    layout = [f"{each.dtype} {tuple(each.shape)} {each.stride()}" for each in tensors]
-    return [tensor_bytes(tensor) for tensor in tensors], "\n".join(layout)
+def _device_of(scaler: torch.amp.GradScaler, devices: Sequence[torch.device]) -> torch.device:
+    """Return the first of the weights' devices that is of the scaler's kind; others may come before it."""
+    kind = getattr(scaler, "_device", devices[0].type)
+    return next((device for device in devices if device.type == kind), devices[0])
 
 
 def _check_state(name: str, state: Any) -> None:
