@@ -62,8 +62,9 @@ def with_options(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["eager", "function"])
-def test_options_change_nothing_of_the_result(rank_pool, how):
-    rank_pool(2).run(with_options, how, init=True)
+@pytest.mark.parametrize("size", [1, 2])
+def test_options_change_nothing_of_the_result(rank_pool, size, how):
+    rank_pool(size).run(with_options, how, init=True)
 
 
 def traced_in_other_orders() -> None:

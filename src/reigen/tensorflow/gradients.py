@@ -107,7 +107,7 @@ class GradientReducer:
         """
         results, variables, size = list(gradients), list(variables), self.num_ranks
         if not results or self._is_alone():
-            return results
+            return list(map(self._as_asked, results, variables))
         shared = []
         for index, variable in enumerate(variables):
             if not self.is_local(variable):
@@ -167,6 +167,11 @@ class GradientReducer:
         values = self.compression.decompress(values, ctx)
         gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
         return self._divide(gathered, size) if self.reduction.op is ReduceOp.AVERAGE else gathered
+
+    def _as_asked(self, gradient: Any, variable: Any) -> Any:
+        """One rank's gradient, of the kind that it has with others: clipping must not depend on their number."""
+        is_wrong = self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices) and not self.is_local(variable)
+        return tf.convert_to_tensor(gradient) if is_wrong else gradient
 
     def _is_alone(self) -> bool:
         """Return whether there is nothing to reduce with; a graph of an elastic job may run with others later."""
