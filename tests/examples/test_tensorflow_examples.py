@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import LAUNCH, SMALL_RESNET, assert_same, run
+from tests.examples.running import LAUNCH, SMALL_RESNET, assert_same, run, run_elastic_and_kill_rank_0
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -34,6 +34,55 @@ def test_resnet_reaches_a_goal_in_mixed_precision() -> None:
 
 def test_digits() -> None:
     assert "bit-identical on all ranks: yes" in run("digits.py", np=2, framework="tensorflow")
+
+
+def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
+    def options(kvstore: str) -> list[object]:
+        return ["--kvstore", kvstore, "--num-images", 64, "--epochs", 1, "--goal", 0]
+
+    assert_same(
+        "norm of the weights",
+        1e-5,
+        run("cifar10_vgg11.py", *options("local"), framework="tensorflow"),
+        run("cifar10_vgg11.py", *options("ring"), framework="tensorflow", np=2),
+        run("cifar10_vgg11.py", *options("ring"), framework="tensorflow", np=4),
+        run("cifar10_vgg11.py", *options("dist_sync"), framework="tensorflow", np=2, servers=1, launcher=LAUNCH),
+    )
+
+
+def test_vgg11_reaches_its_goal() -> None:
+    assert "ring, 2 worker(s)" in run("cifar10_vgg11.py", "--num-images", 320, framework="tensorflow", np=2)
+
+
+def test_a_store_within_a_process_is_refused_where_there_are_several() -> None:
+    printed = run("cifar10_vgg11.py", "--kvstore", "local", framework="tensorflow", np=2, code=2)
+    assert "error: --kvstore local is for one process: the 2 ranks would train a model each" in printed
+
+
+def test_gpt() -> None:
+    options = ["--steps", 12, "--goal", 4.5]  # 5.5 is the loss of any byte being as likely as any other
+    assert_same(
+        "test loss",
+        1e-3,
+        run("gpt.py", *options, framework="tensorflow"),
+        run("gpt.py", *options, np=2, framework="tensorflow"),
+        run("gpt.py", *options, np=4, framework="tensorflow"),
+    )
+
+
+def test_elastic_learns_the_same_if_no_process_dies() -> None:
+    options = ["--epochs", 5]
+    assert_same(
+        "loss",
+        1e-3,
+        run("elastic.py", *options, framework="tensorflow"),
+        run("elastic.py", *options, framework="tensorflow", np=2),
+        run("elastic.py", *options, framework="tensorflow", np=4),
+    )
+
+
+def test_elastic_reaches_its_accuracy_though_a_process_dies(tmp_path: Path) -> None:
+    assert "test accuracy 0.9" in run_elastic_and_kill_rank_0(tmp_path, "tensorflow")
 
 
 def test_recommender() -> None:

@@ -1,0 +1,1 @@
+../keras/cifar10_data.py
