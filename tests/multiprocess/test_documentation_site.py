@@ -85,6 +85,7 @@ def listed(entries: object) -> Iterator[str]:
             yield from listed(each)
 
 
+@pytest.mark.timeout(600)
 def test_every_page_is_whole_on_narrow_and_wide_screens_light_and_dark(tmp_path: Path) -> None:
     pages = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert len(pages) > 80
