@@ -96,8 +96,10 @@ def environment_facts(environ: Mapping[str, str]) -> Iterator[tuple[str, str, st
         except metadata.PackageNotFoundError:
             continue
     yield from _knobs(environ)
+    # nobody knows what a misspelt name holds: REIGEN_SECERT
+    unknown = {line.partition(" ")[0] for line in format_unknown_variables(environ)}
     for name in sorted(filter(_VARIABLES.fullmatch, environ)):
-        yield "variables", name, redact_variable(name, environ[name])
+        yield "variables", name, _HIDDEN if name in unknown else redact_variable(name, environ[name])
 
 
 def _knobs(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,13 +28,27 @@ COMMANDS = {
 }
 
 
+#: Commands that only write a text, which may be read in part; and the exit code of programs that end by SIGPIPE.
+_REPORTS = ("check", "migrate", "plan", "trace")
+_OF_SIGPIPE = 141
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command with ``arguments``, by default this process's; returns the exit code."""
     open_standard_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in COMMANDS:
         module = importlib.import_module(f"reigen.cli.{arguments[0]}")
-        code: int = module.main(arguments[1:])
+        try:
+            code: int = module.main(arguments[1:])
+            if arguments[0] in _REPORTS:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            if arguments[0] not in _REPORTS:
+                raise
+            # `reigen migrate . | head`: what is left to be written at exit goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return _OF_SIGPIPE
         return code
     parser = argparse.ArgumentParser(
         prog="reigen",

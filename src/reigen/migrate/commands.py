@@ -127,8 +127,8 @@ def _check_line(
     lines: Lines, number: int, lists: WordLists, scripts: ProjectScripts, num_values: NumValues
 ) -> Iterator[LineFinding]:
     line, start = lines.line(number), lines.starts[number - 1]
-    for launcher in lists.launchers(number):
-        yield from _check_list(launcher, lists.rest(launcher), scripts)
+    for launcher, rest in lists.launchers(number):
+        yield from _check_list(launcher, rest, scripts)
     for match in _HOROVODRUN.finditer(line):
         word = lists.at(match.start() + start)
         yield from _check_horovodrun(lines, number, match.start() + start, match.end() + start, word, num_values)

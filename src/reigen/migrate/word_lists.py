@@ -24,6 +24,8 @@ _PROGRAM, _REST = ("entrypoint", "command"), ("command", "args")
 _LAUNCHERS = re.compile(
     r"torchrun|torch\.distributed\.(?:launch|run)|mpirun|mpiexec|mpiexec\.hydra|srun|accelerate|deepspeed"
 )
+#: Lines of one folded command.
+_MAX_FOLDED = 100
 _FOLDED = re.compile(r"[:-][ \t]+>[-+]?\d?[ \t]*(?:#.*)?$")
 
 
@@ -70,24 +72,28 @@ class WordLists:
     """Lists of words in a text."""
 
     def __init__(self, lines: Lines) -> None:
-        self._lines = lines
+        self._lines, self._line_end = lines, lines.line_end
         self._lists = sorted([*self._flow_lists(), *self._block_lists()], key=lambda each: each.line)
         self._commands = list(self._joined([*self._lists, *self._scalars()]))
+        #: single words of lists by their lines, and launchers with what follows them in their commands
+        self._words: dict[int, list[Word]] = {}
+        self._launchers: dict[int, list[tuple[Word, list[str]]]] = {}
+        for word in (word for each in self._lists for word in each.words if word.is_single):
+            self._words.setdefault(word.line, []).append(word)
+        for command in self._commands:
+            for place, word in enumerate(command):
+                if word.is_single and _LAUNCHERS.fullmatch(PurePosixPath(word.text).name):
+                    rest = [each.text for each in command[place + 1 :]]
+                    self._launchers.setdefault(word.line, []).append((word, rest))
 
     def at(self, offset: int) -> Word | None:
         """Return the single word that is written at an offset; None: no list has one there."""
-        words = (word for each in self._lists for word in each.words if word.start <= offset < word.end)
-        return next((word for word in words if word.is_single), None)
+        words = self._words.get(self._lines.number(offset), ())
+        return next((word for word in words if word.start <= offset < word.end), None)
 
-    def launchers(self, line: int) -> list[Word]:
-        """Return the words of a line that are programs which start processes."""
-        words = (word for command in self._commands for word in command if word.line == line)
-        return [word for word in words if word.is_single and _LAUNCHERS.fullmatch(PurePosixPath(word.text).name)]
-
-    def rest(self, launcher: Word) -> list[str]:
-        """Return what follows a word in its command."""
-        command = next(each for each in self._commands if launcher in each)
-        return [word.text for word in command[command.index(launcher) + 1 :]]
+    def launchers(self, line: int) -> list[tuple[Word, list[str]]]:
+        """Return the words of a line that are programs which start processes, each with the rest of its command."""
+        return self._launchers.get(line, [])
 
     def _flow_lists(self) -> Iterator[_List]:
         text, position = self._lines.text, 0
@@ -151,7 +157,7 @@ class WordLists:
         written = item["word"]
         quote = written[0] if written[0] in "\"'" else ""
         start = self._lines.starts[number - 1] + item.start("word")
-        before = f"{self._lines.line_end}{item.string[: item.start('word')]}"
+        before = f"{self._line_end}{item.string[: item.start('word')]}"
         return Word(written.strip(quote) if quote else written, number, start, start + len(written), before, quote)
 
     def _scalars(self) -> Iterator[_List]:
@@ -198,7 +204,9 @@ def folded_end(lines: Lines, number: int) -> int:
     """Return the last line of a folded text of YAML (``>``) that a line is in, as far as lines are joined there."""
     indentation = lines.indentation(number)
     above = number - 1
-    while above > 0 and (lines.indentation(above) == indentation or not lines.line(above).strip()):
+    while above > max(number - _MAX_FOLDED, 0) and (
+        lines.indentation(above) == indentation or not lines.line(above).strip()
+    ):
         above -= 1
     if above < 1 or not _FOLDED.search(lines.line(above).rstrip()) or len(lines.indentation(above)) >= len(indentation):
         return number

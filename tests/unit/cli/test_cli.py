@@ -1,5 +1,10 @@
 """The command line, in this process."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from reigen._version import __version__
@@ -165,3 +170,17 @@ def test_check_says_that_this_is_a_cluster_of_rays():
     (words,) = said({"RAY_ADDRESS": "h1:6379"})
     assert words.startswith("RAY_ADDRESS=h1:6379, ray ")
     assert "reigen.ray" in words
+
+
+@pytest.mark.parametrize("command", ["check", "migrate"])
+def test_a_report_may_be_read_in_part(command: str, tmp_path: Path) -> None:
+    """`reigen migrate . | head` says nothing of a broken pipe."""
+    (tmp_path / "train.py").write_text("import horovod.torch as hvd\n" + "hvd.nothing()\n" * 3)
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = [command, *([str(tmp_path)] if command == "migrate" else [])]
+    with os.fdopen(writer, "wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-m", "reigen", *arguments], stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, b"")

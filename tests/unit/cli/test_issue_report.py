@@ -139,3 +139,11 @@ def test_the_template_of_issues_asks_for_it_and_the_citation_is_one() -> None:
     assert citation["version"] == __version__
     is_released = f"## [{__version__}]" in (PROJECT / "CHANGELOG.md").read_text()
     assert ("date-released" in citation) == is_released
+
+
+def test_what_a_misspelt_variable_holds_is_not_told() -> None:
+    facts = list(environment_facts({"REIGEN_SECERT": SECRET, "REIGEN_DEADLINE": "5"}))
+
+    assert ("variables", "REIGEN_SECERT", "<hidden>") in facts
+    assert ("variables", "REIGEN_DEADLINE", "5") in facts
+    assert not any(SECRET in text for fact in facts for text in fact)
