@@ -78,7 +78,7 @@ def together(*calls: Any) -> list[Any]:
 def two(made: Job) -> tuple[DistStore, DistStore]:
     """Workers 0 and 1, which have begun the job."""
     stores = store_of(made, 0, 10), store_of(made, 1, 11)
-    made.tell(WorkerRoster((0, 1), is_open=True))
+    made.tell(WorkerRoster((0, 1), is_open=True, incarnations=(10, 11)))
     assert together((begin, stores[0]), (begin, stores[1])) == [5.0, 5.0]
     return stores
 

@@ -24,6 +24,7 @@ from reigen.cluster.membership.messages import (
     RegisterMember,
     WorkerRoster,
 )
+from reigen.cluster.membership.recorded_job import RecordedEvent, RecordedJob
 from reigen.cluster.membership.table import MembershipTable
 from reigen.cluster.membership.view import JobView
 
@@ -246,3 +247,172 @@ def test_a_member_knows_who_is_there_in_order(gone: MembershipEvent) -> None:
     view.take(MembershipNews((MemberReturned("worker", 2, "h", 10, is_new=True),) * 2))
     assert view.roster == [0, 1, 2]
     assert (view.left, view.lost) == ({}, {})
+
+
+# -- another scheduler ------------------------------------------------------------------------------------------------
+
+
+class RestartedJob(Job):
+    """The same job with another table, made of what the one before it has announced."""
+
+    def __init__(self, before: Job) -> None:
+        super().__init__()
+        entries = [RecordedEvent(event, number) for number, event in enumerate(before.table.announced, 1)]
+        self.table = MembershipTable(SPEC, JOB, recorded=RecordedJob.replay(entries), now=before.now)
+        self.now = before.now
+
+    def come_again(self, owner: str, number: int, *barriers: EnterBarrier) -> None:
+        """A process that knows its place registers."""
+        role: MemberRole = "server" if owner[0] == "s" else "worker"
+        process = int(owner[1:]) + 1
+        known = RegisterMember(role, number, "h", process, SPEC.counts, job=JOB, is_open=True, barriers=barriers)
+        self.take(self.table.handle(owner, known, self.now))
+
+
+def test_another_scheduler_knows_who_is_there_by_age() -> None:
+    before = Job("s0", "w5", "w6", "w7")
+    before.die("w5")
+    before.come("w8")
+    job = RestartedJob(before)
+    job.come_again("w7", 2)
+    assert WorkerRoster((1, 2, 0), is_open=True, incarnations=(7, 8, 9)) in job.told("w7")
+    job.come_again("s0", 0)
+    told = job.told("s0")
+    assert MemberLost("worker", 0, "h", "its process ended", incarnation=6) in told, "it may not have heard of it"
+    assert told.index(MemberLost("worker", 0, "h", "its process ended", incarnation=6)) < told.index(
+        WorkerRoster((1, 2, 0), is_open=True, incarnations=(7, 8, 9))
+    )
+
+
+def test_newcomers_wait_for_those_who_know_the_job() -> None:
+    before = Job("s0", "w5", "w6")
+    before.say("w5", EnterBarrier("b", 1))
+    job = RestartedJob(before)
+    job.come("w9")
+    job.come_again("s0", 0)
+    job.come_again("w6", 1)
+    assert job.told("w9") == []
+    job.come_again("w5", 0, EnterBarrier("b", 1))
+    (first, *_) = job.told("w9")
+    assert isinstance(first, MemberAssigned)
+    assert (first.number, first.barriers) == (2, (("b", 1),))
+
+
+def test_newcomers_do_not_wait_for_one_that_has_ended_meanwhile() -> None:
+    job = RestartedJob(Job("s0", "w5", "w6"))
+    job.come_again("w6", 1)
+    job.come("w9")
+    assert MemberLost("worker", 0, "h", "its process ended", incarnation=6) not in job.told("w6")
+    job.take(job.table.note_death(6, job.now))
+    assert job.told("w6")[0] == MemberLost("worker", 0, "h", "its process ended", incarnation=6)
+    assert isinstance(job.told("w9")[0], MemberAssigned)
+
+
+def test_one_that_does_not_come_back_is_lost() -> None:
+    job = RestartedJob(Job("s0", "w5", "w6"))
+    job.come_again("s0", 0)
+    job.come_again("w6", 1)
+    beat(job, 21, "w6", "s0")
+    loss = MemberLost("worker", 0, "h", "it did not come back within 20 s", incarnation=6)
+    assert loss in job.told("s0")
+    job.come_again("w5", 0)
+    assert job.told("w5") == [MemberRefused("it was given up: it did not come back within 20 s")]
+
+
+def test_one_that_was_not_told_its_place_gets_it() -> None:
+    job = RestartedJob(Job("s0", "w5", "w6", "w7"))
+    job.come("w7")
+    job.come_again("w5", 0, EnterBarrier("b", 1))
+    assert job.told("w7") == []
+    job.come_again("w6", 1)
+    (first, *_) = job.told("w7")
+    assert isinstance(first, MemberAssigned)
+    assert (first.number, first.is_recovery, first.barriers) == (2, True, (("b", 1),))
+    assert not any(isinstance(each, MemberReturned) for each in job.told("w5")), "it is in the roster already"
+
+
+def test_a_barrier_waits_for_those_who_have_not_come_back() -> None:
+    job = RestartedJob(Job("s0", "w5", "w6"))
+    job.come_again("w5", 0, EnterBarrier("b", 1))
+    assert not any(isinstance(each, BarrierOver) for each in job.told("w5"))
+    job.say("w5", EnterBarrier("b", 1, is_abandoned=True))
+    assert not any(isinstance(each, BarrierOver) for each in job.told("w5")), "the other one may have passed it"
+    job.come_again("w6", 1, EnterBarrier("b", 1, is_over=True))
+    assert set(job.told("w5")) == {BarrierOver("b", 1)}
+
+
+def test_the_job_does_not_begin_before_all_are_back() -> None:
+    before = Job("w5")
+    job = RestartedJob(before)
+    job.come_again("s0", 0)
+    job.come("w6")
+    assert not any(isinstance(each, WorkerRoster) and each.is_open for each in job.told("s0"))
+    job.come_again("w5", 0)
+    assert job.told("s0")[-1] == WorkerRoster((0, 1), is_open=True, incarnations=(6, 7))
+
+
+def test_workers_that_are_only_recorded_do_not_begin_the_job() -> None:
+    job = RestartedJob(Job("w5", "w6"))
+    job.come_again("s0", 0)
+    job.come_again("w6", 1)
+    assert job.told("s0")[-1] == WorkerRoster((0, 1), is_open=False, incarnations=(6, 7))
+    job.take(job.table.note_death(6, job.now))
+    assert not any(isinstance(each, WorkerRoster) for each in job.told("s0"))
+    job.come("w9")
+    assert job.told("s0")[-1] == WorkerRoster((1, 2), is_open=True, incarnations=(7, 10))
+
+
+def test_one_that_has_missed_who_has_a_lost_workers_place_hears_it_by_age() -> None:
+    before = Job("s0", "w5", "w6", "w7")
+    before.die("w5")
+    before.come("w8")
+    before.die("w7")
+    before.come("w9")
+    job = RestartedJob(before)
+    known = RegisterMember("worker", 1, "h", 7, SPEC.counts, job=JOB, lost=(("worker", 0),))
+    job.take(job.table.handle("w6", known, job.now))
+    told = [each for each in job.told("w6") if isinstance(each, WorkerRoster | MemberReturned)]
+    assert told == [WorkerRoster((1, 0, 2), is_open=True, incarnations=(7, 9, 10))]
+
+
+def test_the_job_is_not_over_before_servers_can_hear_of_it() -> None:
+    before = Job("s0", "w5", "w6")
+    before.say("w5", LeaveJob())
+    job = RestartedJob(before)
+    job.come_again("w6", 1)
+    job.say("w6", LeaveJob())
+    assert job.table.stop is None
+    job.come_again("s0", 0)
+    assert job.told("s0")[-1] == JobEnded(0, "all workers have left")
+
+
+def test_who_comes_behind_the_end_is_told_of_it() -> None:
+    before = Job("s0", "w5", "w6")
+    for owner in ("w5", "w6"):
+        before.say(owner, LeaveJob())
+    assert before.table.stop is not None
+    job = RestartedJob(before)
+    job.come_again("s0", 0)
+    assert job.told("s0") == [JobEnded(0, "all workers have left")]
+    job.come("w9")
+    assert job.told("w9") == [MemberRefused("the job is over: all workers have left")]
+
+
+def test_a_process_whose_connection_breaks_before_it_knows_its_place_does_not_get_two() -> None:
+    job = Job("s0", "w5", "w6")
+    job.take(job.table.ended("w6", job.now))
+    job.come("again", incarnation=7)
+    (first, *_) = job.told("again")
+    assert isinstance(first, MemberAssigned)
+    assert first.number == 1
+    job.wait(2.0)
+    assert not any(isinstance(each, MemberLost) for each in job.told("w5"))
+
+
+def test_a_view_that_hears_who_is_there_forgets_who_had_their_places() -> None:
+    view = JobView(RegisterMember("worker", -1, "h", 9, SPEC.counts), is_loss_fatal=False)
+    view.take(MemberAssigned(1, is_recovery=True, job=JOB))
+    view.take(MembershipNews((MemberLost("worker", 0, "h", "its process ended", incarnation=3),)))
+    view.take(MembershipNews((MemberLeft("worker", 2, "h", 4),)))
+    view.take(MembershipNews((WorkerRoster((0, 2, 1), is_open=True, incarnations=(5, 6, 9)),)))
+    assert (view.roster, view.lost, view.left) == ([0, 2, 1], {}, {})

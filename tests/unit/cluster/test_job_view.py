@@ -7,6 +7,7 @@ from msgspec import structs
 from reigen.cluster.membership.messages import (
     BarrierOver,
     EnterBarrier,
+    HeldKeys,
     JobEnded,
     LeaveJob,
     MemberAssigned,
@@ -18,6 +19,7 @@ from reigen.cluster.membership.messages import (
     RegisterMember,
     ServerInfo,
     ServerList,
+    StatusQuery,
     StatusReply,
     format_members,
 )
@@ -189,3 +191,12 @@ def test_nodes_in_words() -> None:
     assert format_members(workers=(3, 0, 2), servers=(1,)) == "workers 0, 2 and 3, server 1"
     assert format_members(workers=(), servers=(0, 1)) == "servers 0 and 1"
     assert format_members(workers=(), servers=()) == ""
+
+
+def test_another_scheduler_is_asked_again() -> None:
+    view = JobView(RegisterMember("server", 0, "h", 9, {"worker": 1, "server": 1}))
+    view.take(MemberAssigned(0, is_recovery=False, job=12))
+    view.asked |= {3.0, 1.0}
+    view.held_keys = HeldKeys(0, "1 key: 'a'")
+    again = view.take(MemberAssigned(0, is_recovery=False, job=12))
+    assert again == [StatusQuery(1.0), StatusQuery(3.0), HeldKeys(0, "1 key: 'a'")]

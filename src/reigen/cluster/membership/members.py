@@ -85,6 +85,11 @@ class JobSpec:
         return role in self.roles and self.roles[role].on_loss is LossPolicy.ELASTIC
 
     @property
+    def reconnect_seconds(self) -> float:
+        """Return how long an elastic job's workers may take to connect to a service that was started anew."""
+        return min(self.roles["worker"].heartbeat_timeout_seconds, self.return_seconds)
+
+    @property
     def counts(self) -> dict[MemberRole, int]:
         """Return how many members there are of each role."""
         return {role: policy.count for role, policy in self.roles.items()}

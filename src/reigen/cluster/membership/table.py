@@ -60,10 +60,17 @@ L. *Elastic jobs.* Workers' numbers are places, of which a process gets one that
    in which they have joined (`WorkerRoster`). A lost process does not come back: it is refused. The job begins when
    ``first_workers`` have come, and ends when the last worker leaves in good order. One that comes later takes part in
    barriers that nobody has entered by then.
+M. *Restart of an elastic job's service.* Who is there, in which order, is not asked but read: the service records its
+   events before it tells them (`cluster.membership.recorded_job`). Processes of the record are there, and have until
+   the heartbeat's timeout to connect again, unless the launcher says that they have ended. Until each has, or is lost,
+   no newcomer joins, no barrier is given up, the job does not begin, and workers that have come are not all. Servers
+   come again as in H, without being asked who they know; the job is not over before they have. Where the record ends
+   with the job's end, members that come are told of it. A process that was not told its place gets the same one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from msgspec import structs
@@ -103,6 +110,7 @@ from reigen.cluster.membership.messages import (
     WorkerRoster,
     format_members,
 )
+from reigen.cluster.membership.recorded_job import MOST_PAST_LOSSES, RecordedJob
 
 #: How late a `tick` may come before others get their time anew.
 _LATE_SECONDS = 1.0
@@ -123,15 +131,24 @@ class MembershipTable:
         spec: what the job was started with.
         job: its number, if it is a new one, or the only one with its secret; not 0.
         known_first_until: until when those who know the job may come first (H).
+        recorded: an elastic job, as the service before this one has left it (M).
 
     Attributes:
         job: its number.
         epoch: counts changes of who is there.
         stop: the job is over; None while it is not.
         is_begun: a process has got a place.
+        announced: of an elastic job, events that its owner has not taken yet, in order: to be recorded first (M).
     """
 
-    def __init__(self, spec: JobSpec, job: int = 1, known_first_until: float = -NEVER) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        job: int = 1,
+        known_first_until: float = -NEVER,
+        recorded: RecordedJob | None = None,
+        now: float = -NEVER,
+    ) -> None:
         self.spec, self.job, self.epoch = spec, job, 0
         self._known_first_until = known_first_until
         #: unknown processes that wait for others (H), in the order of arrival
@@ -169,9 +186,37 @@ class MembershipTable:
         #: (L) how many workers have joined; the job has begun; the worker that went last has left in good order
         self._num_joined = 0
         self._has_opened = self._has_left_last = False
-        self._now = -NEVER
+        self._now = now
         self._due = NEVER
         self._replies: OutgoingReplies = []
+        self.announced: list[MembershipEvent] = []
+        #: (M) incarnations of recorded workers that have not connected to this service; losses of processes whose
+        #: places others have
+        self._unheard: set[int] = set()
+        self._past_losses: deque[MemberLost] = deque(maxlen=MOST_PAST_LOSSES)
+        if recorded is not None:
+            self._restore(recorded)
+
+    def _restore(self, recorded: RecordedJob) -> None:
+        """Step M."""
+        self.epoch, self.stop, self._num_joined = recorded.epoch, recorded.stop, recorded.num_joined
+        self._has_opened, self._has_left_last = recorded.has_opened, recorded.has_left_last
+        self._past_losses.extend(recorded.past_losses)
+        self.is_begun = bool(recorded.workers)
+        for number, worker in recorded.workers.items():
+            member, came = self._members["worker", number], worker.came
+            member.incarnation, member.host, member.joined = came.incarnation, came.host, worker.joined
+            member.is_recovery, member.loss = worker.is_recovery, worker.loss
+            if worker.is_present:
+                member.state, member.heard_at = MemberState.PRESENT, self._now
+                self._unheard.add(member.incarnation)
+                self._deadlines.set(member, self._now + self.spec.reconnect_seconds)
+            else:
+                member.state = MemberState.LEFT if worker.has_left else MemberState.LOST
+                member.lost_at, self._has_departed = self._now, True
+        for server in self._of_role["server"] if self.is_begun else ():
+            self._deadlines.set(server, self._now + server.policy.start_seconds)
+        self._due = self._deadlines.earliest()
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +292,10 @@ class MembershipTable:
     # -- registering --------------------------------------------------------------------------------------------------
 
     def _register(self, owner: ConnectionId, message: RegisterMember) -> None:
-        """Steps A, D, H, I."""
+        """Steps A, D, H, I, M."""
+        if self.stop is not None and self.spec.is_elastic and message.is_known and message.job == self.job:
+            self._send_news([owner], [self.stop])
+            return
         if message.is_known and not self.is_begun:
             self.job = message.job
         if problem := self._problem(owner, message):
@@ -259,7 +307,9 @@ class MembershipTable:
             self._waiting[owner] = message
 
     def _must_wait(self, message: RegisterMember) -> bool:
-        """Step H: whether those who know the job may still come, or whose place a process may have is not clear."""
+        """Steps H, M: whether those who know the job may still come, or whose place a process may have is not clear."""
+        if self._unheard and self.spec.has_places(message.role):
+            return bool(self._unheard - {message.incarnation, *(one.incarnation for one in self._waiting.values())})
         if not self.is_begun and self._now < self._known_first_until:
             return len(self._waiting) + 1 < len(self._members)
         if message.number >= 0 or not self._is_restarted:
@@ -284,9 +334,9 @@ class MembershipTable:
             num = self.spec.roles[message.role].count
             self._refuse(owner, f"all {num} {message.role}(s) of this job are there already")
             return
-        if message.is_known and message.incarnation not in self._assigned:
+        if message.is_known and message.incarnation not in self._assigned and not self.spec.is_elastic:
             self._take_history(message.left, goes_on=message.is_open)
-        if not self._is_open:  # else the snapshots are of this service's time
+        if not self._is_open and not self.spec.is_elastic:  # else the snapshots are of this service's time
             for saved in (one for one in message.saved if one.job == self.job):
                 self._take_history(saved.left, goes_on=True)
         is_free = self.spec.has_places(member.role) and member.state is MemberState.LEFT
@@ -311,8 +361,9 @@ class MembershipTable:
                 self._enter_barrier(owner, one)
 
     def _correct(self, owner: ConnectionId, message: RegisterMember) -> None:
-        """Step D: tell a member that was away who has returned meanwhile, or will have."""
-        believed_lost = [self._members[key] for key in dict.fromkeys(message.lost) if key in self._members]
+        """Step D: tell a member that was away who has returned meanwhile, or will have; a roster has said it (L)."""
+        keys = [key for key in dict.fromkeys(message.lost) if key in self._members]
+        believed_lost = [self._members[key] for key in keys if not self.spec.has_places(key[0])]
         for member in believed_lost:
             member.is_missed |= member.state is MemberState.ABSENT
         self._send_news([owner], [one.return_event for one in believed_lost if one.state is MemberState.PRESENT])
@@ -355,6 +406,9 @@ class MembershipTable:
         if message.number >= 0:
             return self._members[message.role, message.number]
         of_role = self._of_role[message.role]
+        own = [member for member in of_role if member.incarnation == message.incarnation]
+        if own and self.spec.has_places(message.role):  # it was not told its place (M)
+            return own[0]
         free = [member for member in of_role if member.state is MemberState.ABSENT]
         gone = {MemberState.LOST, MemberState.LEFT} if self.spec.has_places(message.role) else {MemberState.LOST}
         free += [member for member in of_role if member.state in gone]
@@ -404,6 +458,8 @@ class MembershipTable:
         member.is_missed = False
         if member.state is MemberState.LOST:
             self._announce(*self._held.release())  # comes before the return
+        if is_elastic and member.loss is not None:
+            self._past_losses.append(member.loss)
         if member.owner is not None:  # a process that is silent; whatever it says now, it is too late
             self._member_of.pop(member.owner)
             self._refuse(member.owner, f"another process has become {member.name}")
@@ -431,7 +487,8 @@ class MembershipTable:
             return
         if member.owner is not None:
             self._duplicate_connections[member.owner] = self._member_of.pop(member.owner)
-        self._place(owner, member, message)
+        is_unassigned = self.spec.has_places(member.role) and not message.is_known
+        self._place(owner, member, message, self._barriers.join(member.number) if is_unassigned else ())
         self._revive(member)
         self._send_state(owner)
 
@@ -450,6 +507,7 @@ class MembershipTable:
     ) -> None:
         member.owner, member.host, member.address = owner, message.host, message.address
         member.host_id, member.heard_at = message.host_id, self._now
+        self._unheard.discard(member.incarnation)
         until = NEVER if member.state is MemberState.LEFT else self._now + member.policy.heartbeat_timeout_seconds
         self._deadlines.set(member, until)
         self._member_of[owner] = member
@@ -474,7 +532,8 @@ class MembershipTable:
         together: dict[MemberLost | None, list[Member]] = {}
         for member in _lost_members(self._members) if self._has_departed else ():
             together.setdefault(member.loss, []).append(member)
-        past: list[MembershipEvent | None] = []
+        is_of_server = self.spec.is_elastic and self._member_of[new_connection].role == "server"
+        past: list[MembershipEvent | None] = [*self._past_losses] if is_of_server else []
         for loss, (first, *others) in together.items():  # but those that have returned
             assert loss is not None
             numbers = tuple(sorted(other.number for other in others))
@@ -538,6 +597,7 @@ class MembershipTable:
     def _lose(self, member: Member, reason: str, *, is_silent: bool = False) -> None:
         """Steps B, C, D: the process that has the place is gone, or as good as."""
         replacement, member.replacement = member.replacement, None
+        self._unheard.discard(member.incarnation)
         self._has_left_last = self._has_left_last and member.role != "worker"
         is_elastic = self.spec.has_places(member.role)
         if member.state is MemberState.PRESENT and not (self._is_open or self._is_restarted or is_elastic):
@@ -581,7 +641,9 @@ class MembershipTable:
             if self.stop is not None or member.until > now:
                 continue
             if member.state is MemberState.PRESENT and member.owner is None:
-                self._lose(member, "its process ended")
+                is_unheard = member.incarnation in self._unheard
+                late = f"it did not come back within {self.spec.reconnect_seconds:g} s"
+                self._lose(member, late if is_unheard else "its process ended")
             elif member.state is MemberState.PRESENT:
                 self._lose(member, f"nothing was heard of it for {member.policy.heartbeat_timeout_seconds:g} s")
             elif member.state is MemberState.LOST:
@@ -589,18 +651,8 @@ class MembershipTable:
                 self._report_loss(member, reason, is_awaited=False)
             elif self._is_restarted:
                 self._lose(member, f"it did not come back within {self.spec.return_seconds:g} s")
-            else:
-                self._give_up_waiting()
-
-    def _give_up_waiting(self) -> None:
-        """Step B: the time for the start is over."""
-        workers, servers = self.absent()
-        reason = (
-            f"{format_members(workers=workers, servers=servers)} did not come in time: after the first process, "
-            f"servers are waited for {self.spec.roles['server'].start_seconds:g} s (REIGEN_START_TIMEOUT), workers "
-            f"{self.spec.roles['worker'].start_seconds:g} s (REIGEN_DEADLINE)"
-        )
-        self._end(JobEnded(1, reason, is_late=True, workers=workers))
+            else:  # step B
+                self._end(_explain_absence(self.spec, *self.absent()))
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 
@@ -616,9 +668,8 @@ class MembershipTable:
 
     def _complete(self) -> None:
         """Answer at barriers that are over now: all have come, or one has given up."""
-        all_known = not self._is_restarted or all(
-            one.state is not MemberState.ABSENT for one in self._of_role["worker"]
-        )
+        are_here = not self._is_restarted or all(one.state is not MemberState.ABSENT for one in self._of_role["worker"])
+        all_known = are_here and not self._unheard
         for number, outcome in self._barriers.complete(_needed_numbers(self._of_role["worker"]), all_known=all_known):
             owner = self._members["worker", number].owner
             if owner is not None:
@@ -633,8 +684,10 @@ class MembershipTable:
     # -- news of all ---------------------------------------------------------------------------------------------------
 
     def _announce(self, *events: MembershipEvent) -> None:
-        """Step J."""
+        """Steps J, M."""
         self.epoch += len(events)
+        if self.spec.is_elastic:
+            self.announced += events
         self._send_news(list(self._member_of), events)
 
     def _send_news(self, owners: list[ConnectionId], events: Sequence[MembershipEvent]) -> None:
@@ -682,7 +735,7 @@ class MembershipTable:
         return replies
 
     def _check_end(self) -> None:
-        """Step G."""
+        """Step G; of an elastic job, L."""
         if self.spec.is_elastic:
             self._check_elastic_end()
             return
@@ -707,12 +760,14 @@ class MembershipTable:
         states = {member.state for member in self._of_role["worker"]}
         lost = [member for member in _lost_members(self._members) if member.is_final]
         num_come = sum(one.state in {MemberState.PRESENT, MemberState.LEFT} for one in self._of_role["worker"])
-        if not self._has_opened and self._is_open and num_come >= self.spec.first_workers:
+        is_complete = self._is_open and not self._unheard
+        has_absent = any(server.state is MemberState.ABSENT for server in self._of_role["server"])
+        if not self._has_opened and is_complete and num_come >= self.spec.first_workers:
             self._has_opened = True
             self._announce(_make_roster(self._of_role["worker"], is_open=self._has_opened))
         if lost:
             self._end(JobEnded(1, "; ".join(str(member.loss) for member in lost)))
-        elif MemberState.PRESENT in states or not self._has_opened:
+        elif MemberState.PRESENT in states or not self._has_opened or has_absent:
             self._awaited_until = NEVER
         elif self._has_left_last:
             self._end(JobEnded(0, "all workers have left"))
@@ -806,6 +861,16 @@ class GroupTable:
 def _lost_members(members: Mapping[tuple[MemberRole, int], Member]) -> list[Member]:
     """Return the members that are lost; the first of them is the reason for others."""
     return sorted((one for one in members.values() if one.loss is not None), key=lambda one: one.lost_at)
+
+
+def _explain_absence(spec: JobSpec, workers: tuple[int, ...], servers: tuple[int, ...]) -> JobEnded:
+    """Step B: the time for the start is over."""
+    reason = (
+        f"{format_members(workers=workers, servers=servers)} did not come in time: after the first process, "
+        f"servers are waited for {spec.roles['server'].start_seconds:g} s (REIGEN_START_TIMEOUT), workers "
+        f"{spec.roles['worker'].start_seconds:g} s (REIGEN_DEADLINE)"
+    )
+    return JobEnded(1, reason, is_late=True, workers=workers)
 
 
 def _needed_numbers(workers: Sequence[Member]) -> list[int]:

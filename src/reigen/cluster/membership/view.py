@@ -18,6 +18,7 @@ from reigen.cluster.membership.abort_message import (
 from reigen.cluster.membership.messages import (
     BarrierOver,
     EnterBarrier,
+    HeldKeys,
     JobEnded,
     LeaveJob,
     MemberAborted,
@@ -35,6 +36,7 @@ from reigen.cluster.membership.messages import (
     SavedJob,
     ServerInfo,
     ServerList,
+    StatusQuery,
     StatusReply,
     WorkerRoster,
 )
@@ -69,6 +71,8 @@ class JobView:
         roster: in an elastic job, the workers that are there, in the order in which they have joined.
         events: those that were not taken yet.
         status: answers to queries, by seconds of silence.
+        asked: queries without an answer, which another service is asked again.
+        held_keys: what a server has said of its keys last.
     """
 
     def __init__(
@@ -95,6 +99,8 @@ class JobView:
         #: and by name the latest ones that were broken: others may be that far behind
         self._broken: dict[str, deque[EnterBarrier]] = {}
         self.status: dict[float, StatusReply] = {}
+        self.asked: set[float] = set()
+        self.held_keys: HeldKeys | None = None
 
     @property
     def name(self) -> str:
@@ -201,7 +207,9 @@ class JobView:
                 what = ", in place of one that was lost" if message.is_recovery else ""
                 _log.info("this process is %s of the job%s", self.name, what)
             return []
-        return [*self._barriers(), LeaveJob()] if self.has_left else list(self._barriers())
+        again: list[MemberMessage] = [*self._barriers(), *map(StatusQuery, sorted(self.asked))]
+        again += [] if self.held_keys is None else [self.held_keys]
+        return [*again, LeaveJob()] if self.has_left else again
 
     def _refuse(self, message: MemberRefused) -> None:
         if not self.is_assigned:
@@ -225,7 +233,7 @@ class JobView:
             self.lost.update({(event.role, number): event for number in event.numbers})
             self._strike(event)
         elif isinstance(event, WorkerRoster):
-            self.roster = list(event.workers)
+            self._take_roster(event)
         elif isinstance(event, MemberReturned | MemberLeft):
             self.lost.pop((event.role, event.number), None)
             if isinstance(event, MemberLeft) and event.role != "server":
@@ -247,6 +255,13 @@ class JobView:
         elif self.failure is None:
             self.failure = event.error()
         self._notify(event)
+
+    def _take_roster(self, roster: WorkerRoster) -> None:
+        """Take in the workers that are there, and forget those that had their places before."""
+        self.roster = list(roster.workers)
+        for number in roster.workers:
+            self.left.pop(number, None)
+            self.lost.pop(("worker", number), None)
 
     def _strike(self, event: MemberLost | MemberLeft | MemberReturned) -> None:
         """Take a worker that has gone from the roster."""

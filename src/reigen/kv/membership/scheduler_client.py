@@ -280,7 +280,8 @@ class SchedulerClient:
     def report_keys(self, text: str) -> None:
         """Tell the scheduler which keys this server holds, for messages about its death."""
         with self._changed:
-            self._post(messages.HeldKeys(self.number, text))
+            self._view.held_keys = messages.HeldKeys(self.number, text)
+            self._post(self._view.held_keys)
 
     def leave(self) -> None:
         """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""
@@ -330,10 +331,12 @@ class SchedulerClient:
 
     def _ask_status(self, seconds: float, timeout_seconds: float) -> messages.StatusReply | None:
         """Return the scheduler's answer, if it comes within that time."""
-        answers = self._view.status
+        answers, asked = self._view.status, self._view.asked
         answers.pop(seconds, None)
+        asked.add(seconds)
         self._post(messages.StatusQuery(seconds))
         self._await(lambda: seconds in answers, time.monotonic() + timeout_seconds)
+        asked.discard(seconds)
         return answers.pop(seconds, None)
 
     def _is_over_at(self, entry: BarrierEntry, deadline: float) -> bool:

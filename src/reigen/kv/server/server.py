@@ -517,21 +517,21 @@ class KVServer:
         roster, stores = self._context.roster, self._stores.values()
         if isinstance(event, WorkerRoster):
             is_first = not roster.has_begun
-            roster.begin(event.workers, is_open=event.is_open)
+            present = dict(zip(event.workers, event.incarnations, strict=True))
+            roster.begin(present, is_open=event.is_open)
             for store in stores:
                 if is_first and roster.has_begun and store.number in self._restored:
-                    present = dict(zip(event.workers, event.incarnations, strict=False))
                     roster.excluded.update(store.find_lost(present))
                 store.begin()
         elif isinstance(event, MemberReturned) and event.role == "worker":
-            roster.present.add(event.number)
+            roster.join(event.number, event.incarnation)
         elif isinstance(event, MemberLeft) and event.role == "worker":
-            roster.remove(event.number)
+            roster.remove(event.number, event.incarnation)
             for store in stores:
                 if store.incarnations.get(event.number, event.incarnation) == event.incarnation:
                     store.has_left(event.number, event.host)
         elif isinstance(event, MemberLost) and event.role == "worker":
-            roster.remove(event.number)
+            roster.remove(event.number, event.incarnation)
             roster.excluded.add(event.incarnation)
             for client in list(self._connections):
                 if client.connection is not None and client.connection.hello.incarnation == event.incarnation:

@@ -91,24 +91,33 @@ class ServerRoster:
         first: of those, they that are still there: all stores expect them. Of a server that was started again: those
             that were there then.
         present: all that are there.
+        processes: by worker, the incarnation of the latest process of which was heard.
         excluded: incarnations of lost processes, which may not go on if they live.
     """
 
     has_begun: bool = False
     first: set[int] = field(default_factory=set)
     present: set[int] = field(default_factory=set)
+    processes: dict[int, int] = field(default_factory=dict)
     excluded: set[int] = field(default_factory=set)
 
-    def begin(self, workers: Iterable[int], *, is_open: bool) -> None:
-        """Take in who is there."""
+    def begin(self, workers: Mapping[int, int], *, is_open: bool) -> None:
+        """Take in who is there: workers, and the incarnations of their processes."""
         self.present = set(workers)
+        self.processes.update(workers)
         if is_open and not self.has_begun:
             self.has_begun, self.first = True, set(self.present)
 
-    def remove(self, worker: int) -> None:
-        """Note that a worker has gone."""
-        self.present.discard(worker)
-        self.first.discard(worker)
+    def join(self, worker: int, incarnation: int) -> None:
+        """Note that a process has become a worker."""
+        self.present.add(worker)
+        self.processes[worker] = incarnation
+
+    def remove(self, worker: int, incarnation: int) -> None:
+        """Note that a worker has gone, unless another process has its place already."""
+        if self.processes.get(worker, incarnation) == incarnation:
+            self.present.discard(worker)
+            self.first.discard(worker)
 
 
 @dataclass(frozen=True)
