@@ -1,13 +1,15 @@
 """Worker of an elastic job with servers, which writes down, outside of the job, what is pushed and acknowledged.
 
-Arguments: a directory, and the type of the store. It pushes whole numbers that follow from its place, its process and
-the push's number, until there is a file ``stop``; then it waits for the others, and writes what the keys have.
+Arguments: a directory, the type of the store, and perhaps behind how many pushes all meet at a barrier. It pushes whole
+numbers that follow from its place, its process and the push's number, until there is a file ``stop``; then it waits for
+the others, and writes what the keys have. Where there are barriers, ``stop`` has the number of pushes of each.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,12 @@ def main() -> None:
     def write(*words: object) -> None:
         os.write(ledger, (" ".join(map(str, words)) + "\n").encode())
 
+    every = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+
+    def is_over(number: int) -> bool:
+        stop = directory / "stop"
+        return stop.exists() and number >= int(stop.read_text() or 0)
+
     write("pid", os.getpid())
     store = reigen.kv.create(kind)
     store.set_optimizer(optim.create("test"))
@@ -40,12 +48,15 @@ def main() -> None:
     store.init(list(KEYS), [np.full(size, 7.0) for size in KEYS.values()])  # those of the first workers count
     store.pull(list(KEYS), out=list(out.values()))
     number = 0
-    while not (directory / "stop").exists():
+    while not is_over(number):
         number += 1
         write("pushes", number)
         values = push_of(slot, incarnation, number)
         store.pushpull(list(KEYS), list(values.values()), out=list(out.values()))
-        write("acknowledged", number, store.rounds("cut"), store.rank, store.num_workers)
+        write("acknowledged", number, store.rounds("cut"), store.rank, store.num_workers, time.monotonic())
+        if every and number % every == 0:
+            store.barrier()
+            write("met", number, time.monotonic())
     store.leave()
     store.barrier()
     store.pull(list(KEYS), out=list(out.values()))

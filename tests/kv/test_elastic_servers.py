@@ -190,7 +190,7 @@ def test_two_servers_that_die_at_once_have_no_copy_of_each_other(ledger: Ledger)
 
 @pytest.mark.parametrize("role", ["server", "scheduler"] if KILLS > 1 else ["server"])
 def test_a_server_that_dies_ends_the_job_and_is_named(ledger: Ledger, role: str) -> None:
-    with start(ledger, "dist_sync") as job:
+    with start(ledger, "dist_sync", "--server-restarts", "0") as job:
         pushes_more(ledger, 3, 10)
         os.kill(processes_of(job, role)[0], signal.SIGKILL)
         status, _, err = job.finish()

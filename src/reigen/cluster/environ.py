@@ -34,6 +34,7 @@ __all__ = [
     "PREFIXED_VARIABLE",
     "RANK_VARIABLES",
     "RENDEZVOUS_VARIABLE",
+    "ROSTER_FD_VARIABLE",
     "SECRET_VARIABLE",
     "SLOT_VARIABLE",
     "STRAGGLER_VARIABLE",
@@ -100,9 +101,12 @@ WORKERS_LOST_EXIT_CODE = 79
 #: That of an elastic job also writes which slots' processes have joined, and that the job has begun
 #: (`launch.elastic.supervision.parse_worker_report`). Lines that begin with ``holds`` say which keys a server has.
 DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
-#: The other way round, in an elastic job: number of a descriptor of that scheduler, from which it reads slot and
-#: incarnation of each process that has ended, a line each, as the launcher has seen it.
+#: The other way round, in an elastic job: number of a descriptor of that scheduler, from which it reads slots, and the
+#: latest incarnation of each that has ended, a line each, as the launcher has seen it.
 DEATH_FD_VARIABLE = "REIGEN_ENDED_FD"
+#: Number of a descriptor of that scheduler: a file without a name, which the launcher holds, and in which each
+#: scheduler of the job finds what the ones before it have recorded (`kv.membership.roster_record`).
+ROSTER_FD_VARIABLE = "REIGEN_ROSTER_FD"
 #: For that scheduler, in an elastic job: with how many workers it begins.
 FIRST_WORKERS_VARIABLE = "REIGEN_FIRST_WORKERS"
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from reigen import log
-from reigen.cluster.environ import DEATH_FD_VARIABLE, DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
+from reigen.cluster.environ import PREFIXED_VARIABLE
 from reigen.cluster.membership.messages import SavedJob
 from reigen.config import LOG_LEVELS, Config, load_config
 from reigen.context import report_metrics
@@ -78,8 +78,7 @@ def _run_role(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
     """Serve until the job is over; returns the exit code."""
     try:
         if settings.role == "scheduler":
-            descriptors = (int(environ.get(name, -1)) for name in (DEPARTURE_FD_VARIABLE, DEATH_FD_VARIABLE))
-            with contextlib.closing(Scheduler(settings, *descriptors)) as scheduler:
+            with contextlib.closing(Scheduler(settings, environ)) as scheduler:
                 return scheduler.serve()
         return _run_server(settings, environ)
     except (ReigenError, OSError) as error:

@@ -266,11 +266,10 @@ class JobState:
             return self._ended({number}, None)
         times = self._restarted.get(number, 0)
         may_return = number not in self._departed if number < self._num_ranks else was_killed(exit_code)
-        if self.phase is JobPhase.RUNNING and may_return and times < self._allowed.get(number, 0):
-            self._restarted[number] = times + 1
+        if self.phase is JobPhase.RUNNING and may_return and (again := self._restart(event)) is not None:
             if number < self._num_ranks:
                 self._first_ends.setdefault(number, event)
-            return [RestartProcess(number, times + 1, exit_code, event.cause)]
+            return [again]
         first = self._first_ends.get(number, event)
         failure = JobFailure(number, first.exit_code, 0, num_restarts=times, cause=first.cause)
         if self.phase is JobPhase.RUNNING and number >= self._num_ranks and exit_code == WORKERS_LOST_EXIT_CODE:
@@ -280,6 +279,14 @@ class JobState:
             self._reported_loss = failure
             return [StartGraceTimer()]
         return self._ended({number}, failure)
+
+    def _restart(self, event: ProcessExited) -> RestartProcess | None:
+        """Have a process started again, if that is allowed once more."""
+        times = self._restarted.get(event.rank, 0) + 1
+        if times > self._allowed.get(event.rank, 0):
+            return None
+        self._restarted[event.rank] = times
+        return RestartProcess(event.rank, times, event.exit_code, event.cause)
 
     def _lost(self, numbers: Iterable[int], reason: str) -> list[JobInstruction]:
         ended = self.running.intersection(numbers)

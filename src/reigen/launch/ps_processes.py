@@ -183,15 +183,14 @@ def choose_restart_policy(
 
     A server is started again only where it keeps snapshots, on a disk or in the memory of another server: one that has
     forgotten everything is worse than none.
-    The scheduler learns everything anew from its members; but not that of an elastic job. A worker is started again
-    where the servers wait for one.
+    The scheduler learns everything anew from its members, and that of an elastic job from the record that the one
+    before it has left. A worker is started again where the servers wait for one.
     """
     if servers is None:
         return RestartPolicy()
     of_servers = servers.num_restarts if servers_keep_values(servers, environ) else 0
-    of_scheduler = 0 if is_elastic else servers.num_restarts
     restarts = {
-        process.number: of_scheduler if process.role is PsRole.SCHEDULER else of_servers
+        process.number: servers.num_restarts if process.role is PsRole.SCHEDULER else of_servers
         for process in list_ps_processes(num_ranks, servers)
     }
     if is_elastic:

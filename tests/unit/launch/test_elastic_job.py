@@ -905,6 +905,27 @@ def test_a_server_that_is_killed_is_started_again_where_it_may_be() -> None:
     assert job.state.failure.num_restarts == 2
 
 
+def test_a_scheduler_that_is_killed_while_servers_are_told_of_the_end_is_started_again() -> None:
+    job = ServedJob(options(1, 2), ("h1", 2), restarts={100: 1, 101: 2})
+    for slot in (0, 1):
+        job.handle(WorkerDeparted(slot, 0))
+        job.exit(slot, 0)
+    assert job.state.phase is JobPhase.ENDING
+    assert job.exit(101, -SIGKILL) == [RestartProcess(101, 1, -SIGKILL)]
+    job.exit(100, 0)
+    job.exit(101, 0)
+    assert job.handle(ProcessesSwept()) == [FinishJob(0, None, None)]
+
+
+def test_a_scheduler_is_needed_while_workers_leave_after_a_notice() -> None:
+    job = ServedJob(options(1, 2), ("h1", 2), restarts={101: 2})
+    job.handle(SignalReceived(SIGTERM, 0.0))
+    assert job.exit(101, -SIGKILL) == [RestartProcess(101, 1, -SIGKILL)]
+    job.exit(0, 0)
+    assert TerminateProcesses(SERVERS) in job.exit(1, 0)
+    assert not any(isinstance(each, RestartProcess) for each in job.exit(101, -SIGTERM))
+
+
 def test_a_server_that_ends_with_an_error_is_not_started_again() -> None:
     job = ServedJob(options(), ("h1", 3), restarts={100: 2})
     assert signalled(job.exit(100, 1)) == [(0, 1, 2)]

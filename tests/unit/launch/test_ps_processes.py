@@ -57,6 +57,7 @@ def test_a_server_is_started_again_only_where_it_keeps_snapshots():
     assert choose_restart_policy(1, ServerOptions(1, environ=keeps, num_restarts=1), {}) == RestartPolicy({1: 1, 2: 1})
     assert choose_restart_policy(1, ServerOptions(1, num_restarts=0), keeps) == RestartPolicy({1: 0, 2: 0})
     replicated = ServerOptions(2, replicas=2)
+    assert choose_restart_policy(1, ServerOptions(2), {}, is_elastic=True) == RestartPolicy({1: 0, 2: 0, 3: 3})
     assert choose_restart_policy(1, replicated, replicated.variables) == RestartPolicy({1: 3, 2: 3, 3: 3})
 
 

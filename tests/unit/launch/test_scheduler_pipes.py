@@ -14,20 +14,20 @@ SCHEDULER = ProcessSpec(None, (), {"A": "b"}, PsProcess(7, PsRole.SCHEDULER, 0))
 def test_the_scheduler_reports_and_hears_of_deaths() -> None:
     pipes = SchedulerPipes()
     spec = pipes.attach(SCHEDULER, is_elastic=True)
-    assert [spec.environ["REIGEN_LEFT_FD"], spec.environ["REIGEN_ENDED_FD"]] == list(map(str, spec.descriptors))
-    reports, deaths = spec.descriptors
+    variables = "REIGEN_LEFT_FD", "REIGEN_ENDED_FD", "REIGEN_ROSTER_FD"
+    assert [spec.environ[name] for name in variables] == list(map(str, spec.descriptors))
+    reports, deaths, _ = spec.descriptors
     assert list(pipes.read()) == []
     os.write(reports, b"joined 3 1\n")
     assert list(pipes.read()) == [b"joined 3 1\n"]
-    pipes.announce_death(3, 1)
-    pipes.announce_death(4, 0)
+    pipes.announce_deaths([(3, 1), (4, 0)])
     assert os.read(deaths, 100) == b"3 1\n4 0\n"
     pipes.close()
 
 
 def test_keys_are_noted_and_are_no_report_of_workers() -> None:
     pipes = SchedulerPipes()
-    reports, _ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
+    reports, *_ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
     os.write(reports, b"open\nholds 0 1 key: 'a b'\njoined 0 0\nholds 1 2 keys: 'c', 'd'\n")
     assert list(pipes.read()) == [b"open\njoined 0 0\n"]
     assert pipes.held == {0: "1 key: 'a b'", 1: "2 keys: 'c', 'd'"}
@@ -36,7 +36,7 @@ def test_keys_are_noted_and_are_no_report_of_workers() -> None:
 
 def test_a_server_whose_keys_are_not_told_is_no_error() -> None:
     pipes = SchedulerPipes()
-    reports, _ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
+    reports, *_ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
     os.write(reports, b"holds 0 \njoined 0 0\n")
     assert list(pipes.read()) == [b"joined 0 0\n"]
     assert pipes.held == {0: ""}
@@ -46,7 +46,7 @@ def test_a_server_whose_keys_are_not_told_is_no_error() -> None:
 def test_a_scheduler_that_does_not_read_holds_nothing_up() -> None:
     pipes = SchedulerPipes()
     for _ in range(100_000):
-        pipes.announce_death(1, 1)
+        pipes.announce_deaths([(1, 1)])
     pipes.close()
 
 

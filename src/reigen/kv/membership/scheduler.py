@@ -1,7 +1,8 @@
 """Scheduler of a job with parameter servers: the control service of its workers and servers, where DMLC_* says.
 
 It carries no data and keeps nothing on a disk. When it is killed, the job goes on without it for a while; one that is
-started again at the same place learns from the nodes, which connect again, who is in the job.
+started again at the same place learns from the nodes, which connect again, who is in the job. In an elastic job it
+reads that in the record that the one before it has left (`kv.membership.roster_record`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
-from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.environ import DEATH_FD_VARIABLE, DEPARTURE_FD_VARIABLE, ROSTER_FD_VARIABLE
+from reigen.cluster.membership.control_service import ControlService, StoreReply
 from reigen.cluster.membership.members import LossPolicy, parameter_server_job
 from reigen.cluster.membership.messages import (
     HeldKeys,
@@ -25,14 +28,17 @@ from reigen.cluster.membership.messages import (
     MemberLost,
     MemberReturned,
     MembershipEvent,
+    MembershipReply,
     RegisterMember,
     WorkerRoster,
     format_members,
 )
+from reigen.cluster.membership.recorded_job import RecordedEvent, RecordedJob
 from reigen.cluster.membership.table import MembershipTable
 from reigen.errors import ConfigError
 from reigen.kv.membership import discovery
 from reigen.kv.membership.environment import ProcessConfig
+from reigen.kv.membership.roster_record import RosterRecord
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.listener import join_address
 
@@ -54,18 +60,21 @@ class Scheduler(ControlService):
 
     Args:
         settings: of the job, with the role ``scheduler``.
-        left_fd: to which the numbers of workers that leave in good order are written, a line each; -1: nowhere.
-        death_fd: from which slots and incarnations of processes are read that have ended, a line each; -1: nowhere.
+        environ: tells the descriptors that it has of its launcher, all three or none: to which the numbers of workers
+            that leave in good order are written, a line each; from which slots and incarnations of processes are read
+            that have ended, a line each; and the roster's record, which an elastic job's schedulers share.
 
     Raises:
-        ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken.
+        ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken. Or
+            it follows another one of an elastic job, and its launcher's record of the roster has got lost.
     """
 
-    def __init__(self, settings: ProcessConfig, left_fd: int = -1, death_fd: int = -1) -> None:
-        config = settings.config
-        self._settings, self._left_fd = settings, left_fd
+    def __init__(self, settings: ProcessConfig, environ: Mapping[str, str] | None = None) -> None:
+        config, environ = settings.config, environ or {}
+        self._settings, self._left_fd = settings, int(environ.get(DEPARTURE_FD_VARIABLE, -1))
         secret, follows = discovery.scheduler_secret(settings)
-        wait_seconds, why = recovery_wait_seconds(settings, follows=follows)
+        self._record = _open_record(settings, int(environ.get(ROSTER_FD_VARIABLE, -1)))
+        wait_seconds, why = recovery_wait_seconds(settings, follows=follows, has_record=self._record is not None)
         if wait_seconds:
             _log.info("processes that know the job may come first, for up to %g s: %s", wait_seconds, why)
         job, known_first_until = settings.job or 1 + secrets.randbits(62), time.monotonic() + wait_seconds
@@ -81,13 +90,20 @@ class Scheduler(ControlService):
             deadline_seconds=config.deadline_seconds,
             first_workers=settings.first_workers,
         )
-        self._table = MembershipTable(spec, job, known_first_until)
-        #: in an elastic job, by incarnation, the slots of processes; and the workers that are there, by number
+        recorded = None if self._record is None else RecordedJob.replay(self._record.entries)
+        self._table = MembershipTable(spec, job, known_first_until, recorded, time.monotonic())
+        #: in an elastic job, by incarnation, the slots of processes; the workers that are there, by number; and by slot
+        #: the latest incarnation of which the launcher has said that it has ended
         self._slots: dict[int, tuple[int, int]] = {}
         self._present: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        #: incarnations of processes that have registered, and had ended before
+        self._late: list[int] = []
         self._is_open = False
+        #: it may tell nothing more: another one has its place, or what it would tell cannot be recorded
+        self._is_silenced = False
         #: whether a node has come; and when to look which have not
-        self._has_begun = False
+        self._has_begun = recorded is not None and bool(recorded.workers)
         self._alarm: float | None = time.monotonic() + config.deadline_seconds
         address = discovery.scheduler_host(settings), settings.scheduler[1]
         try:
@@ -103,7 +119,9 @@ class Scheduler(ControlService):
             )
         except OSError as error:
             raise ConfigError(_explain_port(settings, join_address(*address), error)) from None
-        if death_fd >= 0:
+        if recorded is not None:
+            self._report_recorded(recorded)
+        if (death_fd := int(environ.get(DEATH_FD_VARIABLE, -1))) >= 0:
             os.set_blocking(death_fd, False)
             self._listener.watch(death_fd, partial(self._read_deaths, death_fd))
         self._handover: LocalBootstrapServer | None = None
@@ -118,14 +136,19 @@ class Scheduler(ControlService):
 
     def serve(self) -> int:
         """Serve until the job is over; returns the exit code: 0 if all workers left in good order."""
-        while self._table.stop is None:
+        was_over = self._table.stop is not None  # some may not have been told
+        while self._table.stop is None and not self._is_silenced:
             self.turn(self._alarm)
+            while self._late:
+                self._send(self._table.note_death(self._late.pop(), time.monotonic()))
             if self._alarm is not None and time.monotonic() >= self._alarm and not self._look_for_the_missing():
                 return 1
         stop = self._table.stop
+        if stop is None or self._is_silenced:
+            return 1
         _log.log(logging.ERROR if stop.exit_code else logging.INFO, "the job is over: %s", stop.reason)
         until = time.monotonic() + _LINGER_SECONDS
-        while self._listener.num_clients and time.monotonic() < until:
+        while (was_over or self._listener.num_clients) and time.monotonic() < until:
             self._listener.turn(until)
         return stop.exit_code
 
@@ -150,6 +173,44 @@ class Scheduler(ControlService):
         if self._handover is not None:
             self._handover.close()
         super().close()
+        if self._record is not None:
+            self._record.close()
+
+    def _send(self, replies: Sequence[tuple[Any, StoreReply | MembershipReply]]) -> None:
+        """Record what has happened, tell the launcher, and then the others."""
+        events, self._table.announced = self._table.announced, []
+        if self._record is not None and not self._is_silenced:
+            entries = [RecordedEvent(event, self._table.epoch, self._slot_of(event)) for event in events]
+            try:
+                self._is_silenced = not self._record.append(entries)
+            except OSError as error:
+                self._is_silenced = True
+                _log.critical("%s", error)
+            else:
+                if self._is_silenced:
+                    _log.error("another scheduler has been started in place of this one, which ends")
+        if self._is_silenced:
+            return
+        for event in events:
+            self._report_worker(event)
+        super()._send(replies)
+
+    def _slot_of(self, event: MembershipEvent) -> tuple[int, int] | None:
+        return self._slots.get(event.incarnation) if isinstance(event, MemberReturned) else None
+
+    def _report_recorded(self, recorded: RecordedJob) -> None:
+        """Report to the launcher again: the scheduler before this one may not have got to it."""
+        for number, worker in recorded.workers.items():
+            if worker.slot is None:
+                continue
+            self._present[number] = worker.came.incarnation
+            self._slots[worker.came.incarnation] = worker.slot
+            self._report(b"joined %d %d\n" % worker.slot)
+        if recorded.has_opened:
+            self._report_open()
+        for number, worker in recorded.workers.items():
+            if worker.slot is not None and worker.has_left:
+                self._report_departure(number)
 
     def on_register(self, message: RegisterMember) -> None:
         if not self._has_begun:
@@ -157,6 +218,8 @@ class Scheduler(ControlService):
         self._has_begun = True
         if message.slot is not None:
             self._slots[message.incarnation] = message.slot
+            if message.slot[1] <= self._ended.get(message.slot[0], -1):  # what it has sent is still read
+                self._late.append(message.incarnation)
         which = "" if message.number < 0 else f" {message.number}"
         where = f", which listens at {message.address}" if message.address else ""
         _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)
@@ -171,24 +234,28 @@ class Scheduler(ControlService):
     def on_events(self, events: Sequence[MembershipEvent]) -> None:
         """Log them, and tell the launcher which workers have left."""
         for event in events:
-            if self._settings.is_elastic:
-                self._report_worker(event)
-            elif isinstance(event, MemberLeft) and event.role == "worker":
+            if not self._settings.is_elastic and isinstance(event, MemberLeft) and event.role == "worker":
                 self._report(b"%d\n" % event.number)
             if not isinstance(event, JobEnded):
                 _log.log(logging.WARNING if isinstance(event, MemberLost) else logging.INFO, "%s", event)
 
     def _report_worker(self, event: MembershipEvent) -> None:
         """Tell the launcher of an elastic job which slots' processes have joined and left."""
-        if isinstance(event, WorkerRoster) and event.is_open and not self._is_open:
-            self._is_open = True
-            self._report(b"open\n")
+        if isinstance(event, WorkerRoster) and event.is_open:
+            self._report_open()
         elif isinstance(event, MemberReturned) and event.is_new and event.incarnation in self._slots:
             self._present[event.number] = event.incarnation
             self._report(b"joined %d %d\n" % self._slots[event.incarnation])
         elif isinstance(event, MemberLeft) and event.role == "worker" and event.number in self._present:
-            incarnation = self._present.pop(event.number)
-            self._report(b"left %d %d\n" % self._slots.pop(incarnation))
+            self._report_departure(event.number)
+
+    def _report_open(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            self._report(b"open\n")
+
+    def _report_departure(self, number: int) -> None:
+        self._report(b"left %d %d\n" % self._slots.pop(self._present.pop(number)))
 
     def _read_deaths(self, death_fd: int) -> None:
         """Handle ends of processes; lines are short, so that a pipe takes each in one piece."""
@@ -198,9 +265,11 @@ class Scheduler(ControlService):
             return
         if not text:  # the launcher has gone
             self._listener.watch(death_fd, None)
-        dead = {(int(slot), int(incarnation)) for slot, incarnation in map(bytes.split, text.splitlines())}
-        for incarnation in [each for each, slot in self._slots.items() if slot in dead]:
-            self._send(self._table.note_death(incarnation, time.monotonic()))
+        for slot, ended in (map(int, line.split()) for line in text.splitlines()):
+            self._ended[slot] = max(ended, self._ended.get(slot, -1))
+        for incarnation, (slot, attempt) in list(self._slots.items()):
+            if attempt <= self._ended.get(slot, -1):
+                self._send(self._table.note_death(incarnation, time.monotonic()))
 
     def _report(self, line: bytes) -> None:
         if self._left_fd >= 0:
@@ -209,6 +278,28 @@ class Scheduler(ControlService):
 
     def on_refusal(self, reason: str) -> None:
         _log.warning("a process was refused: %s", reason)
+
+
+def _open_record(settings: ProcessConfig, descriptor: int) -> RosterRecord | None:
+    """Return the record of an elastic job's roster; None: the job has no such record.
+
+    Raises:
+        ConfigError: it is needed, and is not to be had.
+    """
+    if not settings.is_elastic:
+        return None
+    record = None
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            record = RosterRecord(descriptor)
+    if record is None and settings.is_restart:
+        raise ConfigError(
+            "this scheduler was started again, and does not have the record of the job's workers that its launcher "
+            f"keeps ({ROSTER_FD_VARIABLE}): a script that starts it must leave descriptors open"
+        )
+    if record is not None and record.generation > 1:
+        _log.info("this is scheduler %d of the job; %d events are recorded", record.generation, len(record.entries))
+    return record
 
 
 def _explain_port(settings: ProcessConfig, address: str, error: OSError) -> str:
@@ -223,13 +314,15 @@ def _explain_port(settings: ProcessConfig, address: str, error: OSError) -> str:
     return f"the scheduler cannot listen at {address}: {problem}. {hint}"
 
 
-def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool) -> tuple[float, str]:
+def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool, has_record: bool = False) -> tuple[float, str]:
     """Return how long unknown processes wait for those that know the job (`cluster.membership.table`, step H), and why.
 
     Where a job could not survive the loss of its scheduler and another process, no process waits. ``follows``: one of
-    the job's processes has kept its secret for this scheduler.
+    the job's processes has kept its secret for this scheduler; ``has_record``: the launcher keeps who is in the job.
     """
     config = settings.config
+    if has_record:
+        return 0.0, "the launcher keeps a record of the job's workers"
     # half of what a node waits for its place at most
     seconds = min(_KNOWN_FIRST_SECONDS, config.start_timeout_seconds / 2)
     if follows:

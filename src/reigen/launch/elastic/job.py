@@ -22,9 +22,10 @@ e. The job fails: when a process has died and there is still no view; when no pr
 f. With parameter servers, which are started with the first processes, what is to be trained is theirs, and members are
    the servers' workers: the scheduler reports who joins (WorkerEntered), that the first ones have (WorkersBegan), and
    who has left in good order (WorkerDeparted), which is the end of a program. From then on others are started whoever
-   dies, be it all of them. A server that is killed is started again, as often as ``restarts`` allows (RestartProcess);
-   where it may not be, or ends with an error, the job ends. The servers end by themselves when the workers have, and
-   are asked to only when no process is left. Where the program announces views, too, members are those of its views.
+   dies, be it all of them. A server or the scheduler that is killed is started again, as often as ``restarts`` allows
+   (RestartProcess); where it may not be, or ends with an error, the job ends. The servers end by themselves when the
+   workers have, which the scheduler tells them, and are asked to only when no process is left. Where the program
+   announces views, too, members are those of its views.
 
 Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
 a view it is the end of a program that does not know of elastic jobs. A process that its fellows excluded (exit code 75)
@@ -61,7 +62,6 @@ from reigen.launch.job_state import (
     JobPhase,
     JobState,
     ProcessExited,
-    RestartProcess,
     SignalProcesses,
     SignalReceived,
     StartGraceTimer,
@@ -291,7 +291,7 @@ class ElasticJobState(JobState):
         options: of the job.
         chance: returns random numbers from 0 to 1.
         now: when the job begins.
-        servers: numbers of parameter servers and their scheduler, above all slots.
+        servers: numbers of parameter servers and their scheduler, which is the last, above all slots.
         restarts: how often each of these may be started again.
     """
 
@@ -307,7 +307,7 @@ class ElasticJobState(JobState):
         self._allowed = dict(restarts or {})
         self._restarted = dict.fromkeys(self._allowed, 0)
         self._num_ranks = min(servers, default=sys.maxsize)
-        self._servers = frozenset(servers)
+        self._servers, self._scheduler = frozenset(servers), max(servers, default=-1)
         #: The first workers of the servers have joined.
         self._has_workers = False
         #: Processes that have become workers of theirs.
@@ -590,10 +590,9 @@ class ElasticJobState(JobState):
 
     def _server_ended(self, event: ProcessExited) -> list[JobInstruction | ElasticInstruction]:
         """Handle the end of a server or of the scheduler, while the job runs."""
+        if was_killed(event.exit_code) and (again := self._restart(event)) is not None:
+            return [again]
         times = self._restarted.get(event.rank, 0)
-        if was_killed(event.exit_code) and times < self._allowed.get(event.rank, 0):
-            self._restarted[event.rank] = times + 1
-            return [RestartProcess(event.rank, times + 1, event.exit_code, event.cause)]
         self.running.discard(event.rank)
         if event.exit_code == 0:  # all workers have left
             return self._decide()
@@ -812,6 +811,13 @@ class ElasticJobState(JobState):
             return super()._stop()
         self.phase, self._killed = JobPhase.SWEEPING, False
         return [SweepProcesses(), StartGraceTimer()]
+
+    def _exited(self, event: ProcessExited) -> list[JobInstruction]:
+        # the last ones leave in good order by it, and servers end
+        is_needed = self.phase is JobPhase.ENDING or (self._num_running and not self._killed)
+        is_scheduler = event.rank == self._scheduler and was_killed(event.exit_code)
+        again = self._restart(event) if is_needed and is_scheduler else None
+        return super()._exited(event) if again is None else [again]
 
     def _ended(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
         for number in numbers - self._servers:

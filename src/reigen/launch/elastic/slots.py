@@ -174,6 +174,13 @@ class SlotTable:
         """Return the places in a state."""
         return [slot for slot in self._slots if slot.state is state]
 
+    def ended(self) -> Iterator[tuple[int, int]]:
+        """Yield numbers of places, with the latest incarnation of which no process is left."""
+        for slot in self._slots:
+            last = slot.incarnation - (slot.state is not SlotState.FREE)
+            if last >= 0:
+                yield slot.number, last
+
     def usable(self, now: float) -> list[JobSlot]:
         """Return the places of which each has a process that stays, or may have one now.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from reigen.cluster.environ import DEATH_FD_VARIABLE, DEPARTURE_FD_VARIABLE
+from reigen.cluster.environ import DEATH_FD_VARIABLE, DEPARTURE_FD_VARIABLE, ROSTER_FD_VARIABLE
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import PsRole
 
@@ -17,6 +17,8 @@ _READ_BYTES = 1 << 16
 class SchedulerPipes:
     """Pipe by which the scheduler reports workers and keys, and one by which an elastic job's hears of dead processes.
 
+    And the memory in which the latter keeps its record for the scheduler that follows it.
+
     Attributes:
         held: by server, the keys of which it holds something, in words.
     """
@@ -25,6 +27,7 @@ class SchedulerPipes:
         self.held: dict[int, str] = {}
         self._reports, self._reports_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._deaths_reader, self._deaths = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._roster = os.memfd_create("reigen-roster", os.MFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor of the scheduler's reports."""
@@ -35,7 +38,8 @@ class SchedulerPipes:
         if spec.ps_process is None or spec.ps_process.role is not PsRole.SCHEDULER:
             return spec
         pipes = {DEPARTURE_FD_VARIABLE: self._reports_writer}
-        pipes |= {DEATH_FD_VARIABLE: self._deaths_reader} if is_elastic else {}
+        if is_elastic:
+            pipes |= {DEATH_FD_VARIABLE: self._deaths_reader, ROSTER_FD_VARIABLE: self._roster}
         variables = {name: str(number) for name, number in pipes.items()}
         return replace(spec, environ={**spec.environ, **variables}, descriptors=tuple(pipes.values()))
 
@@ -49,12 +53,17 @@ class SchedulerPipes:
                     self.held[int(server)] = text
                 yield b"".join(line for line in lines if not line.startswith(b"holds "))
 
-    def announce_death(self, slot: int, incarnation: int) -> None:
-        """Report that an elastic job's process has ended: no connection of it is to be waited for."""
-        with suppress(BlockingIOError):  # the scheduler does not read
-            os.write(self._deaths, b"%d %d\n" % (slot, incarnation))
+    def announce_deaths(self, ended: Iterable[tuple[int, int]]) -> None:
+        """Report that an elastic job's processes have ended: no connection of them is to be waited for.
+
+        Args:
+            ended: by slot, the latest incarnation of which no process is left.
+        """
+        for slot, incarnation in ended:
+            with suppress(BlockingIOError):  # the scheduler does not read
+                os.write(self._deaths, b"%d %d\n" % (slot, incarnation))
 
     def close(self) -> None:
         """Close all ends that this process has."""
-        for pipe in (self._reports, self._reports_writer, self._deaths_reader, self._deaths):
+        for pipe in (self._reports, self._reports_writer, self._deaths_reader, self._deaths, self._roster):
             os.close(pipe)

@@ -631,6 +631,9 @@ class Supervisor:
                 self.say(f"{self._describe(number)}: {end}; it is started again")
                 if number not in self._names:
                     self._first_tails.setdefault(number, self._display.tail(number))
+                # for a scheduler: the one before it may have read of some
+                ended = self._job.slots.ended() if isinstance(self._job, ElasticJobState) else ()
+                self._scheduler_pipes.announce_deaths(ended)
                 next(group for group in self._groups if self._of(group, [number])).execute(instruction)
             case job_state.SignalProcesses(ranks, signum):
                 if signum in PASSED_SIGNALS:
@@ -683,7 +686,7 @@ class Supervisor:
         if event.rank not in self._names:
             self._listener.exited(event)
             if isinstance(self._job, ElasticJobState) and self._names and self._job.slots.has(event.rank):
-                self._scheduler_pipes.announce_death(*self._job.slots[event.rank].id)
+                self._scheduler_pipes.announce_deaths([self._job.slots[event.rank].id])
         if self._elastic is not None:  # what it has said before its end
             self._elastic.read_announcements()
         self._handle(event)
@@ -751,6 +754,8 @@ class Supervisor:
         ranks = [number for number in numbers if number in self._job.running and number not in self._names]
         self._listener.lost(ranks, f"host {host} was lost: {reason}")
         self.metrics.note(f"host {host} was lost: {reason}")
+        if isinstance(self._job, ElasticJobState) and self._names:
+            self._scheduler_pipes.announce_deaths(self._job.slots[rank].id for rank in ranks)
         self._handle(job_state.HostLost(numbers, reason, host))
 
     def _report(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
