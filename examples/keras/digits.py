@@ -1,7 +1,7 @@
 """Handwritten digits with Keras 3: `KERAS_BACKEND=jax reigen run -np 2 python examples/keras/digits.py`.
 
 Any backend will do: tensorflow, jax or torch. Each rank takes its share of the images. Lines that make it distributed
-are marked with (*); without a launcher the same script trains alone.
+are marked with (*); without a launcher the same script trains alone. --data reads MNIST.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+from pathlib import Path
 
 import keras
+import mnist_data
 import numpy as np
 from common import Show, choose_device
 from progress import Progress
@@ -18,14 +20,15 @@ from sklearn.datasets import load_digits
 
 import reigen.keras as hvd  # (*)
 
-EPOCHS = 12
 BATCH = 32  # images per step, on all ranks together
 RATE = 2e-3
-GOAL = 0.97  # of the test images
 
 
-def load() -> tuple[np.ndarray, ...]:
-    """1,797 images of 8 x 8 pixels that come with scikit-learn: 1,437 to train on, 360 to test."""
+def load(directory: Path | None) -> tuple[np.ndarray, ...]:
+    """MNIST; or 1,797 images of 8 x 8 pixels that come with scikit-learn: 1,437 to train on, 360 to test."""
+    if directory:
+        images, labels, test_images, test_labels = mnist_data.read(directory)
+        return images[..., np.newaxis], labels, test_images[..., np.newaxis], test_labels
     digits = load_digits()
     images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
     order = np.random.default_rng(0).permutation(len(images))
@@ -33,11 +36,11 @@ def load() -> tuple[np.ndarray, ...]:
     return images[train], digits.target[train], images[test], digits.target[test]
 
 
-def make_model() -> keras.Model:
+def make_model(shape: tuple[int, ...]) -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
         [
-            keras.Input((8, 8, 1)),
+            keras.Input(shape),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
             layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(2),
@@ -58,12 +61,17 @@ def fingerprint(model: keras.Model) -> str:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, help="where MNIST's train-images-idx3-ubyte and the others are, or these with .gz")
+    add("--epochs", type=int, default=12, help="passes over the images (default: %(default)s)")
+    add("--goal", type=float, default=0.97, help="exit with 1 below this accuracy (default: %(default)s)")
+    options = parser.parse_args()
     hvd.init()  # (*)
     choose_device(hvd.local_rank())  # (*)
-    images, labels, test_images, test_labels = load()
+    images, labels, test_images, test_labels = load(options.data)
     keras.utils.set_random_seed(hvd.rank())  # dropout differs between the ranks ...
-    model = make_model()
+    model = make_model(images.shape[1:])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(RATE))  # (*)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
@@ -75,9 +83,9 @@ def main() -> int:
     images, labels = hvd.shard(images, labels, shuffle_seed=0)  # (*) as many on every rank
     batch = max(1, BATCH // hvd.size())  # (*)
     together = batch * hvd.size()  # (*)
-    progress = Progress(EPOCHS * -(-len(labels) // batch) * together, is_shown=hvd.rank() == 0)
+    progress = Progress(options.epochs * -(-len(labels) // batch) * together, is_shown=hvd.rank() == 0)
     callbacks.append(Show(progress, together))
-    model.fit(images, labels, batch_size=batch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    model.fit(images, labels, batch_size=batch, epochs=options.epochs, verbose=0, callbacks=callbacks)
     mine = slice(hvd.rank(), None, hvd.size())  # (*)
     guesses = model.predict(test_images[mine], verbose=0).argmax(axis=1)
     correct = hvd.allreduce(np.float64((guesses == test_labels[mine]).sum()), op=hvd.Sum)  # (*)
@@ -86,10 +94,10 @@ def main() -> int:
     identical = len(set(fingerprints)) == 1
     if hvd.rank() == 0:  # (*)
         how = f"{keras.backend.backend()}, {hvd.size()} rank(s), {progress.elapsed:.1f} s"
-        print(f"{how}: test accuracy {reached:.4f}, wanted {GOAL}")
+        print(f"{how}: test accuracy {reached:.4f}, wanted {options.goal}")
         print(f"weights bit-identical on all ranks: {'yes' if identical else 'NO'}  ({fingerprints[0][:16]})")
     hvd.shutdown()  # (*)
-    return 0 if identical and reached >= GOAL else 1
+    return 0 if identical and reached >= options.goal else 1
 
 
 if __name__ == "__main__":

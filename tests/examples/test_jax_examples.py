@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from reigen.testing.environment import clean_environment
+from tests.examples.mnist_files import write_digits
 from tests.examples.running import (
     DEADLINE_SECONDS,
     LAUNCH,
@@ -32,6 +33,12 @@ def test_digits() -> None:
         run("digits.py", framework="jax", np=2),
         run("digits.py", framework="jax", np=4),
     )
+
+
+def test_digits_reads_the_files_of_mnist(tmp_path: Path) -> None:
+    write_digits(tmp_path, 320, 100)
+    options = ["--data", tmp_path, "--epochs", 15, "--goal", 0.8]
+    assert "bit-identical on all ranks: yes" in run("digits.py", *options, framework="jax")
 
 
 def test_digits_with_flax() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from reigen.testing.environment import clean_environment
+from tests.examples.mnist_files import write_digits
 from tests.examples.running import (
     DEADLINE_SECONDS,
     LAUNCH,
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.timeout(1800)
 
 def test_digits() -> None:
     assert "bit-identical on all ranks: yes" in run("digits.py", np=2, framework="keras", backend="torch")
+
+
+def test_digits_reads_the_files_of_mnist(tmp_path: Path) -> None:
+    write_digits(tmp_path, 320, 100)
+    options = ["--data", tmp_path, "--epochs", 6, "--goal", 0.8]
+    assert "bit-identical on all ranks: yes" in run("digits.py", *options, framework="keras", backend="torch")
 
 
 def test_vgg11_learns_the_same_alone_by_allreduce_and_by_servers() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.mnist_files import write_digits
 from tests.examples.running import LAUNCH, SMALL_RESNET, assert_same, run, run_elastic_and_kill_rank_0
 
 pytestmark = pytest.mark.timeout(1800)
@@ -34,6 +35,12 @@ def test_resnet_reaches_a_goal_in_mixed_precision() -> None:
 
 def test_digits() -> None:
     assert "bit-identical on all ranks: yes" in run("digits.py", np=2, framework="tensorflow")
+
+
+def test_digits_reads_the_files_of_mnist(tmp_path: Path) -> None:
+    write_digits(tmp_path, 320, 100)
+    options = ["--data", tmp_path, "--epochs", 6, "--goal", 0.8]
+    assert "bit-identical on all ranks: yes" in run("digits.py", *options, framework="tensorflow")
 
 
 def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:

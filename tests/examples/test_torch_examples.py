@@ -11,10 +11,30 @@ from pathlib import Path
 import pytest
 
 from reigen.testing.environment import clean_environment
+from tests.examples.mnist_files import write_digits
 from tests.examples.running import LAUNCH, ROOT, VARIABLES, assert_same, figure, run
 
 pytestmark = pytest.mark.timeout(1800)
 HAS_COCO = importlib.util.find_spec("pycocotools") is not None
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_digits(size: int) -> None:
+    """The figure is not the same: dropout differs between the ranks."""
+    printed = run("digits.py", "--epochs", 4, "--goal", 0.93, np=size)
+    assert f"{size} rank(s), " in printed
+    assert 0.93 <= figure(printed, "test accuracy") <= 1
+    assert "bit-identical on all ranks: yes" in printed
+
+
+def test_digits_fails_below_its_goal() -> None:
+    run("digits.py", "--epochs", 1, "--goal", 1, code=1)
+
+
+def test_digits_reads_the_files_of_mnist(tmp_path: Path) -> None:
+    write_digits(tmp_path, 320, 100)
+    options = ["--data", tmp_path, "--epochs", 6, "--goal", 0.8]
+    assert "bit-identical on all ranks: yes" in run("digits.py", *options, np=2)
 
 
 def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
