@@ -102,6 +102,22 @@ def run_elastic_and_kill_rank_0(directory: Path, framework: str, backend: str = 
     return printed
 
 
+def run_notebook(framework: str, backend: str = "") -> str:
+    """Return what a notebook's cells print, run one after the other in ``__main__``; a kernel itself runs PyTorch's."""
+    document = json.loads((ROOT / "examples" / framework / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(cells)],
+        env=clean_environment() | VARIABLES | ({"KERAS_BACKEND": backend} if backend else {}),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def printed_help(scripts: list[Path]) -> dict[str, str]:
     """Return what scripts print with --help: those whose libraries are installed here."""
     command = [sys.executable, "-m", "tests.examples.helping", *map(str, scripts)]

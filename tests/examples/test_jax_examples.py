@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from reigen.testing.environment import clean_environment
 from tests.examples.mnist_files import write_digits
 from tests.examples.running import (
-    DEADLINE_SECONDS,
     LAUNCH,
-    ROOT,
     SMALL_RESNET,
-    VARIABLES,
     assert_same,
     run,
     run_elastic_and_kill_rank_0,
+    run_notebook,
 )
 
 pytestmark = pytest.mark.timeout(1800)
@@ -150,17 +144,6 @@ def test_recommender() -> None:
 
 
 def test_the_notebook() -> None:
-    """Its cells as a kernel runs them, one after the other in ``__main__``; kernels themselves run PyTorch's."""
-    document = json.loads((ROOT / "examples" / "jax" / "notebook.ipynb").read_text(encoding="utf-8"))
-    cells = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(cells)],
-        env=clean_environment() | VARIABLES,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "epoch 10/10" in done.stdout
-    assert "test accuracy 0.9" in done.stdout
+    printed = run_notebook("jax")
+    assert "epoch 10/10" in printed
+    assert "test accuracy 0.9" in printed

@@ -19,6 +19,7 @@ from tests.examples.running import (
     assert_same,
     run,
     run_elastic_and_kill_rank_0,
+    run_notebook,
 )
 
 pytestmark = pytest.mark.timeout(1800)
@@ -164,3 +165,9 @@ def test_recommender() -> None:
         run("recommender.py", *options, framework="keras", backend="jax", np=2, servers=1),
         run("recommender.py", *options, framework="keras", backend="jax", np=4, servers=1),
     )
+
+
+def test_the_notebook() -> None:
+    printed = run_notebook("keras", backend="torch")
+    assert "epoch 10/10" in printed
+    assert "test accuracy 0.9" in printed
