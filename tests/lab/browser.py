@@ -73,7 +73,8 @@ class Page:
             self.errors.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
         elif message.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in {"error", "assert"}:
             self.errors.append(json.dumps([each.get("value", each.get("description")) for each in parameters["args"]]))
-        elif message.get("method") == "Network.loadingFailed" and not parameters.get("canceled"):
+        elif message.get("method") == "Network.loadingFailed" and parameters["errorText"] != "net::ERR_ABORTED":
+            # what is under way when a page is left is aborted
             self.errors.append(f"{parameters['type']} did not load: {parameters['errorText']}")
 
     def evaluate(self, expression: str) -> Any:

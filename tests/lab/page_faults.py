@@ -72,6 +72,14 @@ _CONTENT = r"""
 })()
 """.replace("LARGE", str(LARGE_CONTRAST)).replace("SMALL", str(CONTRAST))
 
+#: Colours change at once, and the page has heard of the scheme: it is told before a frame is drawn.
+SETTLE = """
+(() => {
+  document.head.insertAdjacentHTML('beforeend', '<style>*, ::before, ::after { transition: none !important }</style>');
+  return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))));
+})()
+"""
+
 
 def page_faults(page: Page, url: str, widths: tuple[int, ...]) -> list[str]:
     """Open a page once, look at it light and dark, and give it each width; returns what is wrong, in words.
@@ -83,8 +91,10 @@ def page_faults(page: Page, url: str, widths: tuple[int, ...]) -> list[str]:
     page.resize(widths[0], 900)
     page.set_dark(False)
     page.open(url)
+    page.evaluate(SETTLE)
     found = list(page.evaluate(_CONTENT))
     page.set_dark(True)
+    page.evaluate(SETTLE)
     found += [f"dark: {fault}" for fault in page.evaluate(_CONTENT) if fault not in found]
     for width in widths:
         page.resize(width, 900)

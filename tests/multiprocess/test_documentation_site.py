@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.lab.browser import DEADLINE_SECONDS, Page, browser_page, find_browser
-from tests.lab.page_faults import page_faults
+from tests.lab.page_faults import SETTLE, page_faults
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
@@ -98,6 +98,7 @@ def test_every_page_is_whole_on_narrow_and_wide_screens_light_and_dark(tmp_path:
         grounds = set()
         for is_dark in (False, True):
             page.set_dark(is_dark)
+            page.evaluate(SETTLE)
             grounds.add(page.evaluate(BACKGROUND))
     assert found == {}
     assert len(grounds) == 2, "light and dark are not the same"
@@ -138,5 +139,5 @@ def test_search_by_keyboard_finds_a_page(tmp_path: Path) -> None:
         page.call("Input.insertText", text="sparse_allreduce_async")
         page.until(f"{RESULTS}.some(target => target.includes('reference/reigen.torch.html'))")
         press_until(page, ["Enter"], "!location.pathname.endsWith('/index.html')")
-        page.until("document.body.innerText.includes('sparse_allreduce_async')")
+        page.until("document.body?.innerText.includes('sparse_allreduce_async')")
         assert page.errors == []
