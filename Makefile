@@ -103,9 +103,14 @@ docs: $(DOCS_VENV)/.stamp
 	$(DOCS_VENV)/bin/python -m tools.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
 
+# A folder at a time, for names of modules come again. The libraries of examples are not installed here, or have no types.
+check_example_types = MYPYPATH=src $(BIN)/mypy --ignore-missing-imports --allow-untyped-calls --no-warn-return-any --allow-subclassing-any \
+	--allow-untyped-decorators --allow-any-generics examples/$(1)/*.py
+
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check src tests tools $(wildcard examples benchmarks)
 	$(BIN)/mypy
+	$(foreach folder,torch tensorflow keras jax mxnet,$(call check_example_types,$(folder)) &&) true
 	$(BIN)/lint-imports
 	$(BIN)/python tools/size_report.py
 

@@ -90,8 +90,8 @@ def train_reigen(directory: Path, mode: str, commits: bool) -> None:
         is_over = False
         while not is_over:
             step()
-            state.step += 1  # type: ignore[attr-defined]
-            steps.note(state.step, hvd.rank(), hvd.size())  # type: ignore[attr-defined]
+            state.step += 1
+            steps.note(state.step, hvd.rank(), hvd.size())
             is_over = bool(hvd.allreduce(torch.tensor([float(steps.is_over())]), name="over", op=hvd.Max).item())
             state.commit()
 

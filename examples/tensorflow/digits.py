@@ -100,9 +100,9 @@ def main() -> int:
             total_loss += step(images[mine], labels[mine], factor) * len(batch) / len(labels)
             seen += len(batch)
         # Each rank looks at its share of the images; the counts are added up.
-        mine = slice(hvd.rank(), None, hvd.size())  # (*)
-        guesses = model.predict(test_images[mine], batch_size=256, verbose=0).argmax(1)
-        correct = np.count_nonzero(guesses == test_labels[mine])
+        share = slice(hvd.rank(), None, hvd.size())  # (*)
+        guesses = model.predict(test_images[share], batch_size=256, verbose=0).argmax(1)
+        correct = np.count_nonzero(guesses == test_labels[share])
         reached = float(hvd.allreduce(tf.constant(correct), op=hvd.Sum)) / len(test_labels)  # (*)
         mean_loss = float(hvd.allreduce(total_loss))  # (*)
         rate = seen / (time.perf_counter() - start)

@@ -65,8 +65,8 @@ def main() -> int:
     accuracy = float((outputs.argmax(1) == labels[test]).float().mean())
     if hvd.rank() == 0:
         how = f"{'average' if options.average else 'Adasum'}, {hvd.size()} rank(s), {progress.elapsed:.1f} s"
-        loss = float(cross_entropy(outputs, labels[test]))
-        print(f"{how}: test accuracy {accuracy:.4f}, wanted {options.goal}; test loss {loss:.4f}")
+        test_loss = float(cross_entropy(outputs, labels[test]))
+        print(f"{how}: test accuracy {accuracy:.4f}, wanted {options.goal}; test loss {test_loss:.4f}")
     return 0 if accuracy >= options.goal else 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,8 @@ def write_coco(directory: Path, train: int, val: int, size: int) -> None:
     for part, count, seed in (("train2017", train, 1), ("val2017", val, 2)):
         (directory / part).mkdir()
         random = np.random.default_rng(seed)
-        images, annotations = [], []
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
         for number in range(1, count + 1):
             picture = Image.fromarray(random.integers(0, 60, (size, size, 3), dtype=np.uint8))
             for _ in range(random.integers(1, 3)):

@@ -52,8 +52,8 @@ class Block(nn.Module):
         self.linear = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        split = self.attention(self.before(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(*split, is_causal=True)
+        query, key, value = self.attention(self.before(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.join(seen.transpose(1, 2).flatten(2))
         return x + self.linear(self.between(x))
 

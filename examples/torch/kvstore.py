@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from progress import Progress
@@ -26,7 +27,11 @@ EPOCHS = 15
 BATCH = 16  # images per step and worker
 GOAL = 0.96  # of the test images
 #: The threshold is one of gradients as they are sent: summed over a batch. Far below them, too little gets through.
-COMPRESSION = {"2bit": {"type": "2bit", "threshold": 2.0}, "int8": {"type": "int8"}, "fp16": {"type": "fp16"}}
+COMPRESSION: dict[str, dict[str, Any]] = {
+    "2bit": {"type": "2bit", "threshold": 2.0},
+    "int8": {"type": "int8"},
+    "fp16": {"type": "fp16"},
+}
 
 
 def load() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:

@@ -58,10 +58,10 @@ def main() -> int:
     with torch.no_grad():
         outputs = model(images[test])
     accuracy = float((outputs.argmax(1) == labels[test]).float().mean())
-    loss = float(cross_entropy(outputs, labels[test]))
+    test_loss = float(cross_entropy(outputs, labels[test]))
     if hvd.rank() == 0:
         how = f"{hvd.size()} rank(s), {progress.elapsed:.1f} s"
-        print(f"{how}: test accuracy {accuracy:.4f}, wanted {options.goal}; test loss {loss:.6f}")
+        print(f"{how}: test accuracy {accuracy:.4f}, wanted {options.goal}; test loss {test_loss:.6f}")
     return 0 if accuracy >= options.goal else 1
 
 

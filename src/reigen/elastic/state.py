@@ -7,7 +7,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reigen.api.objects import dumps
 from reigen.elastic import membership
@@ -55,6 +55,11 @@ class State(ABC):
         self._update: HostUpdateResult | None = None
         #: how often `commit` was called
         self.num_commits = 0
+
+    if TYPE_CHECKING:
+        # A program gives it the attributes that it likes.
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Have functions called, in this order, whenever the members of the job have changed.
