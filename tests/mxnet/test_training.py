@@ -238,6 +238,19 @@ def use_some_parameters_in_some_steps() -> None:
         assert first.data().asnumpy().tolist() == second.data().asnumpy().tolist() == [-4.5, -4.5]
 
 
+def take_turns_with_one_model() -> None:
+    net = _net(in_units=6)
+    hvd.broadcast_parameters(net.collect_params())
+    first = net.weight.data().asnumpy()
+    made = [
+        hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": RATE}, prefix=prefix)
+        for prefix in ("one", "other")
+    ]
+    for trainer in made * 10:  # not waiting for what the other has begun
+        _steps(net, trainer, 1)
+    np.testing.assert_allclose(net.weight.data().asnumpy(), _trained(first, 20), atol=1e-4)
+
+
 def save_and_go_on(directory: str) -> None:
     path = str(Path(directory) / f"states{hvd.rank()}")
     net = _net(in_units=6)
@@ -317,6 +330,7 @@ def everything(directory: str) -> None:
     deferred_parameters_are_broadcast_when_they_are_there()
     train_with_optimizers()
     use_some_parameters_in_some_steps()
+    take_turns_with_one_model()
     save_and_go_on(directory)
     train_a_module()
     make_mistakes()

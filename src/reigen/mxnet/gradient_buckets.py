@@ -77,6 +77,8 @@ class GradientBuckets:
         #: over the places of the plan, by position in `_trained`
         self._places: list[Any] = []
         self._addresses: list[int] = []
+        #: handles of the gradients that lie there; another trainer may have moved one since
+        self._handles: list[Any] = []
 
     def reduce(self, parameters: Sequence[tuple[int, Parameter]]) -> None:
         """Put the reduction of the parameters' first gradients into MXNet's engine.
@@ -102,11 +104,11 @@ class GradientBuckets:
         staged = []
         for position, (_, parameter) in enumerate(parameters):
             gradient, place = parameter.list_grad()[0], self._places[position]
-            if gradient is place:
+            if gradient.handle is self._handles[position]:
                 continue
             if _can_lie_in_bucket(gradient, place):
                 _move_to_bucket(parameter, place)
-                self._places[position] = gradient
+                self._handles[position] = gradient.handle
             else:
                 staged.append((place, gradient))
         for place, gradient in staged:
@@ -137,6 +139,7 @@ class GradientBuckets:
         memory[:] = 0  # also brings the pages in
         self._trained, self._plan = trained, plan
         self._buckets, self._places, self._addresses = [], [None] * len(trained), [0] * len(trained)
+        self._handles = [None] * len(trained)
         for bucket in plan.buckets:
             storage = DTYPES[bucket.dtype].storage
             self._buckets.append(memory[bucket.offset : bucket.offset + bucket.nbytes].view(storage))
@@ -225,7 +228,9 @@ def _move_to_bucket(parameter: Parameter, place: Any) -> None:
     """
     gradient, copies = parameter.list_grad()[0], parameter.list_data()
     gradient.copyto(place)
-    gradient.handle, place.handle = place.handle, gradient.handle
+    # The place stays: operations of earlier steps look for it, and another trainer may move the gradient.
+    other = place.detach()
+    gradient.handle, other.handle = other.handle, gradient.handle
     fresh = [copy._fresh_grad for copy in copies]
     mx.autograd.mark_variables(copies, parameter.list_grad(), parameter.grad_req)
     for copy, is_fresh in zip(copies, fresh, strict=True):

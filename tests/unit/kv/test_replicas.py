@@ -260,9 +260,10 @@ def test_who_was_replaced_or_uses_an_earlier_connection_is_not_heard() -> None:
 def test_an_answer_is_not_waited_for_when_the_backup_is_another_process() -> None:
     with closing(Backup(1)) as first, closing(Backup(2)) as second, copies_of(member := Member(5, first)) as copies:
         copies.save_store(0, FACTS_OF_A_STORE)
-        release = threading.Event()
-        first.loop.call_at(0.0, release.wait)  # it stands still
+        stands, release = threading.Event(), threading.Event()
+        first.loop.call_at(0.0, lambda: (stands.set(), release.wait()))
         first.loop.wake()
+        assert stands.wait(SECONDS)
         thread, outcome = in_a_thread(lambda: copies.save_store(0, FACTS_OF_A_STORE))
         try:
             with pytest.raises(queue.Empty):

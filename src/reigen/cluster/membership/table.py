@@ -641,9 +641,10 @@ class MembershipTable:
             if self.stop is not None or member.until > now:
                 continue
             if member.state is MemberState.PRESENT and member.owner is None:
-                is_unheard = member.incarnation in self._unheard
-                late = f"it did not come back within {self.spec.reconnect_seconds:g} s"
-                self._lose(member, late if is_unheard else "its process ended")
+                reason = "its process ended"
+                if member.incarnation in self._unheard:
+                    reason = f"it did not come back within {self.spec.reconnect_seconds:g} s"
+                self._lose(member, reason)
             elif member.state is MemberState.PRESENT:
                 self._lose(member, f"nothing was heard of it for {member.policy.heartbeat_timeout_seconds:g} s")
             elif member.state is MemberState.LOST:
