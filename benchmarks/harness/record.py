@@ -23,6 +23,7 @@ class Quantity(msgspec.Struct, frozen=True, omit_defaults=True):
         low: the smallest of several, beside the value; None: not shown.
         high: the largest.
         note: words behind it.
+        unit: its own, where the column has none; shown behind it.
     """
 
     value: float
@@ -30,6 +31,7 @@ class Quantity(msgspec.Struct, frozen=True, omit_defaults=True):
     low: float | None = None
     high: float | None = None
     note: str = ""
+    unit: str = ""
 
     def __str__(self) -> str:
         """Return the cell of a table.
@@ -37,15 +39,17 @@ class Quantity(msgspec.Struct, frozen=True, omit_defaults=True):
         Example:
             >>> print(Quantity(1.0725, 2, 1.06, 1.08, note="at most"))
             1.07 (1.06 to 1.08) at most
+            >>> print(Quantity(898, 0, unit="ms"))
+            898 ms
         """
         text = f"{self.value:,.{self.digits}f}"
         if self.low is not None and self.high is not None:
             text += f" ({self.low:.{self.digits}f} to {self.high:.{self.digits}f})"
-        return f"{text} {self.note}".rstrip()
+        return " ".join(part for part in (text, self.unit, self.note) if part)
 
 
 class Column(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A column: its name, and the unit of its figures; empty: none."""
+    """A column: its name, and the unit of its figures; empty: none, or each figure has its own."""
 
     name: str
     unit: str = ""

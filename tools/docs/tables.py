@@ -234,6 +234,8 @@ def draw_headlines() -> str:
 RECORD_NAMES = (
     *("elastic-faults", "elastic-kills", "elastic-hosts", "elastic-join", "elastic-spares", "elastic-other"),
     *("shared-parameters", "shared-memory", "gpu", "autotune"),
+    *("kv-wire", "replica-check", "launchers", "engines"),
+    *("control-negotiation", "control-membership", "control-start"),
 )
 #: Tables of figures beside their budgets: (file of results, what their claims begin with).
 BUDGETS = {"sums": ("sums", (frameworks.GROUP, frameworks.SMALL, "import "))}

@@ -30,11 +30,12 @@ def headings(shown: Record) -> list[str]:
     return shown.cells()[0]
 
 
-def test_a_quantity_has_its_decimals_its_range_and_its_note() -> None:
+def test_a_quantity_has_its_decimals_its_range_its_unit_and_its_note() -> None:
     assert str(Quantity(25.0, 1)) == "25.0"
     assert str(Quantity(1234, 0)) == "1,234"
     assert str(Quantity(0.38, 2, 0.29, 0.4)) == "0.38 (0.29 to 0.40)"
     assert str(Quantity(1.0, 1, note="at most")) == "1.0 at most"
+    assert str(Quantity(898, 0, note="once", unit="ms")) == "898 ms once"
 
 
 def test_a_record_is_a_table_and_where_it_is_from() -> None:
