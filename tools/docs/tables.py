@@ -21,7 +21,13 @@ from tools.docs.results import Figure, Results, ResultsError, read_results
 #: The pages that have tables.
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("index", "benchmarks", "shared-parameters", "gpu", "autotune")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in (
+            *("index", "benchmarks", "shared-parameters", "gpu", "autotune", "compression", "hosts", "metrics"),
+            *("planner-model", "timeline-events"),
+        )
+    ),
 )
 _TABLE = re.compile(r"(?<=<!-- table )([\w-]+)( -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
@@ -236,6 +242,8 @@ RECORD_NAMES = (
     *("shared-parameters", "shared-memory", "gpu", "autotune"),
     *("kv-wire", "replica-check", "launchers", "engines"),
     *("control-negotiation", "control-membership", "control-start"),
+    *("compression-speed", "compression-passes", "compression-gain"),
+    *("packet-loss", "metrics-cost", "planner-accuracy", "verdicts"),
 )
 #: Tables of figures beside their budgets: (file of results, what their claims begin with).
 BUDGETS = {"sums": ("sums", (frameworks.GROUP, frameworks.SMALL, "import "))}
