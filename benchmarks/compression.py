@@ -2,6 +2,7 @@
 
     python -m benchmarks.compression                   two sizes, all codecs; about a minute
     python -m benchmarks.compression --mib 4 --codecs 2bit,1bit
+    python -m benchmarks.compression --mib 64 --json docs/data/records/compression-speed.json
 
 Everything is measured within one run, in processor time of the one thread that works: in each round every codec has one
 turn, in an order that rotates, and a figure is the median over rounds. An array is cut into cells of 4 MiB, as servers
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.machine import this_machine
+from benchmarks.harness.machine import Machine, this_machine
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 from reigen.compression import from_params
 from reigen.types import DTYPES
 
@@ -76,7 +80,12 @@ def measure(actions: Sequence[Action], rounds: int) -> list[float]:
     return [statistics.median(each) for each in times]
 
 
-def report(mib: int, names: Sequence[str], rounds: int) -> None:
+#: What is found of each codec: of float32 for each byte of codes, GB/s three times, and encoding in copies.
+Figures = tuple[float, float, float, float, float]
+
+
+def report(mib: int, names: Sequence[str], rounds: int) -> tuple[float, dict[str, Figures]]:
+    """Measure, and print a table; returns GB/s of a copy, and what was found of each codec."""
     length = mib << 18
     source, target = np.ones(length, np.float32), np.zeros(length, np.float32)
     arrays = [Arrays(CODECS[name], length) for name in names]
@@ -85,6 +94,7 @@ def report(mib: int, names: Sequence[str], rounds: int) -> None:
         actions += [each.encode, each.decode, lambda each=each: each.decode(accumulate=True)]  # type: ignore[misc]
     copying, *times = measure(actions, rounds)
     gigabytes = 4e-9 * length
+    found: dict[str, Figures] = {}
     print(f"\n{mib} MiB of float32; a copy: {gigabytes / copying:.1f} GB/s\n")
     print(f"| {'codec':18} | bytes | encode GB/s | decode GB/s | decode and add GB/s | encode: copies |")
     print(f"|{'-' * 20}|-------|-------------|-------------|---------------------|----------------|")
@@ -92,6 +102,32 @@ def report(mib: int, names: Sequence[str], rounds: int) -> None:
         encode, decode, add = (gigabytes / seconds for seconds in times[3 * number : 3 * number + 3])
         copies = times[3 * number] / copying
         print(f"| {name:18} | 1/{each.ratio:<3.3g} | {encode:11.2f} | {decode:11.2f} | {add:19.2f} | {copies:14.1f} |")
+        found[name] = (each.ratio, encode, decode, add, copies)
+    return gigabytes / copying, found
+
+
+def make_table(
+    mib: int, rounds: int, copy: float, found: Mapping[str, Figures], command: str, machine: Machine
+) -> Record:
+    """Return what was found, as a table.
+
+    Args:
+        mib: size of the gradient.
+        rounds: turns of each codec.
+        copy: GB/s of a copy.
+        found: what `report` has returned.
+        command: what was run.
+        machine: as it was before.
+    """
+    columns = [
+        Column(name) for name in ("bytes", "encode GB/s", "decode GB/s", "decode and add GB/s", "encode: copies")
+    ]
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    for name, (ratio, *speeds, copies) in found.items():
+        cells = [f"1/{ratio:.3g}", *(Quantity(each) for each in speeds), Quantity(copies, 1)]
+        lines[name] = {column.name: cell for column, cell in zip(columns, cells, strict=True)}
+    conditions = f"{mib} MiB of float32; a copy: {copy:.1f} GB/s; medians of {rounds} rounds"
+    return make_record(command, conditions, "codec", columns, lines, machine, {"numpy": np.__version__})
 
 
 def main() -> None:
@@ -99,11 +135,19 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="+", default=[4, 64], help="sizes of the gradient")
     parser.add_argument("--codecs", default=",".join(CODECS), help="which, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, of one size")
     options = parser.parse_args()
+    if options.json is not None and len(options.mib) != 1:
+        parser.error("--json needs one size: --mib N")
+    before = this_machine()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     print(f"{this_machine()}; numpy {np.__version__}")
     for mib in options.mib:
-        report(mib, options.codecs.split(","), options.rounds)
+        copy, found = report(mib, options.codecs.split(","), options.rounds)
+        if options.json is not None:
+            arguments = ["--mib", str(mib), "--codecs", options.codecs, "--rounds", str(options.rounds)]
+            command = shlex.join(["python", "-m", "benchmarks.compression", *arguments])
+            make_table(mib, options.rounds, copy, found, command, before).save(options.json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.engines            both, on a cluster of this host; needs reigen[ray,spark]
     python -m benchmarks.engines ray --ranks 4 --rounds 5
+    python -m benchmarks.engines --json docs/data/records/engines.json
 
 The function joins the job and returns its rank. Beside it, on the same cluster: actors of Ray's in a placement group,
 one a processor, that answer a call; a stage of Spark's with as many tasks, whose Pythons are there already.
@@ -15,11 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.harness.figures import overhead, summarize
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 from benchmarks.harness.report import Document, Row, Verdict, show
 from benchmarks.harness.schedule import rotated, to_stderr
 
@@ -92,9 +95,14 @@ def on_spark(num_ranks: int) -> Iterator[tuple[Callable[[], object], Callable[[]
 ENGINES = {"ray": on_ray, "spark": on_spark}
 
 
+def modes(engine: str) -> tuple[str, str]:
+    """Return what the engine by itself and Reigen's call are called in results."""
+    return f"{engine} alone", f"reigen.{engine}.run"
+
+
 def measure(engine: str, num_ranks: int, rounds: int, document: Document) -> None:
     """Run both alternately, after one run of each that does not count."""
-    alone, ours = f"{engine} alone", f"reigen.{engine}.run"
+    alone, ours = modes(engine)
     samples: dict[str, list[list[float]]] = {alone: [], ours: []}
     with ENGINES[engine](num_ranks) as pair:
         calls = dict(zip((alone, ours), pair, strict=True))
@@ -112,12 +120,38 @@ def measure(engine: str, num_ranks: int, rounds: int, document: Document) -> Non
     document.verdicts.append(Verdict(claim, extra.median, _BUDGET_SECONDS, at_least=False, note="s"))
 
 
+#: What the table calls the engines.
+_SHOWN = {
+    "ray": "Ray: actors of a placement group, `reigen.ray.run`",
+    "spark": "Spark: a stage, `reigen.spark.run`",
+}
+
+
+def make_table(document: Document, command: str) -> Record:
+    """Return what `measure` has found, as a table."""
+    found = {name: summary for row in document.rows for name, summary in row.modes.items()}
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    for engine, title in _SHOWN.items():
+        alone, ours = (found.get(name) for name in modes(engine))
+        if alone is not None and ours is not None:
+            lines[title] = {
+                "by itself": Quantity(alone.median, unit="s"),
+                "with Reigen": Quantity(ours.median, unit="s"),
+                "beyond it": Quantity(overhead(ours, alone).median, unit="s"),
+                "budget": Quantity(_BUDGET_SECONDS, 0, unit="s"),
+            }
+    conditions = f"{document.num_ranks} processes on this host, medians of {document.rounds} rounds, alternating"
+    columns = [Column(name) for name in ("by itself", "with Reigen", "beyond it", "budget")]
+    return make_record(command, conditions, "", columns, lines, document.machine)
+
+
 def main() -> int:
     """Measure, and print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("engine", nargs="*", choices=[*ENGINES, []], help="which (default: all)")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args()
     if min(options.ranks, options.rounds) < 1:
         parser.error("ranks and rounds must be positive")
@@ -125,6 +159,9 @@ def main() -> int:
     for engine in options.engine or ENGINES:
         measure(engine, options.ranks, options.rounds, document)
     show(document, "Seconds from the call to the results", Console())
+    if options.json is not None:
+        which = " ".join(["python -m benchmarks.engines", *options.engine])
+        make_table(document, f"{which} --ranks {options.ranks} --rounds {options.rounds}").save(options.json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.launchers
     python -m benchmarks.launchers --hosts 4 --ranks 8 --rounds 5
+    python -m benchmarks.launchers --json docs/data/records/launchers.json
 
 The machines share this one's processors, so importing takes its time. Real sshd and Slurm; each rank joins the job and
 ends. Beside it: what srun takes to run Python on all hosts, and until an agent on one other host has been imported.
@@ -21,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.figures import summarize
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 from benchmarks.harness.report import Document, Row, Verdict, show
 from benchmarks.harness.schedule import rotated, to_stderr
 from reigen.errors import LaunchError
@@ -84,12 +86,35 @@ def _time(host: Host, command: Sequence[str], environ: Mapping[str, str]) -> flo
     return seconds
 
 
+#: What the table calls the ways, and their budgets.
+_SHOWN = {
+    SSH: ("`reigen run -H ...`, ssh", ""),
+    SLURM: ("`reigen run` in a job of Slurm's", f"within {_DIFFERENCE_SECONDS:g} s of ssh"),
+    AGENT: ("srun, until an agent on one host has been imported", f"{_AGENT_SECONDS:g} s"),
+    SRUN: ("`srun python -c pass` on all hosts", ""),
+}
+
+
+def make_table(document: Document, num_hosts: int) -> Record:
+    """Return what `measure` has found, as a table."""
+    [row] = document.rows
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    for name, (title, budget) in _SHOWN.items():
+        lines[title] = {"start and end": Quantity(row.modes[name].median, unit="s"), "budget": budget}
+    ranks, rounds = document.num_ranks, document.rounds
+    command = f"python -m benchmarks.launchers --hosts {num_hosts} --ranks {ranks} --rounds {rounds}"
+    conditions = f"{ranks} ranks on {num_hosts} stand-in hosts, medians of {rounds} rounds, alternating"
+    columns = [Column("start and end"), Column("budget")]
+    return make_record(command, conditions, "", columns, lines, document.machine)
+
+
 def main() -> int:
     """Measure, and print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launchers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hosts", type=int, default=4, help="stand-in machines (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=8, help="a multiple of the hosts (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each way (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args()
     if options.hosts < 2 or options.ranks < options.hosts or options.ranks % options.hosts or options.rounds < 1:
         parser.error("at least two hosts, a multiple of them as ranks, and one round are needed")
@@ -102,6 +127,8 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     show(document, f"Seconds to start and end {options.ranks} ranks on {options.hosts} hosts", Console())
+    if options.json is not None:
+        make_table(document, options.hosts).save(options.json)
     return 0
 
 

@@ -1,10 +1,11 @@
 """Cost of metrics: of counting, for a collective, and of reports, for a step.
 
-    python -m benchmarks.metrics_cost [--steps 200] [--rounds 5] [--against SRC]
+    python -m benchmarks.metrics_cost [--steps 200] [--rounds 5] [--against SRC] [--json FILE]
 
 Two ranks of this host make small blocking allreduces, and steps of 10 ms of arithmetic with an allreduce of 4 MiB: by
 turns without reports, with `--metrics-file`, and, with ``--against``, with the package in another directory, say the
-``src`` of a checkout from before. Medians over the rounds, of rank 0.
+``src`` of a checkout from before. Medians over the rounds, of rank 0. ``--json`` writes them as a table, as
+docs/data/records has them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from benchmarks.harness.machine import Machine, this_machine
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 
 _PROGRAM = """
 import sys, time
@@ -86,13 +90,38 @@ def run(source: Path, options: Sequence[str], num_steps: int) -> tuple[float, fl
     return latency, step
 
 
+_SMALL, _STEP = "allreduce of 4 kB, blocking", "step: 10 ms of arithmetic, allreduce of 4 MiB"
+_TITLES = {"without reports": "with counters", "with reports": "and with reports (`--metrics-file`)"}
+
+
+def make_table(found: Mapping[str, Sequence[tuple[float, float]]], command: str, machine: Machine) -> Record:
+    """Return what was found, as a table: medians.
+
+    Args:
+        found: by the kind of job, what `run` has returned by round.
+        command: what was run.
+        machine: as it was before.
+    """
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    for name, times in sorted(found.items(), key=lambda each: each[0] in _TITLES):  # the other package first
+        small, large = (statistics.median(each) for each in zip(*times, strict=True))
+        lines[_TITLES.get(name, name)] = {
+            _SMALL: Quantity(1e6 * small, 1, unit="µs"),
+            _STEP: Quantity(1e3 * large, 1, unit="ms"),
+        }
+    conditions = f"two ranks, medians of {len(next(iter(found.values())))} alternating rounds"
+    return make_record(command, conditions, "", [Column(_SMALL), Column(_STEP)], lines, machine)
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     chosen = parser.parse_args()
+    before = this_machine()
     for name, nanoseconds in count_once().items():
         print(f"counting a {name}: {nanoseconds:.0f} ns")
     here = Path(__file__).parents[1] / "src"
@@ -111,6 +140,10 @@ def main() -> None:
         least = min(latencies) * 1e6, min(steps) * 1e3
         print(f"{name:18} allreduce of 4 kB {small:7.1f} us (least {least[0]:.1f}), ", end="")
         print(f"step {large:.2f} ms (least {least[1]:.2f})")
+    if chosen.json is not None:
+        command = f"python -m benchmarks.metrics_cost --steps {chosen.steps} --rounds {chosen.rounds}"
+        command += f" --against {chosen.against}" if chosen.against else ""
+        make_table(found, command, before).save(chosen.json)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python -m benchmarks.planner measure --places 2x1 --networks 100,200/5 --models deep --stores one
     python -m benchmarks.planner compare [--costs FILE]   the planner beside what was measured; needs nothing
     python -m benchmarks.planner compare --json FILE      of another file than benchmarks/planner_steps.json
+    python -m benchmarks.planner compare --table FILE     writes errors by kind of job, as docs/data/records has them
 
 Real jobs train models (`benchmarks.harness.paced`) by `reigen.torch` on 2 to 4 hosts, with 1 or 2 ranks each: by
 all-reduce, as the TCP backend chooses or around the ring, and on one, as many and twice as many parameter servers as
@@ -37,6 +38,7 @@ import msgspec
 from benchmarks.harness.crew import Crew, CrewSpec
 from benchmarks.harness.figures import Timeline
 from benchmarks.harness.machine import this_machine
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 from benchmarks.harness.report import markdown
 from benchmarks.harness.schedule import about, crews, to_stderr
 from benchmarks.harness.servers import Seat, parameter_servers, worker_starts
@@ -430,6 +432,40 @@ def report(compared: Sequence[ComparedStep]) -> str:
     return f"{text}\n\n{markdown(('hosts', 'network', 'model', 'store', 'measured', 'predicted', 'error'), rows)}"
 
 
+def make_table(compared: Sequence[ComparedStep], num_rounds: int) -> Record:
+    """Return errors by kind of job, as a table.
+
+    Args:
+        compared: what `compare_steps` has returned.
+        num_rounds: of all measurements.
+    """
+    held_out = [step for step in compared if step.configuration.is_held_out]
+    kinds: dict[str, list[ComparedStep]] = {}
+    for delay in ("no delay", "with delay"):
+        for name, stores in (("collectives", COLLECTIVE_STORES), ("servers", SERVER_STORES)):
+            kinds[f"held out, {name}, {delay}"] = [
+                step
+                for step in held_out
+                if step.configuration.store in stores and (step.configuration.delay_ms > 0) == (delay == "with delay")
+            ]
+    kinds["**all that are held out**"] = held_out
+    kinds["two hosts"] = [step for step in compared if not step.configuration.is_held_out]
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    for name, steps in kinds.items():
+        if errors := [abs(step.error) for step in steps]:
+            lines[name] = {
+                "number": Quantity(len(errors), 0),
+                "median error": Quantity(100 * statistics.median(errors), 1, unit="%"),
+                "worst": Quantity(100 * max(errors), 1, unit="%"),
+                "within 10 %": Quantity(sum(error <= 0.1 for error in errors), 0),
+                "within 25 %": Quantity(sum(error <= 0.25 for error in errors), 0),
+            }
+    columns = [Column(name) for name in ("number", "median error", "worst", "within 10 %", "within 25 %")]
+    conditions = f"{len(compared)} jobs that were measured, {num_rounds} rounds; held out are the jobs on 3 and 4 hosts"
+    command = "python -m benchmarks.planner compare"
+    return make_record(command, conditions, "jobs", columns, lines, this_machine())
+
+
 def _describe(step: ComparedStep) -> str:
     job = step.configuration
     where = f"{job.num_hosts} x {job.ranks_a_host}, {job.rate_mbits:g} Mbit/s, {job.delay_ms:g} ms, {job.model}"
@@ -458,7 +494,10 @@ def main(arguments: Sequence[str]) -> int:
         else:
             costs = Costs() if chosen.costs is None else read_costs(chosen.costs)
             found = load_measurements(chosen.json)
-            print(f"measured on: {found.machine}\n\n{report(compare_steps(found, costs))}")
+            compared = compare_steps(found, costs)
+            print(f"measured on: {found.machine}\n\n{report(compared)}")
+            if chosen.table is not None:
+                make_table(compared, sum(len(each.rounds) for each in found.measurements)).save(chosen.table)
     except Unavailable as error:
         print(f"there can be no stand-in machines here: {error}", file=sys.stderr)
         return 1
@@ -480,6 +519,7 @@ def _parser() -> argparse.ArgumentParser:
     two = commands.add_parser("profile", help="profile the models", allow_abbrev=False)
     three = commands.add_parser("compare", help="compare predictions with what was measured", allow_abbrev=False)
     three.add_argument("--costs", type=Path, metavar="FILE", help="what `reigen bench costs` wrote (default: defaults)")
+    three.add_argument("--table", type=Path, metavar="FILE", help="write errors by kind of job there")
     for command in (one, two):
         command.add_argument("--models", type=_list_of(str), default=",".join(MODELS), metavar="A,B")
     for command in (one, two, three):

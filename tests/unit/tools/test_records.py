@@ -179,3 +179,76 @@ def test_steps_on_a_gpu_are_written_as_the_page_has_them(monkeypatch: pytest.Mon
     assert headings(shown) == headings(published)
     assert shown.cells()[1] == ["mlp, 25 M parameters", "1.00", "4.00", "30.0", "2.00", "20.0", "1.50"]
     assert shown.command == "reigen run -np 2 python -m benchmarks.cuda_step --rounds 1 --steps 20"
+
+
+def test_codecs_are_written_as_the_page_has_them() -> None:
+    compression = pytest.importorskip("benchmarks.compression")
+    found = {"int8": (3.938, 2.871, 8.11, 5.7, 3.04), "topk 1 %": (50.0, 2.31, 19.87, 25.41, 3.7)}
+    shown = compression.make_table(64, 9, 8.62, found, "python -m benchmarks.compression", MACHINE)
+    published = read_record(RECORDS / "compression-speed.json")
+    assert headings(shown) == headings(published)
+    assert shown.cells()[1] == ["int8", "1/3.94", "2.87", "8.11", "5.70", "3.0"]
+    assert shown.cells()[2] == next(cells for cells in published.cells() if cells[0] == "topk 1 %")
+    assert "64 MiB of float32; a copy: 8.6 GB/s; medians of 9 rounds; a processor, 2 cores" in shown.origin()
+
+
+def test_comparisons_of_replicas_are_written_as_the_page_has_them() -> None:
+    replica_check = pytest.importorskip("benchmarks.replica_check")
+    shown = replica_check.make_table({(10, 2_500_000): 9.93, (161, 155_280): 9.4, (1000, 1024): 14.2}, 2, MACHINE)
+    assert shown.cells() == read_record(RECORDS / "replica-check.json").cells()
+
+
+def test_the_cost_of_metrics_is_written_as_the_page_has_it() -> None:
+    metrics_cost = pytest.importorskip("benchmarks.metrics_cost")
+    found = {
+        "without reports": [(10.2e-6, 27.4e-3)] * 3,
+        "with reports": [(10.2e-6, 26.4e-3)] * 3,
+        "the other package": [(9.4e-6, 27e-3)] * 3,
+    }
+    shown = metrics_cost.make_table(found, "python -m benchmarks.metrics_cost --against OLD/src", MACHINE)
+    published = read_record(RECORDS / "metrics-cost.json").cells()
+    assert shown.cells()[0] == published[0]
+    assert shown.cells()[1] == ["the other package", *published[1][1:]]
+    assert shown.cells()[2:] == published[2:]
+
+
+def test_starts_are_written_as_the_page_has_them() -> None:
+    launchers = pytest.importorskip("benchmarks.launchers")
+    seconds = {launchers.SSH: 1.61, launchers.SLURM: 1.34, launchers.SRUN: 0.22, launchers.AGENT: 0.17}
+    modes = {name: summarize([[each]]) for name, each in seconds.items()}
+    document = Document("launchers", 8, 4, machine=MACHINE, rows=[Row("start and end", 0, modes, launchers.SSH)])
+    shown = launchers.make_table(document, 4)
+    assert shown.cells() == read_record(RECORDS / "launchers.json").cells()
+    assert shown.command == "python -m benchmarks.launchers --hosts 4 --ranks 8 --rounds 4"
+
+
+def test_engines_are_written_as_the_page_has_them() -> None:
+    engines = pytest.importorskip("benchmarks.engines")
+    document = Document("engines", 4, 1, machine=MACHINE)
+    for engine, alone, ours in (("ray", 1.31, 1.71), ("spark", 0.11, 1.14)):
+        took = dict(zip(engines.modes(engine), (alone, ours), strict=True))
+        modes = {name: summarize([[each]]) for name, each in took.items()}
+        document.rows.append(Row(engine, 0, modes, engines.modes(engine)[0]))
+    published = read_record(RECORDS / "engines.json").cells()
+    shown = engines.make_table(document, "python -m benchmarks.engines")
+    assert shown.cells()[:2] == published[:2]
+    assert shown.cells()[2] == [*published[2][:3], "1.03 s", "2 s"]  # the page has the median of rounds' differences
+
+
+def test_errors_of_the_planner_are_written_as_the_page_has_them() -> None:
+    planner = pytest.importorskip("benchmarks.planner")
+    compared = [
+        planner.ComparedStep(planner.Configuration(hosts, 1, 200.0, delay, store, "deep"), 1.0, predicted)
+        for hosts, delay, store, predicted in ((3, 0.0, "ring", 1.05), (4, 0.0, "ring", 0.85), (3, 5.0, "one", 1.3))
+    ]
+    compared.append(planner.ComparedStep(planner.Configuration(2, 1, 200.0, 5.0, "one", "deep"), 1.0, 1.01))
+    shown = planner.make_table(compared, 5)
+    published = read_record(RECORDS / "planner-accuracy.json")
+    assert headings(shown) == headings(published)
+    assert {line.title for line in shown.lines} < {line.title for line in published.lines}
+    assert shown.cells()[1:] == [
+        ["held out, collectives, no delay", "2", "10.0 %", "15.0 %", "1", "2"],
+        ["held out, servers, with delay", "1", "30.0 %", "30.0 %", "0", "0"],
+        ["**all that are held out**", "3", "15.0 %", "30.0 %", "1", "2"],
+        ["two hosts", "1", "1.0 %", "1.0 %", "1", "1"],
+    ]
