@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,11 +163,12 @@ def _read(path: Path) -> FileReport:
 def _convert_torch(reports: list[FileReport]) -> None:
     """Take over the findings of files with torch.distributed: with edits if all that belong together can have them."""
     users = [report for report in reports if report.torch.used or report.torch.findings or report.torch.of_group]
-    for group in _groups(users, reports):
+    imported = {id(report): [*_imported_files(report, reports)] for report in reports} if users else {}
+    for group in _groups(users, reports, imported):
         for report in group if any(each.torch.starts for each in group) else ():
             report.torch.findings += report.torch.of_group
             report.torch.used |= bool(report.torch.of_group)
-        for report in _with_several_models(group, reports):
+        for report in _with_several_models(group, reports, imported):
             report.torch.findings += report.torch.of_models
         torch = [report for report in group if report.torch.used]
         blocked = [report for report in torch if report.torch.blocking]
@@ -182,7 +183,9 @@ def _convert_torch(reports: list[FileReport]) -> None:
             report.findings += report.torch.unconverted(reason) if reason else report.torch.findings
 
 
-def _with_several_models(group: list[FileReport], reports: list[FileReport]) -> Iterator[FileReport]:
+def _with_several_models(
+    group: list[FileReport], reports: list[FileReport], imported: Mapping[int, list[FileReport]]
+) -> Iterator[FileReport]:
     """Yield files that have a model with an optimizer each, and belong to one program: some file imports them all."""
     having = [report for report in group if report.torch.of_models]
     found: set[int] = set()
@@ -193,18 +196,20 @@ def _with_several_models(group: list[FileReport], reports: list[FileReport]) -> 
             report = waiting.pop()
             if id(report) not in reached:
                 reached[id(report)] = report
-                waiting += _imported_files(report, reports)
+                waiting += imported[id(report)]
         mine = {id(report) for report in having} & set(reached)
         found |= mine if len(mine) > 1 else set()
     return (report for report in having if id(report) in found)
 
 
-def _groups(users: list[FileReport], reports: list[FileReport]) -> Iterator[list[FileReport]]:
+def _groups(
+    users: list[FileReport], reports: list[FileReport], imported: Mapping[int, list[FileReport]]
+) -> Iterator[list[FileReport]]:
     """Yield the files that use torch.distributed, those together that imports connect, through others too."""
     connected: dict[int, set[int]] = {id(report): set() for report in reports}
     by_id = {id(report): report for report in reports}
     for report in reports:
-        for other in _imported_files(report, reports):
+        for other in imported.get(id(report), ()):
             connected[id(report)].add(id(other))
             connected[id(other)].add(id(report))
     seen: set[int] = set()

@@ -64,6 +64,8 @@ def find_counted_passes(source: PythonSource) -> CountedPasses | None:
             return None
         if any(_calls(loop, "step")) or any(_calls(loop, "zero_grad")):
             return None
+        if not any(each.lineno > loop.lineno for each in _steps_in(source, source.scope(loop))):
+            return None  # a loop over steps, which are made in a function that it calls
         loops.append(loop)
     numbers = [_range_of(loop) for loop in loops]
     first = numbers[0] if numbers else None
@@ -162,12 +164,21 @@ def _calls(node: ast.AST, method: str) -> Iterator[ast.Call]:
     return (each for each in ast.walk(node) if isinstance(each, ast.Call) and method_of(each) == method)
 
 
+def _steps_in(source: PythonSource, scope: ast.AST) -> list[ast.Call]:
+    """Return the steps that a function or module makes itself, but those of schedulers."""
+    return [
+        each
+        for each in _calls(scope, "step")
+        if source.scope(each) is scope and "sched" not in ast.unparse(each).lower()
+    ]
+
+
 def _passes_in_loops(
     source: PythonSource, scope: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module, report: Report
 ) -> None:
     """Find loops of backward passes behind which a step is made: it stands beside the loop, and not in it."""
     calls = [each for each in ast.walk(scope) if isinstance(each, ast.Call) and source.scope(each) is scope]
-    steps = [each for each in calls if method_of(each) == "step" and "sched" not in ast.unparse(each).lower()]
+    steps = _steps_in(source, scope)
     of_optimizers = {each for each in steps if _OPTIMIZER.search(ast.unparse(each))}  # and not a profiler's
     for call in calls:
         loop = next((each for each in source.ancestors(call) if isinstance(each, ast.For | ast.While)), None)

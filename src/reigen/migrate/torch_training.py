@@ -382,7 +382,7 @@ class TrainingRules:
     def _is_asked_for(self, node: ast.Attribute) -> bool:
         """Return whether a condition asks first: `model.module if hasattr(model, "module") else model`, or isinstance.
 
-        A model that is no DDP any more has the answer no.
+        A model that is no DDP any more has the answer no, for which there must be another branch.
         """
         text = ast.unparse(node.value)
         for child, parent in zip([node, *self._source.ancestors(node)], self._source.ancestors(node), strict=False):
@@ -391,7 +391,9 @@ class TrainingRules:
             test = parent.test
             is_asked = isinstance(test, ast.Call) and ast.unparse(test.func) in {"hasattr", "isinstance"}
             in_body = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
-            if is_asked and in_body and isinstance(test, ast.Call) and ast.unparse(test.args[0]) == text:
+            is_whole = isinstance(parent, ast.IfExp) or bool(parent.orelse) or _only_unwraps(parent.body, text)
+            is_asked = is_asked and in_body and is_whole
+            if is_asked and isinstance(test, ast.Call) and ast.unparse(test.args[0]) == text:
                 return True
         return False
 
@@ -601,3 +603,13 @@ def _names_ranks(call: ast.Call) -> bool:
 
 def _names_local_rank(call: ast.Call) -> bool:
     return any(isinstance(each, ast.Constant) and each.value in _LOCAL_RANK for each in call.args)
+
+
+def _only_unwraps(body: list[ast.stmt], text: str) -> bool:
+    """Return whether all that statements do is ``model = model.module``."""
+    return all(
+        isinstance(each, ast.Assign)
+        and [ast.unparse(target) for target in each.targets] == [text]
+        and ast.unparse(each.value) == f"{text}.module"
+        for each in body
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -172,13 +173,21 @@ class WordLists:
     def _joined(self, lists: list[_List]) -> Iterator[tuple[Word, ...]]:
         """Yield commands: lists, and those of a program and its arguments in one mapping as one."""
         taken: set[int] = set()
-        for first in lists:
-            other = next((each for each in lists if self._belongs(first, each)), None)
+        rests: dict[int, list[_List]] = {}
+        for each in sorted(lists, key=lambda each: each.line):
+            if each.key in _REST:
+                rests.setdefault(each.column, []).append(each)
+        for first in lists if rests else ():
+            if first.key not in _PROGRAM:
+                continue
+            of_column = rests.get(first.column, [])
+            at = bisect_left(of_column, first.line, key=lambda each: each.line)
+            near = of_column[max(0, at - len(_REST)) : at + len(_REST) + 1]  # a mapping has each key once
+            other = next((each for each in near if self._belongs(first, each)), None)
             if other is not None:
                 taken |= {id(first), id(other)}
                 yield (*first.words, *other.words)
-        scalars = [each for each in lists if id(each) not in taken and each in self._lists]
-        yield from (each.words for each in scalars)
+        yield from (each.words for each in self._lists if id(each) not in taken)
 
     def _belongs(self, first: _List, other: _List) -> bool:
         """Return whether two lists are one command: values of two keys of one mapping."""

@@ -103,7 +103,8 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's, and what it 
 
     It shares its state with the given tape, before, inside and after the ``with`` block, and may be used in eager code
     and in ``tf.function``. All dense gradients are one operation, or one for each of the ``groups``. The sources must
-    be the same on every rank, in the same order. In a job of one rank this is a plain tape.
+    be the same on every rank, in the same order. In a job of one rank this is a plain tape, but for
+    ``sparse_as_dense``.
 
     Args:
         gradtape: any tape of TensorFlow's; persistent ones, too.

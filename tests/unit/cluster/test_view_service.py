@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -82,6 +83,27 @@ def test_the_next_view_needs_no_new_connections(members: Members, connected: lis
     assert len(connected) == 3
     assert exchange(members.meet(members.view(2, 0, 1, 2))) == [b"0", b"1", b"2"]
     assert len(connected) == 3
+
+
+def test_a_connection_made_ahead_waits_as_long_as_others_in_a_view(members: Members) -> None:
+    exchange(members.meet(members.view(1, 0, 1)))
+    newcomer = members.services[2]
+    newcomer.connect(members.view(1, 0, 1))
+    exchange(members.meet(members.view(2, 0, 1, 2)))
+    assert newcomer._kept is not None
+    assert newcomer._kept[1].timeout_seconds == 30.0
+
+
+def test_a_forked_child_has_no_connection(members: Members) -> None:
+    view = members.view(1, 0, 1)
+    exchange(members.meet(view))
+    kept = members.services[1]._kept
+    assert kept is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not kept[1].is_idle else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert kept[1].is_idle
 
 
 def test_another_rank_0_is_another_service(members: Members, connected: list[tuple[str, int]]) -> None:

@@ -488,6 +488,14 @@ def test_passes_that_are_not_counted_need_a_hand(tmp_path: Path, old: str, new: 
     assert any(each.blocks and "backward_passes_per_step" in each.message for each in file.findings)
 
 
+def test_a_loop_over_steps_that_a_function_makes_counts_no_passes(tmp_path: Path) -> None:
+    text = _DDP.replace("for batch in batches", "for step in range(4)").replace("optimizer.step()", "update(optimizer)")
+    text += "    scheduler.step()\n\n\ndef update(optimizer):\n    optimizer.step()\n"
+    new = str(changed(tmp_path, text))
+    assert "hvd.DistributedOptimizer(" in new
+    assert "backward_passes_per_step" not in new
+
+
 def test_a_spawn_that_depends_on_the_number_of_devices_needs_a_hand(tmp_path: Path) -> None:
     start = "\n\nif num > 1:\n    mp.spawn(main, nprocs=num)\nelse:\n    main(0)\n"
     [file] = read(tmp_path, train_py=f"import torch.multiprocessing as mp\n{_DDP}{start}").files
@@ -503,6 +511,9 @@ def test_a_module_of_another_class_is_none_of_ddp(tmp_path: Path) -> None:
 
     asked = _DDP + "\n\ndef inner(net):\n    return net.module if hasattr(net, 'module') else net\n"
     assert "return net.module if hasattr(net, 'module') else net" in str(changed(tmp_path, asked))
+    unwrapped = _DDP + "\n\ndef inner(net):\n    if isinstance(net, DDP):\n        net = net.module\n    return net\n"
+    assert "        net = net.module\n" in str(changed(tmp_path, unwrapped))
+    assert changed(tmp_path, unwrapped.replace("net = net.module", "net.module.update_teacher()")) is None
 
 
 def test_batch_norms_are_converted_to_reigens(tmp_path: Path) -> None:

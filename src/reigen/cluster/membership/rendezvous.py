@@ -224,7 +224,8 @@ class RendezvousClient(Rendezvous):
     ) -> None:
         self._address = address
         self._host: Identity | None = None
-        self._timeout_seconds = timeout_seconds
+        #: how long each later request that does not wait may take
+        self.timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._num_requests = 0
         deadline = time.monotonic() + timeout_seconds
@@ -239,7 +240,7 @@ class RendezvousClient(Rendezvous):
         self._host = self._stream.peer
 
     def request(self, message: StoreMessage, timeout_seconds: float = 0.0) -> bytes | None:
-        """Have a request served; one that does not wait, within the constructor's ``timeout_seconds``.
+        """Have a request served; one that does not wait, within `timeout_seconds`.
 
         Raises:
             ArgumentError: key or value are too large, or the service is full.
@@ -248,7 +249,7 @@ class RendezvousClient(Rendezvous):
         """
         check_entry(message)
         waits = isinstance(message, ExchangeValues) or (isinstance(message, GetValue) and message.wait)
-        seconds = timeout_seconds if waits else self._timeout_seconds
+        seconds = timeout_seconds if waits else self.timeout_seconds
         with self._lock:
             self._num_requests += 1
             reply = self._call(msgspec.structs.replace(message, request=self._num_requests), seconds)

@@ -20,6 +20,7 @@ from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousCli
 from reigen.cluster.membership.views.record import View
 from reigen.errors import AuthenticationError, CollectiveError, WireError
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.fork_safety import close_in_children
 from reigen.net.listener import join_address
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
@@ -70,6 +71,7 @@ class ViewService:
     def __init__(self, node: ElasticNode, secret: bytes, tls: TlsContext | None) -> None:
         self._node, self._secret, self._tls = node, secret, tls
         self._lock = threading.Lock()
+        close_in_children(self)
         self._service: ControlService | None = None
         #: epochs of views that have met here
         self._served: set[int] = set()
@@ -94,6 +96,7 @@ class ViewService:
         client = self._take(address)
         if client is None:
             client = RendezvousClient(address, self._secret, rank, timeout_seconds, self._tls)
+        client.timeout_seconds = timeout_seconds  # one made ahead had less
         self._has_hosts = len(view.hosts) > 1
         try:
             if rank == 0:
@@ -148,6 +151,11 @@ class ViewService:
         while self._has_hosts and service.num_clients and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
         service.close()
+
+    def close_descriptors(self) -> None:
+        """Close the connection that is kept, in a child: `reigen.net.fork_safety`."""
+        if self._kept is not None:
+            self._kept[1].close()
 
     def _start(self) -> None:
         with self._lock:
