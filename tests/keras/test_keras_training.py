@@ -337,6 +337,24 @@ def train_embedding(**options: Any) -> Any:
     return models.bits(shared), float(np.abs(models.flat(shared) - models.flat(alone)).max())
 
 
+def train_embedding_clipped() -> Any:
+    words = np.random.default_rng(3).integers(0, 10, (24, 3))
+    targets = (words.sum(axis=1, keepdims=True) / 20).astype(np.float32)
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(10, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    clipped = keras.optimizers.SGD(0.5, global_clipnorm=0.1)
+    model.compile(optimizer=hvd.DistributedOptimizer(clipped, sparse_as_dense=True), loss="mse")
+    models.fit(model, *hvd.shard(words, targets), 8 // hvd.size())
+    return models.flat(model)
+
+
+def test_dense_gradients_are_clipped_alike_on_any_number_of_ranks(keras_pools):
+    [alone] = keras_pools(1).run(train_embedding_clipped, init=True)
+    for weights in keras_pools(2).run(train_embedding_clipped, init=True):
+        assert np.abs(weights - alone).max() < TOLERANCE
+
+
 def train_embedding_as_dense() -> Any:
     return train_embedding(sparse_as_dense=True)
 

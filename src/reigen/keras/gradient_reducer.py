@@ -105,10 +105,14 @@ class GradientReducer:
             MismatchError: the ranks' variables differ.
         """
         found, self._variables = list(gradients), list(variables)
+        backend = load_backend()
         if not self._is_shared():
+            # What the optimizer does with them, clipping for example, must not depend on the number of ranks.
+            for place, gradient in enumerate(found if self.options.sparse_as_dense else ()):
+                if backend.is_sparse(gradient) and not self._is_local(variables[place]):
+                    found[place] = backend.to_dense(gradient)
             return found
         plan = self._plan(found)
-        backend = load_backend()
         for place, kind in enumerate(plan.kinds):
             if self._is_local(variables[place]):
                 continue
