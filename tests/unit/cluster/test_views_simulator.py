@@ -46,7 +46,17 @@ from tests.unit.cluster.views_nightly import (
     read_blocks,
     summarize,
 )
-from tests.unit.cluster.views_simulator import NUM_BUCKETS, TIMEOUTS, Host, Process, Rules, Simulator, make_plan, play
+from tests.unit.cluster.views_simulator import (
+    DEADLINE_SECONDS,
+    NUM_BUCKETS,
+    TIMEOUTS,
+    Host,
+    Process,
+    Rules,
+    Simulator,
+    make_plan,
+    play,
+)
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 #: All that may happen in a schedule, and must in some.
@@ -96,7 +106,8 @@ def test_schedules_with_more_hosts_and_faults() -> None:
     """As `views_nightly` plays them: from six members on, there are some that never speak with each other."""
     for seed in (4 * number for number in range(100)):
         Simulator(seed, plan=plan_of(seed)).run()
-    for seed in (1011392, 1016576, 1019888, 1025748, 1042056, 1073161):  # no end, a leader never heard, a slow build
+    # views without end, a leader that was never heard, a slow build, a newcomer that never read the state
+    for seed in (1011392, 1016576, 1019888, 1025748, 1042056, 1073161, 1102008):
         Simulator(seed, plan=plan_of(seed)).run()
 
 
@@ -330,6 +341,57 @@ def test_the_end_of_waiting_is_not_put_off_by_changes(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(MemberShortage, "begin", begin_anew)
     assert wait_beside_newcomers_that_are_cut_off(0)[1] > TIMEOUTS.wait + 1.0
+
+
+class Reading(Simulator):
+    """A newcomer always reads the state while the first step of its view is made; if it is so chosen, it never ends.
+
+    Then the member that has the state is stopped, and runs again only when the step should long have been over.
+    """
+
+    is_endless = False
+
+    def _may_read_later(self, process: Process, view: View) -> bool:
+        return view.epoch == 2 and view.ranks[process.id] == 1
+
+    def _begin_step(self, process: Process, view: View) -> None:
+        super()._begin_step(process, view)
+        if process.is_reading and self.is_endless:
+            holder = self.processes[view.members[0]]
+            holder.waiting = deque()
+            self.at(2 * DEADLINE_SECONDS, lambda: self._wake(holder))
+
+    def _read_state(self, process: Process, view: View) -> None:
+        if not self.is_endless:
+            super()._read_state(process, view)
+
+
+def take_a_newcomer(seed: int, *, encodes: bool = False, is_endless: bool = False) -> Reading:
+    """Let a job of one process become one of two, and run for a while."""
+    plan = make_plan(random.Random(seed))
+    plan.hosts, plan.witness, plan.min_size, plan.max_size, plan.encodes = (1,), False, 1, 2, encodes
+    plan.loss, plan.doubling, plan.travel, plan.step_seconds = 0.0, 0.0, 0.002, 0.1
+    simulator = Reading(seed, plan=plan)
+    simulator.is_endless = is_endless
+    simulator._until(lambda: False, 1.0)
+    simulator.start_candidate(MemberId(1, 1), simulator.hosts["h0"])
+    simulator._until(lambda: False, 6.0)
+    return simulator
+
+
+def test_a_newcomer_reads_from_a_member_that_has_got_the_view_in_another_message() -> None:
+    for seed in range(10):
+        for encodes in (False, True):
+            simulator = take_a_newcomer(seed, encodes=encodes)
+            assert simulator.seen["read"] == 1
+            assert max(simulator.views) == 2, "nobody was taken for stuck"
+
+
+def test_whoever_was_stopped_when_a_step_should_be_over_looks_for_the_stuck_when_it_runs() -> None:
+    for seed in range(10):
+        simulator = take_a_newcomer(seed, is_endless=True)
+        assert max(simulator.views) == 3
+        assert len(simulator.bases[3]) < len(simulator.stable), "steps are made again"
 
 
 class Restarting(Simulator):

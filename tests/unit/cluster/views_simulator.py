@@ -515,7 +515,7 @@ class Simulator:
             process.waiting.append(lambda: self._read_state(process, view))
             return
         members = [self.processes[member] for rank, member in enumerate(view.members) if rank not in view.base.behind]
-        holders = [each for each in members if each.plane is view and not each.is_reading]
+        holders = [each for each in members if each.plane == view and not each.is_reading]
         ready = [each for each in holders if self._can_fetch(process, each)]
         if not ready:
             self.at(0.1, lambda: self._read_state(process, view))
@@ -669,7 +669,10 @@ class Simulator:
                     self._complete(process, step + 1, bucket)
 
     def _look_for_stuck(self, process: Process, view: View, step: int) -> None:
-        if process.plane is not view or process.applied >= step or process.waiting is not None or process.is_reading:
+        if process.plane is not view or process.applied >= step or process.is_reading:
+            return
+        if process.waiting is not None:
+            process.waiting.append(lambda: self._look_for_stuck(process, view, step))
             return
         for rank, member in enumerate(view.members):
             if any(rank not in process.inbox.get((step, bucket), {}) for bucket in range(NUM_BUCKETS)):
