@@ -35,6 +35,7 @@ __all__ = [
     "RANK_VARIABLES",
     "RENDEZVOUS_VARIABLE",
     "ROSTER_FD_VARIABLE",
+    "ROSTER_FILE_NAME",
     "SECRET_VARIABLE",
     "SLOT_VARIABLE",
     "STRAGGLER_VARIABLE",
@@ -107,6 +108,8 @@ DEATH_FD_VARIABLE = "REIGEN_ENDED_FD"
 #: Number of a descriptor of that scheduler: a file without a name, which the launcher holds, and in which each
 #: scheduler of the job finds what the ones before it have recorded (`kv.membership.roster_record`).
 ROSTER_FD_VARIABLE = "REIGEN_ROSTER_FD"
+#: What the kernel calls that file.
+ROSTER_FILE_NAME = "reigen-roster"
 #: For that scheduler, in an elastic job: with how many workers it begins.
 FIRST_WORKERS_VARIABLE = "REIGEN_FIRST_WORKERS"
 

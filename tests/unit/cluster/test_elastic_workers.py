@@ -41,12 +41,13 @@ class Job:
         for owner in owners:
             self.come(owner)
 
-    def come(self, owner: str, incarnation: int | None = None) -> None:
+    def come(self, owner: str, incarnation: int | None = None, slot: tuple[int, int] | None = None) -> None:
         """A process registers; workers are told no number."""
         role: MemberRole = "server" if owner[0] == "s" else "worker"
         number = 0 if role == "server" else -1
         process = incarnation or int(owner[1:]) + 1
-        self.take(self.table.handle(owner, RegisterMember(role, number, "h", process, SPEC.counts), self.now))
+        register = RegisterMember(role, number, "h", process, SPEC.counts, slot=slot)
+        self.take(self.table.handle(owner, register, self.now))
 
     def say(self, owner: str, message: EnterBarrier | LeaveJob | MemberHeartbeat) -> None:
         self.take(self.table.handle(owner, message, self.now))
@@ -229,6 +230,27 @@ def test_when_all_are_lost_others_may_come() -> None:
     )
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_death_that_is_noticed_behind_the_leaving_of_the_next_process_does_not_keep_the_job(
+    is_restarted: bool,
+) -> None:
+    """A host is lost without a word; its slot's next process comes to the others' end before that is noticed."""
+    job = Job("s0")
+    job.come("w5", slot=(0, 0))
+    job.come("w6", slot=(1, 0))
+    job.take(job.table.note_death(7, job.now))
+    job.say("w5", LeaveJob())
+    job.come("w8", slot=(1, 1))
+    if is_restarted:
+        job = RestartedJob(job, {6: (0, 0), 7: (1, 0), 9: (1, 1)})
+        job.come_again("s0", 0)
+        job.come_again("w8", 2)
+    job.say("w8", LeaveJob())
+    assert job.table.stop is None
+    beat(job, 21, "s0")
+    assert job.table.stop == JobEnded(0, "all workers have left")
+
+
 def test_a_lost_server_ends_it() -> None:
     job = Job("s0", "w5", "w6")
     job.die("s0")
@@ -255,9 +277,13 @@ def test_a_member_knows_who_is_there_in_order(gone: MembershipEvent) -> None:
 class RestartedJob(Job):
     """The same job with another table, made of what the one before it has announced."""
 
-    def __init__(self, before: Job) -> None:
+    def __init__(self, before: Job, slots: dict[int, tuple[int, int]] | None = None) -> None:
         super().__init__()
-        entries = [RecordedEvent(event, number) for number, event in enumerate(before.table.announced, 1)]
+        slot_of = slots or {}
+        entries = [
+            RecordedEvent(event, number, slot_of.get(event.incarnation) if isinstance(event, MemberReturned) else None)
+            for number, event in enumerate(before.table.announced, 1)
+        ]
         self.table = MembershipTable(SPEC, JOB, recorded=RecordedJob.replay(entries), now=before.now)
         self.now = before.now
 

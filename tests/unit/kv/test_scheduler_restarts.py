@@ -32,6 +32,14 @@ def test_random_schedules() -> None:
         assert min(seen[what] for what in kinds) > 20, seen
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [10_891],  # a loss is noticed when the next process of its slot has come and left
+)
+def test_schedules_that_have_failed(seed: int) -> None:
+    play(seed)
+
+
 @pytest.mark.slow
 def test_many_random_schedules() -> None:
     for seed in range(10_000, 13_000):

@@ -917,6 +917,21 @@ def test_a_scheduler_that_is_killed_while_servers_are_told_of_the_end_is_started
     assert job.handle(ProcessesSwept()) == [FinishJob(0, None, None)]
 
 
+def test_members_that_are_killed_with_the_scheduler_are_the_failure_of_the_job() -> None:
+    """The next scheduler reports again that the job has begun."""
+    job = ServedJob(options(1, 3), ("h1", 3), restarts={101: 1})
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
+    job.exit(1, -SIGKILL)
+    job.exit(101, -SIGKILL)
+    job.exit(0, -SIGKILL)
+    job.handle(WorkersBegan())
+    job.at(ORPHANED_SECONDS)
+    for number in sorted(job.running):
+        job.exit(number, -SIGTERM)
+    end = job.end()
+    assert (end.exit_code, end.failure and end.failure.rank) == (128 + SIGKILL, 1)
+
+
 def test_a_scheduler_is_needed_while_workers_leave_after_a_notice() -> None:
     job = ServedJob(options(1, 2), ("h1", 2), restarts={101: 2})
     job.handle(SignalReceived(SIGTERM, 0.0))

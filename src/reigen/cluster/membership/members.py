@@ -85,7 +85,7 @@ class JobSpec:
         return role in self.roles and self.roles[role].on_loss is LossPolicy.ELASTIC
 
     @property
-    def reconnect_seconds(self) -> float:
+    def restart_reconnect_seconds(self) -> float:
         """Return how long an elastic job's workers may take to connect to a service that was started anew."""
         return min(self.roles["worker"].heartbeat_timeout_seconds, self.return_seconds)
 
@@ -167,6 +167,7 @@ class Member:
         replacement: another process that has come for the place.
         is_missed: it has not come to this service yet, and others believe that it is lost.
         joined: in an elastic job, the how-manieth process it was that has joined.
+        slot: the launcher's number for its place, and how often that was used before.
         has_died: the launcher says that its process has ended: it does not connect again.
     """
 
@@ -187,6 +188,7 @@ class Member:
     replacement: tuple[ConnectionId, RegisterMember] | None = None
     is_missed: bool = False
     joined: int = 0
+    slot: tuple[int, int] | None = None
     has_died: bool = False
 
     @property

@@ -8,7 +8,7 @@ they connect again: where servers are, and how often workers have entered which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -68,6 +68,7 @@ class RecordedJob:
         epoch: the latest one.
         workers: by place.
         num_joined: how many have joined.
+        latest_uses: by slot (the launcher's number for a place), how often it was used before the latest that joined.
         has_opened: the job has begun.
         has_left_last: the worker that went last has left in good order.
         past_losses: of processes whose places others have, the latest ones.
@@ -77,6 +78,7 @@ class RecordedJob:
     epoch: int = 0
     workers: dict[int, RecordedWorker] = field(default_factory=dict)
     num_joined: int = 0
+    latest_uses: dict[int, int] = field(default_factory=dict)
     has_opened: bool = False
     has_left_last: bool = False
     past_losses: list[MemberLost] = field(default_factory=list)
@@ -103,8 +105,22 @@ class RecordedJob:
             if before is not None and before.loss is not None:
                 self.past_losses = [*self.past_losses, before.loss][-MOST_PAST_LOSSES:]
             self.num_joined += 1
+            note_use(self.latest_uses, entry.slot)
             self.workers[event.number] = RecordedWorker(event, self.num_joined, self.has_opened, entry.slot)
         elif isinstance(event, MemberLost):
-            self.workers[event.number].loss, self.has_left_last = event, False
+            lost = self.workers[event.number]
+            lost.loss = event
+            self.has_left_last = self.has_left_last and was_used_since(self.latest_uses, lost.slot)
         elif isinstance(event, MemberLeft):
             self.workers[event.number].has_left = self.has_left_last = True
+
+
+def note_use(latest_uses: dict[int, int], slot: tuple[int, int] | None) -> None:
+    """Note that a process of a slot has joined."""
+    if slot is not None:
+        latest_uses[slot[0]] = max(slot[1], latest_uses.get(slot[0], 0))
+
+
+def was_used_since(latest_uses: Mapping[int, int], slot: tuple[int, int] | None) -> bool:
+    """Return whether another process of a slot has joined behind one: the launcher has seen the end of that one."""
+    return slot is not None and slot[1] < latest_uses.get(slot[0], 0)

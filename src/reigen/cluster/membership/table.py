@@ -59,7 +59,8 @@ L. *Elastic jobs.* Workers' numbers are places, of which a process gets one that
    process is lost or has left. All are told of each that joins, and one that comes of all that are there, in the order
    in which they have joined (`WorkerRoster`). A lost process does not come back: it is refused. The job begins when
    ``first_workers`` have come, and ends when the last worker leaves in good order. One that comes later takes part in
-   barriers that nobody has entered by then.
+   barriers that nobody has entered by then. A process that is noticed to be lost when another one of its slot has
+   joined was not the last: the launcher has seen its end before.
 M. *Restart of an elastic job's service.* Who is there, in which order, is not asked but read: the service records its
    events before it tells them (`cluster.membership.recorded_job`). Processes of the record are there, and have until
    the heartbeat's timeout to connect again, unless the launcher says that they have ended. Until each has, or is lost,
@@ -110,7 +111,7 @@ from reigen.cluster.membership.messages import (
     WorkerRoster,
     format_members,
 )
-from reigen.cluster.membership.recorded_job import MOST_PAST_LOSSES, RecordedJob
+from reigen.cluster.membership.recorded_job import MOST_PAST_LOSSES, RecordedJob, note_use, was_used_since
 
 #: How late a `tick` may come before others get their time anew.
 _LATE_SECONDS = 1.0
@@ -183,8 +184,9 @@ class MembershipTable:
         self._held = HeldEvents(self._members.values())
         #: the one that is told (K)
         self._abort: MemberAborted | None = None
-        #: (L) how many workers have joined; the job has begun; the worker that went last has left in good order
-        self._num_joined = 0
+        #: (L) how many workers have joined; by slot, how often it was used before the latest of them; the job has
+        #: begun; the worker that went last has left in good order
+        self._num_joined, self._latest_uses = 0, dict[int, int]()
         self._has_opened = self._has_left_last = False
         self._now = now
         self._due = NEVER
@@ -201,16 +203,17 @@ class MembershipTable:
         """Step M."""
         self.epoch, self.stop, self._num_joined = recorded.epoch, recorded.stop, recorded.num_joined
         self._has_opened, self._has_left_last = recorded.has_opened, recorded.has_left_last
+        self._latest_uses = dict(recorded.latest_uses)
         self._past_losses.extend(recorded.past_losses)
         self.is_begun = bool(recorded.workers)
         for number, worker in recorded.workers.items():
             member, came = self._members["worker", number], worker.came
             member.incarnation, member.host, member.joined = came.incarnation, came.host, worker.joined
-            member.is_recovery, member.loss = worker.is_recovery, worker.loss
+            member.is_recovery, member.slot, member.loss = worker.is_recovery, worker.slot, worker.loss
             if worker.is_present:
                 member.state, member.heard_at = MemberState.PRESENT, self._now
                 self._unheard.add(member.incarnation)
-                self._deadlines.set(member, self._now + self.spec.reconnect_seconds)
+                self._deadlines.set(member, self._now + self.spec.restart_reconnect_seconds)
             else:
                 member.state = MemberState.LEFT if worker.has_left else MemberState.LOST
                 member.lost_at, self._has_departed = self._now, True
@@ -473,7 +476,8 @@ class MembershipTable:
         barriers = () if message.is_known or not is_recovery else self._barriers.over()
         if is_elastic:
             self._num_joined += 1
-            member.joined = self._num_joined
+            member.joined, member.slot = self._num_joined, message.slot
+            note_use(self._latest_uses, member.slot)
             barriers = self._barriers.join(member.number)
         self._place(owner, member, message, barriers)
         if is_news:
@@ -598,7 +602,8 @@ class MembershipTable:
         """Steps B, C, D: the process that has the place is gone, or as good as."""
         replacement, member.replacement = member.replacement, None
         self._unheard.discard(member.incarnation)
-        self._has_left_last = self._has_left_last and member.role != "worker"
+        if member.role == "worker" and not was_used_since(self._latest_uses, member.slot):
+            self._has_left_last = False
         is_elastic = self.spec.has_places(member.role)
         if member.state is MemberState.PRESENT and not (self._is_open or self._is_restarted or is_elastic):
             self._forget(member)
@@ -643,7 +648,7 @@ class MembershipTable:
             if member.state is MemberState.PRESENT and member.owner is None:
                 reason = "its process ended"
                 if member.incarnation in self._unheard:
-                    reason = f"it did not come back within {self.spec.reconnect_seconds:g} s"
+                    reason = f"it did not come back within {self.spec.restart_reconnect_seconds:g} s"
                 self._lose(member, reason)
             elif member.state is MemberState.PRESENT:
                 self._lose(member, f"nothing was heard of it for {member.policy.heartbeat_timeout_seconds:g} s")

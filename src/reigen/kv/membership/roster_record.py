@@ -19,7 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from reigen.cluster.environ import ROSTER_FD_VARIABLE, ROSTER_FILE_NAME
 from reigen.cluster.membership.recorded_job import RecordedEvent
+from reigen.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -50,9 +52,14 @@ class RosterRecord:
     Attributes:
         generation: how many schedulers the job has had, with this one.
         entries: what the others have recorded.
+
+    Raises:
+        ConfigError: the descriptor is another file's; nothing was written to it.
+        OSError: it is not open, or there is no memory for the record.
     """
 
     def __init__(self, descriptor: int) -> None:
+        _check_file(descriptor)
         self._descriptor = descriptor
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
         me = _SchedulerBegan(secrets.randbits(62), os.getpid(), _start_time(os.getpid()), _pid_namespace())
@@ -97,6 +104,27 @@ class RosterRecord:
             raise OSError("the roster of the job could not be recorded: no memory is left for it")
 
 
+def _check_file(descriptor: int) -> None:
+    """Check that a descriptor is the record's: where others were closed, its number may be that of anything."""
+    os.fstat(descriptor)
+    try:
+        file = os.readlink(f"/proc/self/fd/{descriptor}")
+        is_record = file.startswith(f"/memfd:{ROSTER_FILE_NAME} ")
+    except OSError:  # there is no /proc
+        file, is_record = "another file", _is_in_memory(descriptor)
+    if not is_record:
+        raise ConfigError(
+            f"{ROSTER_FD_VARIABLE}={descriptor} is not the record of the job's workers that the launcher keeps, but "
+            f"{file}: a script that starts the scheduler must leave descriptors open"
+        )
+
+
+def _is_in_memory(descriptor: int) -> bool:
+    with suppress(OSError):
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) >= 0
+    return False
+
+
 def _parse(text: bytes) -> tuple[int, list[RecordedEvent], _SchedulerBegan | None]:
     """Return the number of the next scheduler, the events of those before it, and the last one of these."""
     generation, entries, latest = 1, list[RecordedEvent](), None
@@ -112,6 +140,8 @@ def _parse(text: bytes) -> tuple[int, list[RecordedEvent], _SchedulerBegan | Non
 
 def _kill(before: _SchedulerBegan, me: _SchedulerBegan) -> None:
     """Kill the scheduler before this one, if its process is there: it may be stopped."""
+    if not before.started or not before.namespace:  # there was no /proc: that number may be another process's by now
+        return
     if before.namespace != me.namespace or before.pid == me.pid:
         return
     try:
@@ -129,13 +159,14 @@ def _kill(before: _SchedulerBegan, me: _SchedulerBegan) -> None:
 
 
 def _start_time(pid: int) -> int:
-    """Return when a process has started, in the kernel's ticks: it is the same process if that is the same."""
+    """Return when a process has started, in the kernel's ticks: the same process if that is the same; 0: unknown."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     return 0
 
 
 def _pid_namespace() -> int:
+    """Return which numbers of processes are the same processes; 0: unknown."""
     with suppress(OSError):
         return Path("/proc/self/ns/pid").stat().st_ino
     return 0

@@ -60,9 +60,10 @@ class Scheduler(ControlService):
 
     Args:
         settings: of the job, with the role ``scheduler``.
-        environ: tells the descriptors that it has of its launcher, all three or none: to which the numbers of workers
-            that leave in good order are written, a line each; from which slots and incarnations of processes are read
-            that have ended, a line each; and the roster's record, which an elastic job's schedulers share.
+        environ: tells the descriptors that it has of its launcher, if any: REIGEN_LEFT_FD, to which it reports, a line
+            each, workers that leave in good order, and what else the launcher is to hear; and in an elastic job also
+            REIGEN_ENDED_FD, from which it reads slots and incarnations of processes that have ended, a line each, and
+            REIGEN_ROSTER_FD, the roster's record, which the job's schedulers share.
 
     Raises:
         ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken. Or

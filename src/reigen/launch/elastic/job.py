@@ -567,8 +567,9 @@ class ElasticJobState(JobState):
     ) -> list[JobInstruction | ElasticInstruction]:
         """Handle a report of the scheduler about the workers of the servers."""
         if isinstance(event, WorkersBegan):
+            if not self._has_workers:  # else a scheduler that was started again reports it anew
+                self._deaths.clear()
             self._has_workers, self._doomed_since = True, None
-            self._deaths.clear()
             return self._heed_found_early()
         slot = self.slots[event.slot] if self.slots.has(event.slot) else None
         if slot is None or slot.id != (event.slot, event.incarnation) or self.epoch is not None:

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from reigen.cluster.environ import DEATH_FD_VARIABLE, DEPARTURE_FD_VARIABLE, ROSTER_FD_VARIABLE
+from reigen.cluster.environ import (
+    DEATH_FD_VARIABLE,
+    DEPARTURE_FD_VARIABLE,
+    ROSTER_FD_VARIABLE,
+    ROSTER_FILE_NAME,
+)
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import PsRole
 
@@ -27,7 +32,7 @@ class SchedulerPipes:
         self.held: dict[int, str] = {}
         self._reports, self._reports_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._deaths_reader, self._deaths = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._roster = os.memfd_create("reigen-roster", os.MFD_CLOEXEC)
+        self._roster = os.memfd_create(ROSTER_FILE_NAME, os.MFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor of the scheduler's reports."""
