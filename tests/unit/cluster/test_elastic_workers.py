@@ -442,3 +442,25 @@ def test_a_view_that_hears_who_is_there_forgets_who_had_their_places() -> None:
     view.take(MembershipNews((MemberLeft("worker", 2, "h", 4),)))
     view.take(MembershipNews((WorkerRoster((0, 2, 1), is_open=True, incarnations=(5, 6, 9)),)))
     assert (view.roster, view.lost, view.left) == ([0, 2, 1], {}, {})
+
+
+def test_a_view_that_hears_again_of_a_loss_does_not_strike_who_has_the_place_now() -> None:
+    """A server whose connection broke is told of losses of which it may not have heard."""
+    view = JobView(RegisterMember("server", 0, "h", 9, SPEC.counts), is_loss_fatal=False)
+    view.take(MemberAssigned(0, is_recovery=False, job=JOB))
+    past = MemberLost("worker", 0, "h", "its process ended", incarnation=3)
+    came = MemberReturned("worker", 0, "h", 5, is_new=True)
+    view.take(MembershipNews((past, came)))
+    view.take(MembershipNews((past,)))
+    assert (view.roster, view.lost, view.events) == ([0], {}, [past, came])
+
+
+def test_a_view_hears_of_each_loss_of_a_process_that_returns() -> None:
+    """Where jobs are not elastic."""
+    view = JobView(RegisterMember("server", 0, "h", 9, SPEC.counts), is_loss_fatal=False)
+    view.take(MemberAssigned(0, is_recovery=False, job=JOB))
+    lost = MemberLost("worker", 0, "h", "its process ended", incarnation=3)
+    events = (lost, MemberReturned("worker", 0, "h", 3), lost)
+    view.take(MembershipNews(events))
+    assert view.events == list(events)
+    assert view.lost == {("worker", 0): lost}

@@ -383,6 +383,9 @@ class Schedule:
         losses = {each.event.incarnation for each in self.record
                   if isinstance(each.event, MemberLost) and each.event.role == "worker"}  # fmt: skip
         for process in self.processes:
+            heard = [each.incarnation for each in process.view.events
+                     if isinstance(each, MemberLost) and each.role == "worker"]  # fmt: skip
+            assert len(heard) == len(set(heard)), "a process takes one loss for two"
             if process.role == "server" and process.end is not None and process.slot[1] == 0:
                 assert losses <= process.gone, "a server has not heard of a loss"
                 assert process.end.exit_code == 0

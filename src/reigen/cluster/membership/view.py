@@ -86,6 +86,8 @@ class JobView:
         self.failure: ReigenError | None = None
         self.servers: dict[int, ServerInfo] = {}
         self.lost: dict[tuple[MemberRole, int], MemberLost] = {}
+        #: incarnations of workers of whose loss, for good, it has heard: a server that was away hears of it again
+        self._gone: set[int] = set()
         self.left: dict[int, str] = {}
         self.roster: list[int] = []
         self._abort: CollectiveError | None = None
@@ -228,7 +230,7 @@ class JobView:
     def _learn(self, event: MembershipEvent) -> None:
         """Take in an event, once."""
         if isinstance(event, MemberLost):
-            if self.lost.get((event.role, event.number)) == event:
+            if self.lost.get((event.role, event.number)) == event or self._is_past(event):
                 return
             self.lost.update({(event.role, number): event for number in event.numbers})
             self._strike(event)
@@ -236,6 +238,7 @@ class JobView:
             self._take_roster(event)
         elif isinstance(event, MemberReturned | MemberLeft):
             self.lost.pop((event.role, event.number), None)
+            self._gone.discard(event.incarnation)
             if isinstance(event, MemberLeft) and event.role != "server":
                 if event.number in self.left:
                     return
@@ -255,6 +258,14 @@ class JobView:
         elif self.failure is None:
             self.failure = event.error()
         self._notify(event)
+
+    def _is_past(self, loss: MemberLost) -> bool:
+        """Return whether it has heard of that before: another process may have the place by now."""
+        if loss.role != "worker" or loss.will_return or not loss.incarnation:
+            return False
+        is_past = loss.incarnation in self._gone
+        self._gone.add(loss.incarnation)
+        return is_past
 
     def _take_roster(self, roster: WorkerRoster) -> None:
         """Take in the workers that are there, and forget those that had their places before."""
