@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,12 +30,12 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     return Ledger(directory)
 
 
-def scheduler_of(job: Launcher) -> int:
-    """The scheduler's process, once there is one."""
+def scheduler_of(job: Launcher, killed: Collection[int] = ()) -> int:
+    """The scheduler's process, once there is one; not one of those that were killed, which may take a moment to end."""
     found: list[int] = []
 
     def look() -> bool:
-        found[:] = processes_of(job, "scheduler")
+        found[:] = [pid for pid in processes_of(job, "scheduler") if pid not in killed]
         return len(found) == 1
 
     until(look)
@@ -168,13 +168,15 @@ def test_barriers_are_passed_once(ledger: Ledger) -> None:
     ledger.check()
 
 
-def choose_victims(job: Launcher, ledger: Ledger, chance: random.Random, number: int) -> Sequence[int]:
-    """The scheduler alone, with a worker, or with a server, in any order."""
-    victims = [scheduler_of(job)]
+def choose_victims(
+    job: Launcher, ledger: Ledger, chance: random.Random, number: int, killed: Collection[int]
+) -> Sequence[int]:
+    """The scheduler alone, with a worker, or with a server, in any order; none that was killed."""
+    victims = [scheduler_of(job, killed)]
     if number % 3 == 1:
         victims.append(ledger.pid(chance.choice(ledger.training())))
     if number % 3 == 2:
-        victims.append(chance.choice(processes_of(job, "server")))
+        victims.append(chance.choice([pid for pid in processes_of(job, "server") if pid not in killed]))
     chance.shuffle(victims)
     return victims
 
@@ -185,11 +187,14 @@ def test_schedulers_are_killed_at_random_moments(ledger: Ledger, kind: str) -> N
     """Alone, with a worker, and with a server in turn. REIGEN_TEST_KILLS_FILE: gets the seconds to the next step."""
     chance = random.Random(f"schedulers {kind} {SCHEDULERS}")
     taken: list[tuple[int, float]] = []
+    killed: set[int] = set()
     options = ("--replicate-servers", "2", "--server-restarts", str(SCHEDULERS))
     with start(ledger, kind, *options) as job:
         for number in range(SCHEDULERS):
             pushes_more(ledger, 3, chance.randrange(5, 60))
-            since = kill(*choose_victims(job, ledger, chance, number))
+            victims = choose_victims(job, ledger, chance, number, killed)
+            killed.update(victims)
+            since = kill(*victims)
             taken.append((number % 3, next_step(ledger, since)))
         pushes_more(ledger, 3, 20)
         finish(job, ledger, SCHEDULERS)
