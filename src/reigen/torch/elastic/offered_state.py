@@ -17,10 +17,8 @@ from reigen.elastic.state_transfer import (
     OfferedState,
     OverlappedTransfer,
     StateOffer,
+    begin_offered_transfer,
     find_offered_state,
-)
-from reigen.elastic.state_transfer import (
-    begin_offered_transfer as begin_transfer,
 )
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.shared_parameters.optimizer import SharedParametersOptimizer
@@ -94,7 +92,7 @@ class ReadableState:
         return True
 
 
-def begin_offered_transfer(
+def begin_reading(
     state: ReadableState | None,
     source: int,
     receivers: frozenset[int],
@@ -113,7 +111,7 @@ def begin_offered_transfer(
         message: see there.
     """
     offered, arrays = (None, []) if state is None else (state.offered, state.arrays)
-    overlapped = begin_transfer(offered, arrays, source, receivers, contents, version, message)
+    overlapped = begin_offered_transfer(offered, arrays, source, receivers, contents, version, message)
     if overlapped is not None and state is not None:
         state.install()
     return overlapped

@@ -33,7 +33,7 @@ from reigen.errors import ArgumentError, CollectiveError
 from reigen.torch.adapter import tensor_bytes
 from reigen.torch.distributed_optimizer import distribute_in_place
 from reigen.torch.elastic.local_state import TorchLocalState, find_synchronized_layer, unlearned_state
-from reigen.torch.elastic.offered_state import ReadableState, begin_offered_transfer, memory_of, offer_state
+from reigen.torch.elastic.offered_state import ReadableState, begin_reading, memory_of, offer_state
 from reigen.torch.elastic.state import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -271,7 +271,7 @@ class TorchTraining:
         if receives and may_read:
             state = ReadableState.find(self._optimizer, self._weights(), offers, source, receivers)
         if may_read and overlaps:
-            overlapped = begin_offered_transfer(state, source, receivers, self._contents, self._version, message)
+            overlapped = begin_reading(state, source, receivers, self._contents, self._version, message)
         elif may_read and receives:
             self._is_unread = state is None or not state.read()
         elif may_read and rank() == source:
