@@ -61,6 +61,7 @@ from reigen.cluster.membership.views.messages import (
     ViewGo,
     ViewInstalled,
     ViewPromise,
+    WaitOver,
 )
 from reigen.cluster.membership.views.paxos import Acceptor, Proposer
 from reigen.cluster.membership.views.planning import explain_lost_state, plan_view
@@ -465,7 +466,7 @@ def test_evidence_stops_the_plane_and_tells_all() -> None:
     assert RevokePlane(1) in actions
     assert messages(actions, RevokeView) == [member(0), member(2), member(3)]
     assert messages(actions, PrepareView) == [], "rank 0 leads"
-    assert [type(action) for action in actions] == [SendTo] * 3 + [RevokePlane] + [StartTimer] * 4
+    assert [type(action) for action in actions] == [SendTo] * 3 + [RevokePlane] + [StartTimer] * 5
     assert each.handle(Evidence(member(3), Verdict.DEAD)) == []
 
 
@@ -869,7 +870,7 @@ def test_too_few_members_wait_for_others() -> None:
     other.handle(LayoutsBuilt(1))
     other.handle(Received(member(1), ViewInstalled(1, member(1))))
     other.handle(Rolled(1))
-    (end,) = other.handle(TimerFired(ViewTimer.WAIT))
+    *_, end = other.handle(TimerFired(ViewTimer.WAIT))
     assert end.reason == "2 rank(s) are left, steps need 3, and no more came in 600 s (HOROVOD_ELASTIC_TIMEOUT)"
 
 
@@ -948,14 +949,49 @@ def test_the_time_for_more_members_is_not_put_off_by_changes_among_too_few() -> 
     each = waiting(1, view)
     each.handle(Received(member(0), RevokeView(1)))
     assert wait_in_next_view(each) == []
-    (end,) = each.handle(TimerFired(ViewTimer.WAIT))
+    *_, end = each.handle(TimerFired(ViewTimer.WAIT))
     assert end.reason == "3 rank(s) are left, steps need 4, and no more came in 600 s (HOROVOD_ELASTIC_TIMEOUT)"
 
     each = waiting(1, view)
     each.handle(Received(member(0), RevokeView(1)))
-    assert each.handle(TimerFired(ViewTimer.WAIT)) == [], "this change may bring enough"
-    (end,) = wait_in_next_view(each)
+    assert each.handle(TimerFired(ViewTimer.WAIT)) == [StartTimer(ViewTimer.CHANGE, 10.0)], "it may bring enough"
+    *_, end = wait_in_next_view(each)
     assert end.exit_code == 1
+
+
+def test_a_change_that_begins_when_the_time_for_more_members_is_over_has_no_time_of_its_own() -> None:
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    each = waiting(1, view)
+    assert StartTimer(ViewTimer.CHANGE, 600.0) in each.handle(Received(member(0), RevokeView(1)))
+    each.handle(PlaneRevoked(1, progress(0)))
+    following = View.make(2, view.hosts, base=StepBase(), sizes=(4, view.max_size))
+    each.handle(Received(member(0), ViewDecided(2, following)))
+    assert each.handle(TimerFired(ViewTimer.WAIT)) == [], "the view is built"
+    assert StartTimer(ViewTimer.CHANGE, 10.0) in each.handle(Evidence(member(0), Verdict.DEAD))
+    (end,) = each.handle(TimerFired(ViewTimer.CHANGE))
+    assert end.exit_code == 1
+
+
+def test_a_change_without_a_view_and_a_view_with_too_few_members_are_one_wait() -> None:
+    view = make_view(3)
+    each = running(1, view)
+    each.required_size = 4
+    assert StartTimer(ViewTimer.WAIT, 600.0) in each.handle(ChangeRequested(1, "an engine gave up"))
+    assert wait_in_next_view(each) == [], "the timer goes on"
+    assert each.state is ElasticState.WAITING
+
+
+def test_who_has_come_while_others_wait_ends_with_them() -> None:
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    first = waiting(0, view)
+    actions = first.handle(TimerFired(ViewTimer.WAIT))
+    over = WaitOver(1, "3 rank(s) are left, steps need 4, and no more came in 600 s (HOROVOD_ELASTIC_TIMEOUT)")
+    assert actions == [SendTo(member(1), over), SendTo(member(2), over), EndProcess(1, over.reason)]
+    newcomer = waiting(2, view)
+    assert newcomer.handle(Received(member(0), WaitOver(0, "another view"))) == []
+    assert newcomer.handle(Received(member(0), over)) == [EndProcess(1, over.reason)]
+    others = running(2, make_view(3))
+    assert others.handle(Received(member(0), over)) == [], "there are enough by now"
 
 
 def test_the_time_for_more_members_begins_anew_when_there_were_enough() -> None:
@@ -970,10 +1006,9 @@ def test_the_time_for_more_members_begins_anew_when_there_were_enough() -> None:
         assert each.state is ElasticState.RUNNING
         assert each.handle(TimerFired(ViewTimer.WAIT)) == []
         assert each.state is ElasticState.RUNNING
-        each.handle(Received(member(0), RevokeView(2)))
-        assert each.handle(TimerFired(ViewTimer.WAIT)) == []
+        assert StartTimer(ViewTimer.WAIT, 600.0) in each.handle(Received(member(0), RevokeView(2)))
         each.required_size = 4
-        assert wait_in_next_view(each) == [StartTimer(ViewTimer.WAIT, 600.0)]
+        assert wait_in_next_view(each) == []
         assert each.state is ElasticState.WAITING
 
 
@@ -1130,6 +1165,7 @@ def test_every_message_travels() -> None:
         ViewGo(1),
         ChangeAt(1, 7, member(0)),
         ready(3, "h1"),
+        WaitOver(1, "why"),
     ]
     assert [VIEW_CODEC.decode(VIEW_CODEC.encode(message)) for message in said] == said
     assert view.witness == Witness("w", 1, "")

@@ -972,6 +972,8 @@ class Simulator:
         for process in self.processes.values():
             if process.exit is not None and not process.exit.reason:
                 raise Violation(f"10: {process.id} does not say why it ends")
+        # of members that wait one has done so the longest, and the others end with it
+        waits_since = min(self.processes[each].waits_since for each in latest.ranks)
         holders = [
             each
             for each in self.processes.values()
@@ -979,7 +981,7 @@ class Simulator:
             and each.member.state is ElasticState.STOPPED
             and not each.wants_to_leave
             # A view with too few members may be built for so long that it begins when the time for more is over.
-            and not (latest.size < latest.min_size and each.ended_at - each.waits_since >= TIMEOUTS.wait)
+            and not (latest.size < latest.min_size and each.ended_at - waits_since >= TIMEOUTS.wait)
         ]
         if not members and any(each.applied >= latest.base.stable_step for each in holders) and self._may_go_on(latest):
             raise Violation(f"7: all have ended, and view {latest.epoch} has a quorum")

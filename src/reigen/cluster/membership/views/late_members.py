@@ -104,7 +104,9 @@ class SilentHosts:
 
 
 class MemberShortage:
-    """Views that have too few members for a step, one after the other: the time for which they wait is that of all.
+    """Shortage of members for a step, in changes and views that follow each other: they have one time to wait.
+
+    It counts from the first change: that no view can be decided, and that the next one is too small, are one shortage.
 
     Args:
         seconds: until no more members are waited for.
@@ -116,7 +118,7 @@ class MemberShortage:
         self.has_expired = False
 
     def begin(self) -> Iterator[StartTimer]:
-        """Start the timer, if no view before this one has."""
+        """Start the timer, if no change or view before this one has."""
         if not self._goes_on:
             yield StartTimer(ViewTimer.WAIT, self._seconds)
         self._goes_on = True
@@ -128,6 +130,10 @@ class MemberShortage:
     def expire(self) -> None:
         """Take note that the timer has ended; one of a shortage that is over means nothing."""
         self.has_expired = self._goes_on
+
+    def limit_change(self, seconds: float, stuck_seconds: float) -> StartTimer:
+        """Return the timer of a change: when the time to wait is over, it may only find out who is stuck."""
+        return StartTimer(ViewTimer.CHANGE, min(seconds, 2 * stuck_seconds) if self.has_expired else seconds)
 
     def explain(self, size: int, least_size: int) -> str:
         """Return why a member with `size` in its view ends."""

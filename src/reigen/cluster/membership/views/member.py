@@ -53,6 +53,7 @@ from reigen.cluster.membership.views.messages import (
     ViewInstalled,
     ViewMessage,
     ViewPromise,
+    WaitOver,
 )
 from reigen.cluster.membership.views.planned_stop import PlannedStop
 from reigen.cluster.membership.views.planning import reaches
@@ -244,7 +245,8 @@ class ElasticMember:
             *self._flood_revoke(),
             *(action for action in leads if isinstance(action, SendTo)),
             RevokePlane(self.view.epoch),
-            StartTimer(ViewTimer.CHANGE, self._timeouts.change),
+            *self._shortage.begin(),
+            self._shortage.limit_change(self._timeouts.change, self._timeouts.stuck),
             StartTimer(ViewTimer.STUCK, self._timeouts.stuck * 2),
             StartTimer(ViewTimer.RETRY, self._timeouts.retry),
             StartTimer(ViewTimer.PROGRESS, self._timeouts.stuck / _NUM_LOOKS),
@@ -659,9 +661,15 @@ class ElasticMember:
 
     def _on_wait_timeout(self) -> list[MemberAction]:
         self._shortage.expire()
-        if self.state is not ElasticState.WAITING or not self._shortage.has_expired:
+        if not self._shortage.has_expired:
             return []
-        return self._end(ElasticState.STOPPED, 1, self._shortage.explain(self.view.size, self._least_size))
+        if self.state is ElasticState.CHANGING:
+            return [self._shortage.limit_change(self._timeouts.change, self._timeouts.stuck)]
+        if self.state is not ElasticState.WAITING:
+            return []
+        reason = self._shortage.explain(self.view.size, self._least_size)
+        over = _send_to_others(self.view, self.me, WaitOver(self.view.epoch, reason))
+        return [*over, *self._end(ElasticState.STOPPED, 1, reason)]
 
     # -- what is always true ------------------------------------------------------------------------------------------
 
@@ -710,6 +718,11 @@ class ElasticMember:
             else []
         ),
         StateLost: _on_state_lost,
+        WaitOver: lambda self, message, _: (
+            self._end(ElasticState.STOPPED, 1, message.reason)
+            if message.epoch == self.view.epoch and self.state is ElasticState.WAITING
+            else []
+        ),
         MemberReady: _on_ready,
     }
     _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {

@@ -23,6 +23,8 @@ h. A process that wants to become a member, and has a copy of the state, sends R
    travels where it must, and nobody is cut off in the middle of it.
 i. Where every member leaves there is no next view: the leader says so (AllLeave), and all end. So it is where all are
    dead who held the state (StateLost). As long as one of these is only silent, it is waited for.
+j. Where members are too few for a step they wait for others, all of them as long as the one that has waited longest: it
+   says so (WaitOver), and who has come since ends with it. The time is counted from the change that ended the steps.
 """
 
 from __future__ import annotations
@@ -228,6 +230,16 @@ class StateLost(_Message, frozen=True, tag=22):
     reason: str
 
 
+class WaitOver(_Message, frozen=True, tag=23):
+    """View ``epoch`` has too few members, and one of them has waited for others as long as it may.
+
+    Attributes:
+        reason: for the user.
+    """
+
+    reason: str
+
+
 class ViewBuilding(_Message, frozen=True, tag=21):
     """A member lives, and builds what view ``epoch`` needs, or ends an update in it; or it waits for those that do."""
 
@@ -252,6 +264,7 @@ ViewMessage = (
     | StepReached
     | AllLeave
     | StateLost
+    | WaitOver
     | ViewBuilding
 )
 #: Every message of this protocol.
