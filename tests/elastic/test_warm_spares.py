@@ -15,9 +15,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from reigen.elastic.cursor import Part
 from reigen.torch.elastic.parts import PartwiseTraining
 from reigen.torch.elastic.training import TorchTraining
 from tests.elastic.elastic_processes import ElasticProcesses, Member
@@ -179,6 +181,35 @@ def test_a_program_of_elastic_run_is_refused_before_its_first_step():
         assert not any(member.says("STEP") for member in members)
 
 
+PLAIN = """
+import torch
+import reigen.torch as hvd
+from reigen.errors import ArgumentError
+
+hvd.init()
+for options in ({}, {"op": hvd.Adasum}, {"share_parameters": True}):
+    model = torch.nn.Linear(4, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    model(torch.ones(2, 4)).sum().backward()
+    try:
+        optimizer.step()
+    except ArgumentError as error:
+        print("REFUSED", error, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_refused_at_its_first_step(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN)
+    with ElasticProcesses(script, max_size=3, REIGEN_WARM_SPARES="1") as job:
+        (member,) = job.start_first(1)
+        member.wait()
+        refused = [line for line in member.lines if line.startswith("REFUSED")]
+    assert len(refused) == 3, member.lines
+    assert all("Start this job with --spares N: its spares get the state when" in line for line in refused)
+
+
 PROGRAM = """
 import os, signal, time
 from pathlib import Path
@@ -237,7 +268,8 @@ class EachRanksBuffers(PartwiseTraining):
 
 def make_training(*layers: torch.nn.Module) -> tuple[torch.nn.Module, TorchTraining]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), *layers)
-    return model, EachRanksBuffers(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, EachRanksBuffers(model, torch.optim.SGD(learned, lr=0.1), {})
 
 
 def test_statistics_are_local_state_and_stay_when_a_step_is_undone():
@@ -260,17 +292,60 @@ def test_statistics_are_local_state_and_stay_when_a_step_is_undone():
 
 def test_what_is_given_away_is_a_copy():
     there, other = make_training(torch.nn.BatchNorm1d(2))
-    (buffers, _), _ = other.local.copy()
+    buffers = other.local.copy().own
     there(torch.randn(8, 2))
     assert int(buffers["1.num_batches_tracked"]) == 0
+
+
+def test_who_takes_over_within_a_step_and_undoes_it_counts_its_forward_passes_once():
+    """Batches of BatchNorm, and passes that a parameter counts; the step is undone behind the take-over, and repeated.
+
+    The one that has the samples may be in its first step, or in a later one.
+    """
+    for num_before in (0, 2):
+        there, other = make_training(torch.nn.BatchNorm1d(2), CountedPasses())
+        here, training = make_training(torch.nn.BatchNorm1d(2), CountedPasses())
+        for _ in range(num_before):
+            step_with_samples(there, other)
+            training.begin_step()
+        step_with_samples(there, other)
+        training.begin_step()
+        training.local.load(other.local.copy())
+        assert counts_of(here) == [num_before + 1] * 2, "as if the step were completed"
+        training.undo_step()
+        assert counts_of(here) == [num_before] * 2
+        other.undo_step()
+        step_with_samples(here, training)
+        step_with_samples(there, other)
+        assert counts_of(here) == counts_of(there) == [num_before + 1] * 2
+
+
+class CountedPasses(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.count.data.add_(1)
+        return inputs
+
+
+def step_with_samples(model: torch.nn.Module, training: TorchTraining) -> None:
+    training.begin_step()
+    training.begin_part(Part(0, np.arange(8), 1.0), 0, 1)
+    model(torch.randn(8, 2))
+
+
+def counts_of(model: torch.nn.Module) -> list[int]:
+    return [int(model[1].num_batches_tracked), int(model[2].count)]
 
 
 def test_tied_weights_are_weights_by_each_of_their_names():
     model, training = make_training(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[1].weight = model[0].weight
-    (own, fixed), _ = training.local.copy()
-    assert set(own) == {"2.running_mean", "2.running_var", "2.num_batches_tracked"}
-    assert not fixed
+    copy = training.local.copy()
+    assert set(copy.own) == {"2.running_mean", "2.running_var", "2.num_batches_tracked"}
+    assert not copy.fixed
 
 
 def test_where_parts_make_the_buffers_all_ranks_have_the_same():

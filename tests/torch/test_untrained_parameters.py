@@ -89,13 +89,13 @@ def test_another_rank_that_gets_the_parameters_copies_the_same_ones():
     change(parameters)
     begin(untrained)
     others, follower = make()
-    follower.follow(untrained.moving)
+    follower.follow(untrained.moving, {})
     begin(follower)
     assert [*follower._copies] == ["average", "hidden"]
     change(others)
     follower.undo_step()
     assert values(others) == [0, 0, 0]
-    follower.follow(None)
+    follower.follow(None, {})
     begin(follower)
     assert len(follower._copies) == 3
 

@@ -119,6 +119,13 @@ def is_elastic() -> bool:
     return _member() is not None
 
 
+def check_plain_step() -> None:
+    """Raise ArgumentError if this process is in a job with warm spares, and its steps are not those of a `Job`."""
+    elastic = context.elastic_job()
+    if _given is None and elastic is not None and elastic.has_warm_spares and elastic.step_state is None:
+        raise ArgumentError(WARM_SPARES_TEXT)
+
+
 def may_change() -> bool:
     """Return whether the ranks of the job may change: it is elastic. A candidate stays one."""
     return _given is not None or context.elastic_job() is not None

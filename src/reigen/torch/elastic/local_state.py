@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,26 @@ def unlearned_state(model: torch.nn.Module) -> dict[str, Any]:
     """Return all state of a model's modules but parameters, by whichever name (tied ones have several)."""
     names = dict(model.named_parameters(remove_duplicate=False))
     return {name: value for name, value in model.state_dict().items() if name not in names}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLocalCopy:
+    """Copy of a member's local state, in the memory of its host.
+
+    Attributes:
+        own: buffers and the like, by name; empty where all ranks have the same.
+        fixed: parameters that steps change though the optimizer does not have them, by name.
+        moving: see `UntrainedParameters.moving`.
+        undone: of buffers, what they were when the member's latest step began. Its forward passes may have changed them
+            since; whoever goes on with this step here, and undoes it later, goes back to these.
+        fixed_undone: the same of ``fixed``.
+    """
+
+    own: dict[str, Any]
+    fixed: dict[str, torch.Tensor]
+    moving: list[str] | None
+    undone: dict[str, torch.Tensor]
+    fixed_undone: dict[str, torch.Tensor]
 
 
 class TorchLocalState:
@@ -62,25 +83,26 @@ class TorchLocalState:
         """Implement `LocalState.is_empty`."""
         return not self._own_state() and not any(True for _ in self._find_fixed())
 
-    def copy(self) -> Any:
+    def copy(self) -> TorchLocalCopy:
         """Implement `LocalState.copy`."""
-        moving = self._untrained.moving
-        fixed = {name: _in_memory(each) for name, each in self._find_fixed() if name in (moving or ())}
+        changing = self._untrained.changing()
+        fixed = {name: _in_memory(each) for name, each in self._find_fixed() if name in changing}
         own = {name: _in_memory(each) for name, each in self._own_state().items()}
-        return (own, fixed), moving
+        undone = {name: _in_memory(each) for name, each in self._undone.items() if name in own}
+        fixed_undone = {name: _in_memory(copy) for name, copy in changing.items() if copy is not None}
+        return TorchLocalCopy(own, fixed, self._untrained.moving, undone, fixed_undone)
 
-    def load(self, local: Any) -> None:
+    def load(self, local: TorchLocalCopy) -> None:
         """Implement `LocalState.load`."""
-        (others, fixed), moving = local
-        self._model.load_state_dict(others, strict=False)
+        self._model.load_state_dict(local.own, strict=False)
         with torch.no_grad():
             for name, each in self._find_fixed():
-                if name in fixed:
-                    each.copy_(fixed[name])
-        self._untrained.follow(moving)
+                if name in local.fixed:
+                    each.copy_(local.fixed[name])
+        self._untrained.follow(local.moving, local.fixed_undone)
         for name, buffer in self._model.named_buffers():
             if name in self._undone:
-                self._undone[name] = copy_state(buffer, self._undone[name])
+                self._undone[name] = copy_state(local.undone.get(name, buffer).to(buffer.device), self._undone[name])
 
     def _own_state(self) -> dict[str, Any]:
         return unlearned_state(self._model) if self._has_buffers else {}

@@ -351,7 +351,7 @@ class TorchTraining:
         """Implement `TrainingState.load_small_state`."""
         options, states, moving = small
         self._load_options_and_states(options, states)
-        self._untrained.follow(moving)
+        self._untrained.follow(moving, {})
 
     def _load_options_and_states(self, options: list[dict[str, Any]], states: Mapping[str, Any]) -> None:
         for name, each in self._objects.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -44,11 +44,26 @@ class UntrainedParameters:
         """Names of those that steps have changed, for `follow`; None: no step was made with samples."""
         return None if self._moving is None else sorted(self._moving)
 
-    def follow(self, moving: Iterable[str] | None) -> None:
-        """Take what `moving` is on another rank, whose parameters these have become."""
+    def changing(self) -> dict[str, torch.Tensor | None]:
+        """Return, by name, those that steps have changed, the present one too, with their copies for `undo_step`."""
+        names = self._changed() | (self._moving or set())
+        return {name: self._copies.get(name) for name in sorted(names)}
+
+    def follow(self, moving: Iterable[str] | None, copies: Mapping[str, torch.Tensor]) -> None:
+        """Take what `moving` is on another rank, whose parameters these have become.
+
+        Args:
+            moving: see there.
+            copies: to which a step goes back that is under way; by name.
+        """
         self._moving = None if moving is None else set(moving)
-        self._parameters.clear()
-        self._copies.clear()
+        self._parameters = dict(self._find()) if copies else {}
+        self._stamps = _stamps_of(self._parameters)
+        self._copies = {
+            name: copy_state(copy.to(self._parameters[name].device), None)
+            for name, copy in copies.items()
+            if name in self._parameters
+        }
 
     def begin_step(self) -> None:
         """Copy those that steps change."""

@@ -148,14 +148,19 @@ class OptimizerReducer(ABC):
         self._is_compared = False
         #: who has joined before its first step would be the only one to compare
         self._num_joins = self._context.num_joins
-        #: this process has come to an elastic job, and asks for its place when its training begins
-        self._is_candidate = membership.is_candidate()
+        #: a step has been taken in this job
+        self._has_joined = False
 
     def _join(self) -> None:
-        """Become a member of the elastic job, where a program takes a step before it has come to its training."""
-        if self._is_candidate:
-            self._is_candidate = False
+        """At the first step: become a member of the elastic job, if the program has not come to its training before.
+
+        Raises:
+            ArgumentError: the job has warm spares, and this is no step of a `reigen.torch.elastic.Job`.
+        """
+        if not self._has_joined:
+            membership.check_plain_step()
             membership.join()
+            self._has_joined = True
 
     def _is_first_step(self) -> bool:
         """Return whether the ranks' parameters are to be compared now; once in a job."""
