@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reigen.testing.launchers import looks
+from tests.network.waiting import wait_for
 
 DEADLINE_SECONDS = 60.0
 MARK = "REIGEN_TEST_MARK"
@@ -19,11 +18,7 @@ MARK = "REIGEN_TEST_MARK"
 
 def until(condition: Callable[[], object], seconds: float = DEADLINE_SECONDS) -> None:
     """Waits for a condition that nothing announces."""
-    end = time.monotonic() + seconds
-    for now in looks():
-        if condition():
-            return
-        assert now < end, "did not happen before the deadline"
+    wait_for(condition, "what the test expects", seconds)
 
 
 def marked(mark: str) -> dict[int, str]:

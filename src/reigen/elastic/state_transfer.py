@@ -60,21 +60,30 @@ _CHANGED, UNREAD = b"changed", b"unread"
 
 
 @dataclass(frozen=True, slots=True)
-class _StateAddress:
-    """Address of a rank's state.
+class _StateMemory:
+    """Memory of a rank's state.
 
     Attributes:
         pid: of its process.
-        probe: bytes that lie at ``probe_address`` there, and nowhere else: who finds them has found that process.
-        layout: see `read_from_source`.
         ranges: of its arrays.
     """
 
     pid: int
+    ranges: tuple[AddressRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _StateAddress(_StateMemory):
+    """The same, as ranks tell each other.
+
+    Attributes:
+        probe: bytes that lie at ``probe_address`` there, and nowhere else: who finds them has found that process.
+        layout: see `read_from_source`.
+    """
+
     probe_address: int
     probe: bytes
     layout: str
-    ranges: tuple[AddressRange, ...]
 
 
 class StateDescription(msgspec.Struct, array_like=True, frozen=True):
@@ -96,8 +105,8 @@ class OfferAddress:
     """Address of a description; see (f).
 
     Attributes:
-        pid: see `_StateAddress`.
-        probe_address: see there.
+        pid: see `_StateMemory`.
+        probe_address: see `_StateAddress`.
         probe: see there.
         address: of the description.
         nbytes: its size.
@@ -145,11 +154,11 @@ class OfferedState:
 
     def __init__(self, pid: int, description: StateDescription) -> None:
         self.layout, self.details = description.layout, description.details
-        self.address = _StateAddress(pid, 0, b"", description.layout, description.ranges)
+        self.memory = _StateMemory(pid, description.ranges)
 
     def read(self, arrays: Sequence[NDArray[np.uint8]]) -> bool:
         """Read everything into arrays of the same layout; return whether that was possible."""
-        return _read(self.address, _ranges_of(arrays), _num_processors())
+        return _read(self.memory, _ranges_of(arrays), _num_processors())
 
 
 def may_all_read(offers: Sequence[OfferAddress | None], receivers: frozenset[int]) -> bool:
@@ -255,7 +264,7 @@ class OverlappedTransfer:
 
     def __init__(
         self,
-        source: _StateAddress | None,
+        source: _StateMemory | None,
         arrays: Sequence[NDArray[np.uint8]],
         contents: Callable[[], Iterable[NDArray[np.uint8]]],
         version: Callable[[], object],
@@ -347,9 +356,9 @@ def begin_offered_transfer(
     answers = allgather_object((offered is not None or not receives, message), "elastic.may_read")
     if not all(may_read for may_read, _ in answers):
         return None
-    address = None if offered is None else offered.address
+    memory = None if offered is None else offered.memory
     is_source, message = rank == source, answers[source][1]
-    return OverlappedTransfer(address, arrays, contents, version, sends=is_source, receives=receives, message=message)
+    return OverlappedTransfer(memory, arrays, contents, version, sends=is_source, receives=receives, message=message)
 
 
 def _make_probe() -> NDArray[np.uint8]:
@@ -407,7 +416,7 @@ def _find_source(
     receivers: frozenset[int],
 ) -> tuple[_StateAddress, bool]:
     """Collective: return where this rank can read the source's state, and whether it may, if it has to."""
-    own = _StateAddress(os.getpid(), probe.ctypes.data, probe.tobytes(), layout, _ranges_of(arrays))
+    own = _StateAddress(os.getpid(), _ranges_of(arrays), probe.ctypes.data, probe.tobytes(), layout)
     addresses: list[_StateAddress] = allgather_object(own, "elastic.addresses")
     if context.current().rank not in receivers:
         return addresses[source], True
@@ -431,7 +440,7 @@ def _num_processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _read(source: _StateAddress, into: Sequence[AddressRange], num_threads: int) -> bool:
+def _read(source: _StateMemory, into: Sequence[AddressRange], num_threads: int) -> bool:
     """Read everything; return whether that was possible."""
     num_bytes = sum(nbytes for _, nbytes in into)
 
