@@ -8,6 +8,7 @@ the others, and writes what the keys have. Where there are barriers, ``stop`` ha
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,8 @@ def main() -> None:
         return stop.exists() and number >= int(stop.read_text() or 0)
 
     write("pid", os.getpid())
+    if os.environ.get("DIES_FIRST") == f"{slot}.{incarnation}":
+        os.kill(os.getpid(), signal.SIGKILL)
     store = reigen.kv.create(kind)
     store.set_optimizer(optim.create("test"))
     out = {key: np.empty(size) for key, size in KEYS.items()}

@@ -176,6 +176,18 @@ def test_servers_are_killed_at_random_moments(tmp_path: Path, ledger: Ledger, ki
     assert not any(snapshots.iterdir()), "nobody needs them any more"
 
 
+def test_a_worker_that_dies_before_it_has_a_store_is_replaced(ledger: Ledger) -> None:
+    """The others begin without it."""
+    with start(ledger, "dist_sync", DIES_FIRST="1.0") as job:
+        pushes_more(ledger, 3, 20)
+        (ledger.directory / "stop").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    assert "slot 1: killed by SIGKILL; 2 processes go on" in err
+    assert ledger.numbers((1, 1), "acknowledged")
+    ledger.check()
+
+
 def test_two_servers_that_die_at_once_have_no_copy_of_each_other(ledger: Ledger) -> None:
     with start(ledger, "dist_sync", "--replicate-servers", "2") as job:
         pushes_more(ledger, 3, 10)

@@ -35,7 +35,6 @@ __all__ = [
     "RANK_VARIABLES",
     "RENDEZVOUS_VARIABLE",
     "ROSTER_FD_VARIABLE",
-    "ROSTER_FILE_NAME",
     "SECRET_VARIABLE",
     "SLOT_VARIABLE",
     "STRAGGLER_VARIABLE",
@@ -97,19 +96,17 @@ PORT_IS_HELD_VARIABLE = "REIGEN_PORT_IS_HELD"
 #: Exit code of a parameter server, or its scheduler, when the job is over since its workers are lost: their end is the
 #: reason, and the launcher may be about to see it.
 WORKERS_LOST_EXIT_CODE = 79
-#: Number of a descriptor of the scheduler of parameter servers: a pipe, to which it writes the number of each worker
-#: that leaves in good order, a line each, before any other process gets to know. The launcher reads it.
+#: A descriptor of the scheduler of parameter servers (`cluster.inherited_files`): a pipe, to which it writes the number
+#: of each worker that leaves in good order, a line each, before any other process gets to know. The launcher reads it.
 #: That of an elastic job also writes which slots' processes have joined, and that the job has begun
 #: (`launch.elastic.supervision.parse_worker_report`). Lines that begin with ``holds`` say which keys a server has.
 DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
-#: The other way round, in an elastic job: number of a descriptor of that scheduler, from which it reads slots, and the
+#: The other way round, in an elastic job: a descriptor of that scheduler, from which it reads slots, and the
 #: latest incarnation of each that has ended, a line each, as the launcher has seen it.
 DEATH_FD_VARIABLE = "REIGEN_ENDED_FD"
-#: Number of a descriptor of that scheduler: a file without a name, which the launcher holds, and in which each
+#: A descriptor of that scheduler: a file without a name, which the launcher holds, and in which each
 #: scheduler of the job finds what the ones before it have recorded (`kv.membership.roster_record`).
 ROSTER_FD_VARIABLE = "REIGEN_ROSTER_FD"
-#: What the kernel calls that file.
-ROSTER_FILE_NAME = "reigen-roster"
 #: For that scheduler, in an elastic job: with how many workers it begins.
 FIRST_WORKERS_VARIABLE = "REIGEN_FIRST_WORKERS"
 

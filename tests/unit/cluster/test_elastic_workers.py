@@ -91,6 +91,13 @@ def test_it_begins_when_the_first_workers_have_come() -> None:
     assert job.told("s0")[-1] == both
 
 
+def test_it_begins_with_fewer_where_some_of_the_first_ones_have_ended() -> None:
+    job = Job("s0", "w5")
+    job.table.first_workers = 1
+    job.take(job.table.tick(job.now))
+    assert job.told("w5")[-1] == WorkerRoster((0,), is_open=True, incarnations=(6,))
+
+
 def test_it_begins_with_the_servers() -> None:
     job = Job("w5", "w6")
     assert job.told("w5")[-1] == MemberReturned("worker", 1, "h", 7, is_new=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from reigen.cluster.membership.messages import JobEnded, MemberLeft, MemberLost, MemberReturned, WorkerRoster
 from reigen.cluster.membership.recorded_job import RecordedEvent, RecordedJob
-from reigen.errors import ConfigError
 from reigen.kv.membership import roster_record
 from reigen.kv.membership.roster_record import RosterRecord
 
@@ -97,13 +93,13 @@ def test_a_stopped_scheduler_is_killed_by_the_next_one(file: int) -> None:
     record.close()
 
 
-@pytest.mark.parametrize("unknown", ["_start_time", "_pid_namespace"])
+@pytest.mark.parametrize("unknown", ["_start_time", "_process_namespace"])
 def test_nobody_is_killed_where_it_is_not_known_whether_it_is_a_scheduler(
     file: int, unknown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no /proc."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
-        monkeypatch.setattr(roster_record, unknown, lambda *_: 0)
+        monkeypatch.setattr(roster_record, unknown, lambda *_: "" if unknown == "_process_namespace" else 0)
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: other.pid)
             open_record(file).close()
@@ -113,52 +109,6 @@ def test_nobody_is_killed_where_it_is_not_known_whether_it_is_a_scheduler(
         assert other.stdin is not None
         other.stdin.close()
         assert other.wait() == 0
-
-
-def without_proc(_: str) -> str:
-    raise FileNotFoundError
-
-
-@pytest.mark.parametrize(
-    ("kind", "has_proc"),
-    [("file", True), ("socket", True), ("memory", True), ("file", False), ("socket", False)],
-)
-def test_another_file_is_not_written_to(
-    tmp_path: Path, kind: str, *, has_proc: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A script has closed descriptors, and its own ones have their numbers."""
-    (path := tmp_path / "file").write_bytes(b"text")
-    ours, theirs = socket.socketpair()
-    descriptor = {
-        "file": lambda: os.open(path, os.O_RDWR),
-        "socket": lambda: os.dup(ours.fileno()),
-        "memory": lambda: os.memfd_create("reigen-payload"),
-    }[kind]()
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if not has_proc:
-        monkeypatch.setattr(os, "readlink", without_proc)
-    with pytest.raises(ConfigError, match=f"REIGEN_ROSTER_FD={descriptor} is not .* must leave descriptors open"):
-        RosterRecord(descriptor)
-    assert fcntl.fcntl(descriptor, fcntl.F_GETFL) == flags
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(1)
-    assert path.read_bytes() == b"text"
-    assert kind != "memory" or os.fstat(descriptor).st_size == 0
-    os.close(descriptor)
-    ours.close()
-    theirs.close()
-
-
-def test_the_record_is_found_without_proc(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "readlink", without_proc)
-    open_record(file).close()
-
-
-def test_a_descriptor_that_is_closed_is_no_record(file: int) -> None:
-    os.close(closed := os.dup(file))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        RosterRecord(closed)
 
 
 def test_a_job_is_what_its_events_have_made_of_it() -> None:

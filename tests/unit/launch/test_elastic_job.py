@@ -840,12 +840,30 @@ def test_workers_are_started_again_though_no_view_has_been_announced() -> None:
     assert job.state.members == ((0, 0), (2, 0), (1, 1))
 
 
-def test_a_death_before_the_first_workers_have_joined_ends_the_job() -> None:
+def test_a_death_before_the_first_workers_have_joined_is_as_later_ones() -> None:
+    """The servers begin without it, and another process joins them."""
     job = ServedJob(options(), ("h1", 3), begins=False)
     job.exit(1, -SIGKILL)
     job.at(FIRST_VIEW_SECONDS)
+    assert job.running == {0, 2, *SERVERS}
+    for slot in (0, 2):
+        job.handle(WorkerEntered(slot, 0))
+    job.handle(WorkersBegan())
+    job.at(10.0)
+    assert job.started[-1] == (1, 1, "h1", 1)
+    job.handle(WorkerEntered(1, 1))
+    assert job.texts[-1] == "slot 1 joins; 3 workers go on"
+    assert job.state.members == ((0, 0), (2, 0), (1, 1))
+
+
+def test_the_deaths_of_all_first_workers_before_any_has_joined_end_the_job() -> None:
+    job = ServedJob(options(1, 2), ("h1", 2), begins=False)
+    for slot in (0, 1):
+        job.exit(slot, 1)
     assert job.state.phase is JobPhase.STOPPING
-    assert job.end().failure is not None
+    failure = job.end().failure
+    assert failure is not None
+    assert (failure.rank, failure.exit_code) == (0, 1)
 
 
 def test_the_job_survives_the_death_of_all_workers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from reigen.cluster.inherited_files import find_inherited
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import PsProcess, PsRole
 from reigen.launch.supervision.scheduler_pipes import SchedulerPipes
@@ -15,7 +16,8 @@ def test_the_scheduler_reports_and_hears_of_deaths() -> None:
     pipes = SchedulerPipes()
     spec = pipes.attach(SCHEDULER, is_elastic=True)
     variables = "REIGEN_LEFT_FD", "REIGEN_ENDED_FD", "REIGEN_ROSTER_FD"
-    assert [spec.environ[name] for name in variables] == list(map(str, spec.descriptors))
+    found = [find_inherited(spec.environ, name, "a file of the launcher") for name in variables]
+    assert found == list(spec.descriptors)
     reports, deaths, _ = spec.descriptors
     assert list(pipes.read()) == []
     os.write(reports, b"joined 3 1\n")

@@ -58,9 +58,10 @@ K. *Attribution.* What goes wrong at one time is held for a moment, and told in 
 L. *Elastic jobs.* Workers' numbers are places, of which a process gets one that is free: that nobody has had, or whose
    process is lost or has left. All are told of each that joins, and one that comes of all that are there, in the order
    in which they have joined (`WorkerRoster`). A lost process does not come back: it is refused. The job begins when
-   ``first_workers`` have come, and ends when the last worker leaves in good order. One that comes later takes part in
-   barriers that nobody has entered by then. A process that is noticed to be lost when another one of its slot has
-   joined was not the last: the launcher has seen its end before.
+   ``first_workers`` have come, fewer where the service knows that some of them have ended, and ends when the last
+   worker leaves in good order. One that comes later takes part in barriers that nobody has entered by then. A process
+   that is noticed to be lost when another one of its slot has joined was not the last: the launcher has seen its end
+   before.
 M. *Restart of an elastic job's service.* Who is there, in which order, is not asked but read: the service records its
    events before it tells them (`cluster.membership.recorded_job`). Processes of the record are there, and have until
    the heartbeat's timeout to connect again, unless the launcher says that they have ended. Until each has, or is lost,
@@ -139,6 +140,7 @@ class MembershipTable:
         epoch: counts changes of who is there.
         stop: the job is over; None while it is not.
         is_begun: a process has got a place.
+        first_workers: of an elastic job, with how many workers it begins (L).
         announced: of an elastic job, events that its owner has not taken yet, in order: to be recorded first (M).
     """
 
@@ -186,6 +188,7 @@ class MembershipTable:
         self._abort: MemberAborted | None = None
         #: (L) how many workers have joined; by slot, how often it was used before the latest of them; the job has
         #: begun; the worker that went last has left in good order
+        self.first_workers = spec.first_workers
         self._num_joined, self._latest_uses = 0, dict[int, int]()
         self._has_opened = self._has_left_last = False
         self._now = now
@@ -768,7 +771,7 @@ class MembershipTable:
         num_come = sum(one.state in {MemberState.PRESENT, MemberState.LEFT} for one in self._of_role["worker"])
         is_complete = self._is_open and not self._unheard
         has_absent = any(server.state is MemberState.ABSENT for server in self._of_role["server"])
-        if not self._has_opened and is_complete and num_come >= self.spec.first_workers:
+        if not self._has_opened and is_complete and num_come >= self.first_workers:
             self._has_opened = True
             self._announce(_make_roster(self._of_role["worker"], is_open=self._has_opened))
         if lost:

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from reigen.cluster.environ import ROSTER_FD_VARIABLE, ROSTER_FILE_NAME
+from reigen.cluster.local_peers import process_namespace_id
 from reigen.cluster.membership.recorded_job import RecordedEvent
-from reigen.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class _SchedulerBegan(msgspec.Struct, array_like=True, frozen=True, tag="began",
     scheduler: int
     pid: int
     started: int
-    namespace: int
+    namespace: str
 
 
 class _RecordLine(msgspec.Struct, array_like=True, frozen=True, tag="event", forbid_unknown_fields=True):
@@ -54,15 +53,13 @@ class RosterRecord:
         entries: what the others have recorded.
 
     Raises:
-        ConfigError: the descriptor is another file's; nothing was written to it.
-        OSError: it is not open, or there is no memory for the record.
+        OSError: there is no memory for the record.
     """
 
     def __init__(self, descriptor: int) -> None:
-        _check_file(descriptor)
         self._descriptor = descriptor
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
-        me = _SchedulerBegan(secrets.randbits(62), os.getpid(), _start_time(os.getpid()), _pid_namespace())
+        me = _SchedulerBegan(secrets.randbits(62), os.getpid(), _start_time(os.getpid()), _process_namespace())
         self._scheduler = me.scheduler
         line = b"\n" + msgspec.json.encode(me) + b"\n"  # behind a line that was cut off, perhaps
         self._write(line)
@@ -102,27 +99,6 @@ class RosterRecord:
     def _write(self, data: bytes) -> None:
         if os.write(self._descriptor, data) != len(data):
             raise OSError("the roster of the job could not be recorded: no memory is left for it")
-
-
-def _check_file(descriptor: int) -> None:
-    """Check that a descriptor is the record's: where others were closed, its number may be that of anything."""
-    os.fstat(descriptor)
-    try:
-        file = os.readlink(f"/proc/self/fd/{descriptor}")
-        is_record = file.startswith(f"/memfd:{ROSTER_FILE_NAME} ")
-    except OSError:  # there is no /proc
-        file, is_record = "another file", _is_in_memory(descriptor)
-    if not is_record:
-        raise ConfigError(
-            f"{ROSTER_FD_VARIABLE}={descriptor} is not the record of the job's workers that the launcher keeps, but "
-            f"{file}: a script that starts the scheduler must leave descriptors open"
-        )
-
-
-def _is_in_memory(descriptor: int) -> bool:
-    with suppress(OSError):
-        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) >= 0
-    return False
 
 
 def _parse(text: bytes) -> tuple[int, list[RecordedEvent], _SchedulerBegan | None]:
@@ -165,8 +141,8 @@ def _start_time(pid: int) -> int:
     return 0
 
 
-def _pid_namespace() -> int:
-    """Return which numbers of processes are the same processes; 0: unknown."""
+def _process_namespace() -> str:
+    """Return which numbers of processes are the same processes; empty: unknown."""
     with suppress(OSError):
-        return Path("/proc/self/ns/pid").stat().st_ino
-    return 0
+        return process_namespace_id()
+    return ""

@@ -19,6 +19,7 @@ from typing import Any
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.environ import DEATH_FD_VARIABLE, DEPARTURE_FD_VARIABLE, ROSTER_FD_VARIABLE
+from reigen.cluster.inherited_files import find_inherited
 from reigen.cluster.membership.control_service import ControlService, StoreReply
 from reigen.cluster.membership.members import LossPolicy, parameter_server_job
 from reigen.cluster.membership.messages import (
@@ -67,14 +68,18 @@ class Scheduler(ControlService):
 
     Raises:
         ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken. Or
-            it follows another one of an elastic job, and its launcher's record of the roster has got lost.
+            it follows another one of an elastic job, and its launcher's record of the roster has got lost. Or one of
+            the launcher's descriptors is another file's.
     """
 
     def __init__(self, settings: ProcessConfig, environ: Mapping[str, str] | None = None) -> None:
         config, environ = settings.config, environ or {}
-        self._settings, self._left_fd = settings, int(environ.get(DEPARTURE_FD_VARIABLE, -1))
+        self._settings = settings
+        self._left_fd = find_inherited(environ, DEPARTURE_FD_VARIABLE, "the pipe to the launcher")
+        death_fd = find_inherited(environ, DEATH_FD_VARIABLE, "the pipe from the launcher")
+        roster_fd = find_inherited(environ, ROSTER_FD_VARIABLE, "the launcher's record of the job's workers")
         secret, follows = discovery.scheduler_secret(settings)
-        self._record = _open_record(settings, int(environ.get(ROSTER_FD_VARIABLE, -1)))
+        self._record = _open_record(settings, roster_fd)
         wait_seconds, why = recovery_wait_seconds(settings, follows=follows, has_record=self._record is not None)
         if wait_seconds:
             _log.info("processes that know the job may come first, for up to %g s: %s", wait_seconds, why)
@@ -122,7 +127,7 @@ class Scheduler(ControlService):
             raise ConfigError(_explain_port(settings, join_address(*address), error)) from None
         if recorded is not None:
             self._report_recorded(recorded)
-        if (death_fd := int(environ.get(DEATH_FD_VARIABLE, -1))) >= 0:
+        if death_fd >= 0:
             os.set_blocking(death_fd, False)
             self._listener.watch(death_fd, partial(self._read_deaths, death_fd))
         self._handover: LocalBootstrapServer | None = None
@@ -271,6 +276,9 @@ class Scheduler(ControlService):
         for incarnation, (slot, attempt) in list(self._slots.items()):
             if attempt <= self._ended.get(slot, -1):
                 self._send(self._table.note_death(incarnation, time.monotonic()))
+        if not self._is_open:  # the others need not wait for those of the first workers that have ended
+            self._table.first_workers = max(1, self._settings.first_workers - len(self._ended))
+            self._send(self._table.tick(time.monotonic()))
 
     def _report(self, line: bytes) -> None:
         if self._left_fd >= 0:

@@ -652,8 +652,8 @@ class ElasticJobState(JobState):
         return instructions
 
     def _doom(self, slot: JobSlot) -> None:
-        """Note that a first process is gone: without it there is no first view."""
-        if self.epoch is None and self._doomed_since is None and not self._has_workers and slot.id in self.members:
+        """Note that a first process is gone: without it there is no first view. Workers of servers begin without it."""
+        if self.epoch is None and self._doomed_since is None and not self._servers and slot.id in self.members:
             self._doomed_since = self._now
 
     def _count_death(self, slot: JobSlot, failure: JobFailure) -> None:
@@ -668,7 +668,7 @@ class ElasticJobState(JobState):
         if slot.id in self.members and (self.epoch is None or self._counted_epoch != self.epoch):
             self._counted_epoch = self.epoch
             self._num_resets += 1
-        if self._state_is_elsewhere:
+        if self._servers and self.epoch is None:
             self.members = tuple(each for each in self.members if each != slot.id)
 
     @property

@@ -11,8 +11,8 @@ from reigen.cluster.environ import (
     DEATH_FD_VARIABLE,
     DEPARTURE_FD_VARIABLE,
     ROSTER_FD_VARIABLE,
-    ROSTER_FILE_NAME,
 )
+from reigen.cluster.inherited_files import describe_inherited
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import PsRole
 
@@ -32,7 +32,7 @@ class SchedulerPipes:
         self.held: dict[int, str] = {}
         self._reports, self._reports_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._deaths_reader, self._deaths = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._roster = os.memfd_create(ROSTER_FILE_NAME, os.MFD_CLOEXEC)
+        self._roster = os.memfd_create("reigen-roster", os.MFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor of the scheduler's reports."""
@@ -45,7 +45,7 @@ class SchedulerPipes:
         pipes = {DEPARTURE_FD_VARIABLE: self._reports_writer}
         if is_elastic:
             pipes |= {DEATH_FD_VARIABLE: self._deaths_reader, ROSTER_FD_VARIABLE: self._roster}
-        variables = {name: str(number) for name, number in pipes.items()}
+        variables = {name: describe_inherited(number) for name, number in pipes.items()}
         return replace(spec, environ={**spec.environ, **variables}, descriptors=tuple(pipes.values()))
 
     def read(self) -> Iterator[bytes]:
