@@ -930,8 +930,18 @@ def test_a_scheduler_that_is_killed_while_servers_are_told_of_the_end_is_started
         job.exit(slot, 0)
     assert job.state.phase is JobPhase.ENDING
     assert job.exit(101, -SIGKILL) == [RestartProcess(101, 1, -SIGKILL)]
-    job.exit(100, 0)
-    job.exit(101, 0)
+    stopped = job.exit(100, 0)
+    assert TerminateProcesses((101,)) in stopped, "it may wait for a server that the one before it has told"
+    job.exit(101, -SIGTERM)
+    assert job.handle(ProcessesSwept()) == [FinishJob(0, None, None)]
+
+
+def test_a_scheduler_that_is_killed_when_no_server_is_left_is_not_started_again() -> None:
+    job = ServedJob(options(1, 1), ("h1", 1), restarts={100: 1, 101: 2})
+    job.handle(WorkerDeparted(0, 0))
+    job.exit(0, 0)
+    assert not any(isinstance(each, TerminateProcesses) for each in job.exit(100, 0)), "it ends by itself"
+    assert not any(isinstance(each, RestartProcess) for each in job.exit(101, -SIGKILL))
     assert job.handle(ProcessesSwept()) == [FinishJob(0, None, None)]
 
 

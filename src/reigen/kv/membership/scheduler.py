@@ -106,6 +106,8 @@ class Scheduler(ControlService):
         #: incarnations of processes that have registered, and had ended before
         self._late: list[int] = []
         self._is_open = False
+        #: numbers of servers that have come when the job was over
+        self._told_servers: set[int] = set()
         #: it may tell nothing more: another one has its place, or what it would tell cannot be recorded
         self._is_silenced = False
         #: whether a node has come; and when to look which have not
@@ -153,10 +155,24 @@ class Scheduler(ControlService):
         if stop is None or self._is_silenced:
             return 1
         _log.log(logging.ERROR if stop.exit_code else logging.INFO, "the job is over: %s", stop.reason)
-        until = time.monotonic() + _LINGER_SECONDS
-        while (was_over or self._listener.num_clients) and time.monotonic() < until:
-            self._listener.turn(until)
+        self._tell_the_rest(was_over=was_over)
         return stop.exit_code
+
+    def _tell_the_rest(self, *, was_over: bool) -> None:
+        """Stay until all have hung up; behind another scheduler also for servers that have still to come.
+
+        Those that the one before has told do not come: when they have ended, the launcher ends this process.
+        """
+        now = time.monotonic()
+        soon = late = now + _LINGER_SECONDS
+        if was_over:
+            late = max(soon, now + self._settings.config.peer_timeout_seconds)
+        while (now := time.monotonic()) < late:
+            is_early = was_over and now < soon
+            are_awaited = was_over and len(self._told_servers) < self._settings.num_servers
+            if not (self._listener.num_clients or is_early or are_awaited):
+                return
+            self._listener.turn(soon if is_early else late)
 
     def _look_for_the_missing(self) -> bool:
         """Log the absent members of a long start; returns False if all are absent."""
@@ -222,6 +238,8 @@ class Scheduler(ControlService):
         if not self._has_begun:
             self._alarm = time.monotonic() + self._settings.config.start_timeout_seconds
         self._has_begun = True
+        if message.role == "server" and self._table.stop is not None:
+            self._told_servers.add(message.number)
         if message.slot is not None:
             self._slots[message.incarnation] = message.slot
             if message.slot[1] <= self._ended.get(message.slot[0], -1):  # what it has sent is still read

@@ -815,10 +815,16 @@ class ElasticJobState(JobState):
 
     def _exited(self, event: ProcessExited) -> list[JobInstruction]:
         # the last ones leave in good order by it, and servers end
-        is_needed = self.phase is JobPhase.ENDING or (self._num_running and not self._killed)
+        has_servers = self.phase is JobPhase.ENDING and bool(self.running - {self._scheduler})
+        is_needed = has_servers or (self._num_running and not self._killed)
         is_scheduler = event.rank == self._scheduler and was_killed(event.exit_code)
         again = self._restart(event) if is_needed and is_scheduler else None
-        return super()._exited(event) if again is None else [again]
+        if again is not None:
+            return [again]
+        instructions = super()._exited(event)
+        if self.phase is JobPhase.ENDING and self.running == {self._scheduler} and self._restarted.get(self._scheduler):
+            instructions += super()._stop()  # it may wait for servers that the one before it has told of the end
+        return instructions
 
     def _ended(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
         for number in numbers - self._servers:
