@@ -107,7 +107,7 @@ class Scheduler(ControlService):
         self._late: list[int] = []
         self._is_open = False
         #: numbers of servers that have come when the job was over
-        self._told_servers: set[int] = set()
+        self._informed_servers: set[int] = set()
         #: it may tell nothing more: another one has its place, or what it would tell cannot be recorded
         self._is_silenced = False
         #: whether a node has come; and when to look which have not
@@ -155,10 +155,10 @@ class Scheduler(ControlService):
         if stop is None or self._is_silenced:
             return 1
         _log.log(logging.ERROR if stop.exit_code else logging.INFO, "the job is over: %s", stop.reason)
-        self._tell_the_rest(was_over=was_over)
+        self._await_the_rest(was_over=was_over)
         return stop.exit_code
 
-    def _tell_the_rest(self, *, was_over: bool) -> None:
+    def _await_the_rest(self, *, was_over: bool) -> None:
         """Stay until all have hung up; behind another scheduler also for servers that have still to come.
 
         Those that the one before has told do not come: when they have ended, the launcher ends this process.
@@ -169,7 +169,7 @@ class Scheduler(ControlService):
             late = max(soon, now + self._settings.config.peer_timeout_seconds)
         while (now := time.monotonic()) < late:
             is_early = was_over and now < soon
-            are_awaited = was_over and len(self._told_servers) < self._settings.num_servers
+            are_awaited = was_over and len(self._informed_servers) < self._settings.num_servers
             if not (self._listener.num_clients or is_early or are_awaited):
                 return
             self._listener.turn(soon if is_early else late)
@@ -239,7 +239,7 @@ class Scheduler(ControlService):
             self._alarm = time.monotonic() + self._settings.config.start_timeout_seconds
         self._has_begun = True
         if message.role == "server" and self._table.stop is not None:
-            self._told_servers.add(message.number)
+            self._informed_servers.add(message.number)
         if message.slot is not None:
             self._slots[message.incarnation] = message.slot
             if message.slot[1] <= self._ended.get(message.slot[0], -1):  # what it has sent is still read
