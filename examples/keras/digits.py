@@ -1,6 +1,6 @@
 """Handwritten digits with Keras 3: `KERAS_BACKEND=jax reigen run -np 2 python examples/keras/digits.py`.
 
-Any backend will do: tensorflow, jax or torch. Each rank takes its share of the images. Lines that make it distributed
+Any backend will do: tensorflow, jax or torch. Each rank takes its share of every batch. Lines that make it distributed
 are marked with (*); without a launcher the same script trains alone. --data reads MNIST.
 """
 
@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 import reigen.keras as hvd  # (*)
 
 BATCH = 32  # images per step, on all ranks together
-RATE = 2e-3
+RATE = 2e-3  # for that batch, on any number of ranks
 
 
 def load(directory: Path | None) -> tuple[np.ndarray, ...]:
@@ -36,7 +36,7 @@ def load(directory: Path | None) -> tuple[np.ndarray, ...]:
     return images[train], digits.target[train], images[test], digits.target[test]
 
 
-def make_model(shape: tuple[int, ...]) -> keras.Model:
+def make_model(shape: tuple[int, ...], dropout: float) -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
         [
@@ -45,7 +45,7 @@ def make_model(shape: tuple[int, ...]) -> keras.Model:
             layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(2),
             layers.Flatten(),
-            layers.Dropout(0.25),
+            layers.Dropout(dropout),
             layers.Dense(128, activation="relu"),
             layers.Dense(10),
         ]
@@ -65,27 +65,32 @@ def main() -> int:
     add = parser.add_argument
     add("--data", type=Path, help="where MNIST's train-images-idx3-ubyte and the others are, or these with .gz")
     add("--epochs", type=int, default=12, help="passes over the images (default: %(default)s)")
+    add("--dropout", type=float, default=0.25, help="0: the number of ranks does not matter (default: %(default)s)")
     add("--goal", type=float, default=0.97, help="exit with 1 below this accuracy (default: %(default)s)")
     options = parser.parse_args()
     hvd.init()  # (*)
     choose_device(hvd.local_rank())  # (*)
     images, labels, test_images, test_labels = load(options.data)
     keras.utils.set_random_seed(hvd.rank())  # dropout differs between the ranks ...
-    model = make_model(images.shape[1:])
+    model = make_model(images.shape[1:], options.dropout)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(RATE))  # (*)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # (*) ... but all start from the same weights
         hvd.callbacks.MetricAverageCallback(),  # (*)
-        hvd.callbacks.LearningRateWarmupCallback(RATE, warmup_epochs=2),  # (*)
     ]
-    images, labels = hvd.shard(images, labels, shuffle_seed=0)  # (*) as many on every rank
     batch = max(1, BATCH // hvd.size())  # (*)
     together = batch * hvd.size()  # (*)
-    progress = Progress(options.epochs * -(-len(labels) // batch) * together, is_shown=hvd.rank() == 0)
+    images, labels = (each[: len(each) // together * together] for each in (images, labels))  # all batches are full
+    progress = Progress(options.epochs * len(labels), is_shown=hvd.rank() == 0)
     callbacks.append(Show(progress, together))
-    model.fit(images, labels, batch_size=batch, epochs=options.epochs, verbose=0, callbacks=callbacks)
+    for epoch in range(options.epochs):
+        # In another order each epoch, the same on all ranks; rank r of n has images r, r + n, r + 2 * n ...
+        part = hvd.shard(images, labels, shuffle_seed=epoch)  # (*)
+        history = model.fit(*part, batch_size=batch, shuffle=False, verbose=0, callbacks=callbacks)
+        if hvd.rank() == 0:  # (*)
+            print(f"epoch {epoch + 1:2}/{options.epochs}  mean loss {history.history['loss'][0]:.4f}", flush=True)
     mine = slice(hvd.rank(), None, hvd.size())  # (*)
     guesses = model.predict(test_images[mine], verbose=0).argmax(axis=1)
     correct = hvd.allreduce(np.float64((guesses == test_labels[mine]).sum()), op=hvd.Sum)  # (*)

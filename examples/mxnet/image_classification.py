@@ -31,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kvstore", default="device", help="dist_sync, dist_async, ... (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=16, help="images per step and worker (default: %(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.5, help="if the model has any (default: %(default)s)")
     parser.add_argument("--optimizer", default="adam", help="SGD takes VGG-11 some epochs to begin (default: adam)")
     parser.add_argument("--lr", type=float, default=3e-4, help="default: %(default)s")
     parser.add_argument("--wd", type=float, default=1e-4, help="decay of the weights (default: %(default)s)")
@@ -46,20 +47,35 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def load(options: argparse.Namespace, part: int, num_parts: int) -> tuple[mx.io.NDArrayIter, mx.io.NDArrayIter]:
-    """This worker's part of the images to train on, and all to test with. All workers have as many batches."""
+def load(options: argparse.Namespace) -> tuple[tuple[np.ndarray, np.ndarray], mx.io.NDArrayIter]:
+    """The images to train on with their labels, and batches to test with."""
     with tempfile.TemporaryDirectory() as made:
         if options.data_dir is None:
             datasets.write_cifar10(Path(made), options.num_images, options.num_images // 8)
         directory = options.data_dir or Path(made)
         images, labels = datasets.read_cifar10(directory, "data_batch_*.bin")
         test_images, test_labels = datasets.read_cifar10(directory, "test_batch.bin")
-    mine = slice(part, len(labels) - len(labels) % num_parts, num_parts)
-    train = (_scaled(images[mine]), labels[mine], options.batch_size)
-    return (
-        mx.io.NDArrayIter(*train, shuffle=True, last_batch_handle="discard"),
-        mx.io.NDArrayIter(_scaled(test_images), test_labels, options.batch_size),
-    )
+    return (_scaled(images), labels), mx.io.NDArrayIter(_scaled(test_images), test_labels, options.batch_size)
+
+
+def part_of(images: np.ndarray, labels: np.ndarray, batch: int, epoch: int, kv: mx.kv.KVStore) -> mx.io.NDArrayIter:
+    """This worker's part of each batch of an epoch, in an order that is the same on every worker."""
+    order = np.random.default_rng(epoch).permutation(len(labels))
+    mine = order[: len(order) // (batch * kv.num_workers) * batch * kv.num_workers][kv.rank :: kv.num_workers]
+    return mx.io.NDArrayIter(images[mine], labels[mine], batch)
+
+
+def make_net(options: argparse.Namespace, contexts: list[mx.Context]) -> gluon.HybridBlock:
+    """All workers' weights are the same. What dropout leaves out is not."""
+    mx.random.seed(1)
+    net = gluon.model_zoo.vision.get_model(options.model, classes=datasets.CLASSES)
+    for block in net.features:
+        if isinstance(block, gluon.nn.Dropout):
+            block._rate = options.dropout
+    net.initialize(mx.init.Xavier(magnitude=2), ctx=contexts)
+    net.hybridize()
+    net(mx.nd.zeros((1, 3, 32, 32), ctx=contexts[0]))  # now its layers have shapes, and weights
+    return net
 
 
 def _scaled(images: np.ndarray) -> np.ndarray:
@@ -81,13 +97,10 @@ def main() -> int:
     options = parse()
     kv = mx.kv.create(options.kvstore)  # in a server or scheduler that reigen launch has started, this is all
     contexts = [mx.gpu(int(number)) for number in options.gpus.split(",") if number] or [mx.cpu()]
-    train, test = load(options, kv.rank, kv.num_workers)
-
+    images_and_labels, test = load(options)
+    steps = len(images_and_labels[1]) // (options.batch_size * kv.num_workers)  # of an epoch
+    net = make_net(options, contexts)
     mx.random.seed(kv.rank)
-    np.random.seed(kv.rank)
-    net = gluon.model_zoo.vision.get_model(options.model, classes=datasets.CLASSES)
-    net.initialize(mx.init.Xavier(magnitude=2), ctx=contexts)  # worker 0's weights go to all, through the store
-    net.hybridize()
     settings = {"learning_rate": options.lr, "wd": options.wd, "multi_precision": True}
     trainer = gluon.Trainer(
         net.collect_params(),
@@ -103,8 +116,8 @@ def main() -> int:
 
     me, accuracy = f"worker {kv.rank}", 0.0
     for epoch in range(options.epochs):
-        train.reset()
         metric.reset()
+        train = part_of(*images_and_labels, options.batch_size, epoch, kv)
         start = time.perf_counter()
         for step, batch in enumerate(train, start=1):
             images = gluon.utils.split_and_load(batch.data[0], contexts)
@@ -117,8 +130,8 @@ def main() -> int:
             metric.update(labels, outputs)
             if step % options.log_interval == 0:
                 rate = step * options.batch_size / (time.perf_counter() - start)
-                steps = (options.epochs - epoch) * (train.num_data // options.batch_size) - step
-                eta = f"ETA {steps * options.batch_size / rate:.0f} s"
+                left = (options.epochs - epoch) * steps - step
+                eta = f"ETA {left * options.batch_size / rate:.0f} s"
                 loss = np.mean([each.mean().asscalar() for each in losses])
                 seen = f"loss={loss:.4f} accuracy={metric.get()[1]:.4f}  {eta}"
                 print(f"{me} Epoch[{epoch}] Batch [{step}] Speed: {rate:.2f} samples/sec  {seen}", flush=True)

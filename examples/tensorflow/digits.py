@@ -35,7 +35,7 @@ def load(directory: Path | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     return images[train], labels[train], images[test], labels[test]
 
 
-def make_model(shape: tuple[int, ...]) -> tf.keras.Model:
+def make_model(shape: tuple[int, ...], dropout: float) -> tf.keras.Model:
     layers = tf.keras.layers
     model = tf.keras.Sequential(
         [
@@ -43,7 +43,7 @@ def make_model(shape: tuple[int, ...]) -> tf.keras.Model:
             layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(2),
             layers.Flatten(),
-            layers.Dropout(0.25),
+            layers.Dropout(dropout),
             layers.Dense(128, activation="relu"),
             layers.Dense(10),
         ]
@@ -67,6 +67,7 @@ def main() -> int:
     add = parser.add_argument
     add("--data", type=Path, help="where MNIST's train-images-idx3-ubyte and the others are, or these with .gz")
     add("--epochs", type=int, default=15, help="passes over the images (default: %(default)s)")
+    add("--dropout", type=float, default=0.25, help="0: the number of ranks does not matter (default: %(default)s)")
     add("--goal", type=float, default=0.97, help="exit with 1 below this accuracy (default: %(default)s)")
     options = parser.parse_args()
     hvd.init()  # (*)
@@ -74,7 +75,7 @@ def main() -> int:
         tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")  # (*)
     images, labels, test_images, test_labels = load(options.data)
     tf.keras.utils.set_random_seed(hvd.rank())  # dropout differs between the ranks ...
-    model = make_model(images.shape[1:])
+    model = make_model(images.shape[1:], options.dropout)
     optimizer = tf.keras.optimizers.Adam(2e-3)
     hvd.broadcast_variables(model.variables, root_rank=0)  # (*) ... but all start from the same weights
 

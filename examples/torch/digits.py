@@ -37,7 +37,7 @@ def load(directory: Path | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return images[train], labels[train], images[test], labels[test]
 
 
-def make_model(height: int, width: int) -> nn.Module:
+def make_model(height: int, width: int, dropout: float) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -45,7 +45,7 @@ def make_model(height: int, width: int) -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Dropout(0.25),
+        nn.Dropout(dropout),
         nn.Linear(64 * (height // 2) * (width // 2), 128),
         nn.ReLU(),
         nn.Linear(128, 10),
@@ -84,12 +84,13 @@ def main() -> int:
     add = parser.add_argument
     add("--data", type=Path, help="where MNIST's train-images-idx3-ubyte and the others are, or these with .gz")
     add("--epochs", type=int, default=15, help="passes over the images (default: %(default)s)")
+    add("--dropout", type=float, default=0.25, help="0: the number of ranks does not matter (default: %(default)s)")
     add("--goal", type=float, default=0.97, help="exit with 1 below this accuracy (default: %(default)s)")
     options = parser.parse_args()
     hvd.init()  # (*)
     images, labels, test_images, test_labels = load(options.data)
     torch.manual_seed(hvd.rank())  # dropout differs between the ranks ...
-    model = make_model(*images.shape[2:])
+    model = make_model(images.shape[2], images.shape[3], options.dropout)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (*) ... but all start from the same weights
     optimizer = torch.optim.Adam(model.parameters())
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())  # (*)

@@ -18,13 +18,15 @@ pytestmark = pytest.mark.timeout(1800)
 HAS_COCO = importlib.util.find_spec("pycocotools") is not None
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_digits(size: int) -> None:
-    """The figure is not the same: dropout differs between the ranks."""
-    printed = run("digits.py", "--epochs", 4, "--goal", 0.93, np=size)
-    assert f"{size} rank(s), " in printed
-    assert 0.93 <= figure(printed, "test accuracy") <= 1
-    assert "bit-identical on all ranks: yes" in printed
+def test_digits() -> None:
+    """Without dropout, which differs between the ranks."""
+    options = ["--epochs", 4, "--goal", 0.93, "--dropout", 0]
+    printed = {size: run("digits.py", *options, np=size) for size in (1, 2, 4)}
+    for size, each in printed.items():
+        assert f"{size} rank(s), " in each
+        assert 0.93 <= figure(each, "test accuracy") <= 1
+        assert "bit-identical on all ranks: yes" in each
+    assert_same("loss", 1e-2, *printed.values())
 
 
 def test_digits_fails_below_its_goal() -> None:
@@ -32,9 +34,42 @@ def test_digits_fails_below_its_goal() -> None:
 
 
 def test_digits_reads_the_files_of_mnist(tmp_path: Path) -> None:
+    """With dropout."""
     write_digits(tmp_path, 320, 100)
     options = ["--data", tmp_path, "--epochs", 6, "--goal", 0.8]
     assert "bit-identical on all ranks: yes" in run("digits.py", *options, np=2)
+
+
+def test_kvstore_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
+    assert_same(
+        "test loss",
+        1e-3,
+        run("kvstore.py", "--kvstore", "local"),
+        run("kvstore.py", "--kvstore", "ring", np=2),
+        run("kvstore.py", "--kvstore", "dist_sync", np=4, servers=2),
+    )
+
+
+def test_elastic_learns_the_same_if_no_process_dies() -> None:
+    options = ["--epochs", 5, "--goal", 0]
+    assert_same(
+        "loss",
+        1e-3,
+        run("elastic.py", *options),
+        run("elastic.py", *options, np=2),
+        run("elastic.py", *options, np=4),
+    )
+
+
+def test_elastic_job_learns_the_same_if_no_process_dies() -> None:
+    options = ["--epochs", 5, "--goal", 0, "--dropout", 0]
+    assert_same(
+        "test loss",
+        1e-3,
+        run("elastic_job.py", *options),
+        run("elastic_job.py", *options, np=2),
+        run("elastic_job.py", *options, np=4),
+    )
 
 
 def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:

@@ -123,9 +123,27 @@ def test_mnist(launcher) -> None:
     assert numbers(printed, "Validation-accuracy")[-1] >= 0.9
 
 
+@pytest.mark.slow
+def test_mnist_learns_the_same_on_any_number_of_ranks() -> None:
+    """Where the images of a step are as many, and the rate is as high: both are of one rank."""
+
+    def losses(size: int) -> list[float]:
+        command = [sys.executable, "-m", "reigen", "run", "-np", str(size), sys.executable, "mxnet_mnist.py"]
+        options = ["--images", 1280, "--epochs", 1, "--log-interval", 2, "--goal", 0]
+        printed = run(command, *options, "--batch-size", 64 // size, "--lr", 0.08 / size)
+        return [*numbers(printed, "loss"), *numbers(printed, "Validation-accuracy")]
+
+    alone = losses(1)
+    assert len(alone) == 10 + 1
+    assert alone[9] < 0.8 * alone[0]
+    assert losses(2) == pytest.approx(alone, rel=1e-3)
+    assert losses(4) == pytest.approx(alone, rel=1e-3)
+
+
 def vgg11(launcher: str, *options: object) -> str:
-    """What the workers of seed 003's command line printed."""
-    command = [sys.executable, "-m", "reigen", *launcher.split(), "--as-mxnet", sys.executable]
+    """What the workers of seed 003's command line printed; without a launcher there is one, and no store."""
+    reigen_command = [sys.executable, "-m", "reigen", *launcher.split(), "--as-mxnet"]
+    command = [*(reigen_command if launcher else []), sys.executable]
     script = ["image_classification.py", "--dataset", "cifar10", "--model", "vgg11", "--epochs", "1"]
     return run(command, *script, *options, "--goal", 0, "--log-interval", 1)
 
@@ -135,6 +153,27 @@ def test_vgg11_learns_with_dist_sync() -> None:
     losses = numbers(vgg11("run -np 2 -s 1", "--kvstore", "dist_sync", "--num-images", 576), "loss")
     assert len(losses) == 2 * 18
     assert min(losses) < 0.93 * np.mean(losses[:4])  # log 10 = 2.30 before; dropout makes every run another one
+
+
+@pytest.mark.slow
+def test_vgg11_learns_the_same_alone_and_with_any_number_of_workers() -> None:
+    """Without dropout, where the images of a step are as many."""
+
+    def losses(size: int) -> list[float]:
+        """Of each step, the mean of all workers; and the accuracy, which is the same on all of them."""
+        options = ["--num-images", 64, "--batch-size", 16 // size, "--dropout", 0]
+        launcher, store = (f"run -np {size} -s 1", "dist_sync") if size > 1 else ("", "local")
+        printed = vgg11(launcher, *options, "--kvstore", store)
+        found = re.findall(r"Batch \[(\d+)\].*loss=([\d.]+)", printed)
+        [accuracy] = set(numbers(printed, "Validation-accuracy"))
+        steps = [[float(loss) for step, loss in found if step == str(number)] for number in range(1, 5)]
+        assert [len(each) for each in steps] == [size] * 4
+        return [*(float(np.mean(each)) for each in steps), accuracy]
+
+    alone = losses(1)
+    assert len({*alone[:4]}) == 4
+    assert losses(2) == pytest.approx(alone, rel=1e-3)
+    assert losses(4) == pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+../torch/mnist_data.py
