@@ -88,9 +88,12 @@ def check_programs_by_callbacks() -> None:
 
 
 OTHER_JAX = """
-import types, jax, jax._src, jax.extend, jax.experimental
+import types, jax, jax._src, jax.extend.core, jax.experimental
 jax._src.effects = types.ModuleType("jax._src.effects")  # JAX itself has the names that it needs
+from jax.extend.core import Primitive
+del jax._src.core.Primitive
 import reigen.jax as rj
+jax._src.core.Primitive = Primitive
 rj.init()
 print(jax.jit(lambda x: rj.allgather(rj.allreduce(x)))(jax.numpy.arange(3.0)).tolist())
 """
@@ -144,6 +147,13 @@ def test_a_jax_without_a_name_that_it_does_not_promise() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[0.0, 1.0, 2.0]"), done.stderr
     assert done.stderr.count("take longer") == 1
     assert "has no attribute 'Effect'" in done.stderr
+
+
+def test_an_import_leaves_out_what_few_programs_use() -> None:
+    code = "import sys, reigen.jax as rj; print({'jax.extend', 'reigen.jax.elastic', 'optax'} & set(sys.modules)); "
+    code += "print(rj.elastic.JaxState.__module__); from reigen.jax import *; print(elastic is rj.elastic)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["set()", "reigen.jax.elastic", "True"], done.stderr
 
 
 def run_the_self_test() -> tuple[int, bool]:

@@ -51,13 +51,14 @@ def make_lazy_getattr(module: str, names: Mapping[str, str]) -> Callable[[str], 
 
     Args:
         module: its name.
-        names: of each, the module that defines it.
+        names: of each, the module that defines it, or that it is.
     """
 
     def getattribute(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(import_module(names[name]), name)
+        found = import_module(names[name])
+        return found if names[name] == f"{module}.{name}" else getattr(found, name)
 
     return getattribute
 

@@ -9,8 +9,8 @@ from reigen.api import common_names as _common_names
 from reigen.api.collectives import poll, synchronize
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
+from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
 from reigen.errors import HorovodInternalError
-from reigen.jax import elastic
 from reigen.jax import ops as _ops
 from reigen.jax.compression import Compression
 from reigen.jax.native import collective_errors, shutdown
@@ -26,7 +26,7 @@ __all__ = [
     "broadcast_parameters",
     "collective_errors",
     "distributed",
-    "elastic",
+    "elastic",  # noqa: F405  by __getattr__
     "grad",
     "join",
     "poll",
@@ -37,3 +37,6 @@ __all__ = [
 __all__ += _common_names.__all__
 __all__ += _ops.__all__
 __all__.sort()
+
+#: its imports are a part of what all of this takes, and most programs are not elastic
+__getattr__ = _make_lazy_getattr(__name__, {"elastic": "reigen.jax.elastic"})

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from msgspec import structs
 
@@ -32,6 +31,11 @@ from reigen.jax.adapter import JaxAdapter, dtype_of, empty_aligned, over_memory
 from reigen.jax.native import TARGET, callback_effects, get_handler, run_by_callback
 from reigen.jax.tracing import ABSTRACT_TOKEN, ORDERED, TOKEN_SET, is_traced, place_call
 from reigen.types import DTYPES, ReduceOp
+
+try:
+    from jax._src.core import Primitive  # jax.extend's, which imports Pallas as well
+except ImportError:
+    from jax.extend.core import Primitive
 
 _ADAPTER = JaxAdapter()
 _MEAN = ReductionSpec(ReduceOp.AVERAGE, 1.0, 1.0)
