@@ -45,6 +45,20 @@ def check_kv_elastic(names: Names) -> None:
     names["kv"].close()
 
 
+def given_sample_leases() -> Names:
+    def gradient(weights: np.ndarray, images: np.ndarray) -> np.ndarray:
+        return np.full(3, images.sum(), np.float32)
+
+    return {"reigen": reigen, "weights": np.zeros(3, np.float32), "images": np.arange(50), "gradient": gradient}
+
+
+def check_sample_leases(names: Names) -> None:
+    out = np.empty(3, np.float32)
+    names["kv"].pull("w", out=out)
+    assert np.allclose(out, -0.1 * 10 * sum(range(50)), rtol=1e-4)
+    names["kv"].close()
+
+
 def given_optim() -> Names:
     return {"kv": reigen.kv.create("dist_sync")}
 

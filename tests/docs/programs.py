@@ -43,6 +43,7 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "servers": (
         Program("docs/kv.md", "kv", (0,)),
         Program("docs/kv-failures.md", "kv_elastic", (0,)),
+        Program("docs/kv-failures.md", "sample_leases", (1,)),
         Program("docs/optim.md", "optim"),
         Program("docs/compression.md", "compression", (0,)),
         Program("docs/trainer.md", "trainer", (0,)),

@@ -41,7 +41,7 @@ class Ledger:
     def processes(self) -> dict[tuple[int, int], list[list[str]]]:
         """By slot and incarnation, the words of each line; a line that is not complete does not count."""
         for file in self.directory.iterdir():
-            if file.suffix != ".npz" and file.name != "stop":
+            if file.suffix != ".npz" and file.name not in {"stop", "hurry"}:
                 slot, incarnation = map(int, file.name.split("."))
                 with file.open("rb") as lines:
                     lines.seek(self._num_read.get((slot, incarnation), 0))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reigen.elastic.permutation import Indices, KeyedPermutation
+from reigen.data.permutation import Indices, KeyedPermutation
 from reigen.errors import ArgumentError
 
 #: Places whose samples are computed at a time: for a step alone, NumPy's calls would take longer than what they do.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from reigen.api.numpy_adapter import get_adapter
 from reigen.compression import Codec, from_params, means_none
 from reigen.errors import ArgumentError
 from reigen.kv import residual_files
+from reigen.kv.consistency.sample_leases import SamplePlan
+from reigen.kv.samples import BatchOrder, SampleLease, checked_plan
 from reigen.kv.store import KeyTensors, KVStore, Pending, PendingGroup, UpdateFunction, check_optimizer
 from reigen.kv.values import (
     Key,
@@ -45,6 +47,8 @@ class LocalStore(KVStore):
         self._updater: UpdateFunction | None = None
         self._rounds: Counter[Key] = Counter()
         self._is_closed = False
+        #: by plan of samples, how many batches are done
+        self._next_batch: dict[SamplePlan, int] = {}
         self._codec: Codec | None = None
         #: what compression has not let through yet
         self._residuals: residual_files.Residuals = {}
@@ -94,6 +98,27 @@ class LocalStore(KVStore):
             self._optimizing().set_states(states)
         if self._codec is not None:
             self._residuals = left
+
+    def sample_leases(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        first_epoch: int = 0,
+    ) -> Iterator[SampleLease]:
+        """Yield batches of a data set; those that were yielded before, in a loop with other ``epochs``, are done."""
+        plan, first, stop = checked_plan(
+            num_samples, batch_size, epochs, first_epoch, seed, shuffle=shuffle, drop_last=drop_last
+        )
+        order = BatchOrder(plan)
+        self._next_batch.setdefault(plan, first)
+        while self._next_batch[plan] < stop:
+            yield order.lease(self._next_batch[plan])
+            self._next_batch[plan] += 1
 
     # -- other workers: there are none --------------------------------------------------------------------------------
 

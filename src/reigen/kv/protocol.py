@@ -1,6 +1,6 @@
 """Messages between workers and servers of the parameter server.
 
-Every message is a header of 64 bytes and, perhaps, a body. They travel by `reigen.net.framing.FramedConnection`
+Every message is a header of 72 bytes and, perhaps, a body. They travel by `reigen.net.framing.FramedConnection`
 (`reigen.kv.connection`); the body of a message with `MessageFlag.IN_MEMORY` does not travel, but lies in the sender's
 arena (`reigen.kv.shm_arena`). All numbers are little-endian, arrays are in the memory order of the hosts.
 
@@ -86,7 +86,7 @@ from reigen.types import DTYPES
 
 #: What the connections are for, in the handshake; the ranks there are the numbers of worker and server.
 PURPOSE = "kv"
-HEADER_BYTES = 64
+HEADER_BYTES = 72
 #: The largest body that is not numbers of an array.
 MAX_CONTROL_BYTES = 1 << 20
 #: Bodies below this travel with the header even where memory is shared.
@@ -96,7 +96,7 @@ COUNT_UNKNOWN = (1 << 64) - 1
 #: Batches have no more bytes of elements than this, and no more keys.
 MAX_BATCH_BYTES, MAX_BATCH_KEYS = 1 << 20, 1 << 12
 
-_HEADER = struct.Struct("<BBBBHBxIiQQQQQQ")
+_HEADER = struct.Struct("<BBBBHBxIiQQQQQQQ")
 _COUNTS = np.dtype([("key", "<u8"), ("shard", "<u8"), ("count", "<u8")])
 
 
@@ -178,6 +178,7 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
         priority: of the answer, higher first.
         body_bytes: length of the body that follows on the connection.
         offset, memory_bytes: where the body lies in the sender's arena, and how long it is there.
+        batch: of pushes during a lease of samples, its number (`reigen.kv.consistency.sample_leases`); else 0.
     """
 
     kind: int
@@ -193,6 +194,7 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
     body_bytes: int = 0
     offset: int = 0
     memory_bytes: int = 0
+    batch: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -209,19 +211,20 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
         )  # fmt: skip
 
     def pack(self) -> bytes:
-        """Return the 64 bytes."""
+        """Return the 72 bytes."""
         return _HEADER.pack(
             self.kind, self.flags, self.dtype, self.about, self.store, 0, self.shard, self.priority, self.request,
-            self.key, self.round, self.body_bytes, self.offset, self.memory_bytes,
+            self.key, self.round, self.body_bytes, self.offset, self.memory_bytes, self.batch,
         )  # fmt: skip
 
 
 def unpack_header(data: Buffer) -> MessageHeader:
-    """Return the header in 64 bytes; raises WireError if they are none."""
+    """Return the header in 72 bytes; raises WireError if they are none."""
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes where {HEADER_BYTES} are expected")
     (
         kind, flags, dtype, about, store, zero, shard, priority, request, key, round_, body_bytes, offset, memory_bytes,
+        batch,
     ) = _HEADER.unpack(data)  # fmt: skip
     if kind not in _KINDS or zero or dtype > len(DTYPE_NUMBERS):
         raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
@@ -230,7 +233,7 @@ def unpack_header(data: Buffer) -> MessageHeader:
     if flags & _IN_MEMORY and body_bytes:
         raise WireError(f"a {MessageKind(kind).name} whose body is in two places")
     return MessageHeader(
-        kind, request, key, shard, round_, flags, dtype, about, store, priority, body_bytes, offset, memory_bytes
+        kind, request, key, shard, round_, flags, dtype, about, store, priority, body_bytes, offset, memory_bytes, batch
     )
 
 

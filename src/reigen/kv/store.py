@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import index
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from reigen.compression import means_none
 from reigen.errors import ArgumentError, UnsupportedError, UnsupportedTypeError
+from reigen.kv.samples import SampleLease
 from reigen.kv.values import (
     KEY_TYPES,
     ROW_SPARSE,
@@ -201,6 +202,47 @@ class KVStore(ABC):
                 raise ArgumentError(f"key {one!r}: out of row_sparse_pull() is a RowSparse, got a dense tensor")
         pending = [self._pull_rows(one, [each], rows, priority) for (one, each), rows in zip(outs, ids, strict=True)]
         self._waited(pending, True)
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def sample_leases(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        first_epoch: int = 0,
+    ) -> Iterator[SampleLease]:
+        """Yield batches of a data set, each to one worker, until all of them are in the stored values.
+
+        What is pushed in the body of the loop belongs to the batch, at most one push of each key. The batch is
+        committed when all these pushes are acknowledged, at the end of the body. One whose worker dies before that, or
+        breaks out of the loop, goes to another worker. Each key has each batch exactly once, whoever dies.
+
+        The loop ends when all batches of all epochs are committed, by whichever workers. Until then a worker for which
+        there is none waits: one of the others may die. All workers give the same arguments. A worker that comes later
+        takes part in what is left.
+
+        Args:
+            num_samples: of the data set.
+            batch_size: samples of a batch. The last one of an epoch may have fewer.
+            epochs: how many there are in all, beginning with epoch 0: a loop over ``epochs=2`` behind one over
+                ``epochs=1`` goes on with the second epoch.
+            seed: of the epochs' orders, which are those of `reigen.elastic.Cursor`, for any number of workers.
+            shuffle: False: in the order of the data set.
+            drop_last: leave out a last batch that would be shorter.
+            first_epoch: where to begin if there was no loop before: epochs below that are done.
+
+        Raises:
+            ArgumentError: an argument makes no sense; another worker has leases by other arguments; a key is pushed
+                again in the body.
+            UnsupportedError: the store cannot lease samples: it has no optimizer, for example.
+            DeadlineError: the workers that have the last batches do not commit them; names them.
+        """
+        raise UnsupportedError(f"a store of type {self.type!r} leases no samples")
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reigen.elastic.cursor import Cursor, SampleInterval, interval_bounds
-from reigen.elastic.permutation import KeyedPermutation
+from reigen.data.permutation import KeyedPermutation
 from reigen.errors import ArgumentError
 
 

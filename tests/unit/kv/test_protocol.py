@@ -42,7 +42,7 @@ def test_a_header_comes_out_as_it_went_in(request, key, shard, round_, priority,
         nbytes,
     )
     packed = header.pack()
-    assert len(packed) == HEADER_BYTES == 64
+    assert len(packed) == HEADER_BYTES == 72
     assert unpack_header(packed) == header
 
 
@@ -72,8 +72,8 @@ def test_control_messages_are_small_and_bodies_are_in_one_place():
         unpack_header(MessageHeader(MessageKind.HELLO, body_bytes=MAX_CONTROL_BYTES + 1).pack())
     with pytest.raises(WireError, match="two places"):
         unpack_header(MessageHeader(MessageKind.PUSH, flags=MessageFlag.IN_MEMORY, body_bytes=1, memory_bytes=1).pack())
-    with pytest.raises(WireError, match="header of 63 bytes"):
-        unpack_header(bytes(63))
+    with pytest.raises(WireError, match="header of 71 bytes"):
+        unpack_header(bytes(71))
 
 
 @settings(deadline=None)

@@ -17,16 +17,18 @@ from reigen.api.adapter import Array
 from reigen.cluster.metrics import MetricSample
 from reigen.compression import from_params, means_none
 from reigen.config import Config
-from reigen.errors import ArgumentError, WireError
+from reigen.errors import ArgumentError, UnsupportedError, WireError
 from reigen.kv import residual_files
 from reigen.kv.client import optimizer_states
 from reigen.kv.client.key_init import KeyInitializer
 from reigen.kv.client.key_table import BatchBuilder, KeyState, RequestFactory, collect_residuals
 from reigen.kv.client.requests import KVOperation
+from reigen.kv.client.sample_leases import SampleLeaser
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.local_store import copy_to_host, fill_tensor
 from reigen.kv.membership.scheduler_client import SchedulerClient
 from reigen.kv.protocol import MessageKind
+from reigen.kv.samples import SampleLease, checked_plan
 from reigen.kv.store import KeyTensors, KVStore, Pending, check_optimizer
 from reigen.kv.values import (
     Key,
@@ -70,6 +72,8 @@ class DistStore(KVStore):
         self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
         self._factory = RequestFactory(self._worker)
         self._key_init = KeyInitializer(self._worker, self._factory, config)
+        rejoin = None if math.isinf(self.staleness) else self._rejoin
+        self._leaser = SampleLeaser(self._worker, self._factory, rejoin)
         self.started = member.counters.started
         add_source(member.counters)
         add_source(self)
@@ -142,6 +146,45 @@ class DistStore(KVStore):
             entry = self._keys[key]
             if owner == self._owner and self._factory.codec is not None:
                 entry.residuals = {place.index: residual[place.begin : place.end].copy() for place in entry.places}
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def sample_leases(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        first_epoch: int = 0,
+    ) -> Iterator[SampleLease]:
+        plan, first, stop = checked_plan(
+            num_samples, batch_size, epochs, first_epoch, seed, shuffle=shuffle, drop_last=drop_last
+        )
+        self._check(pushes=True)
+        if self._optimizer is None:
+            raise UnsupportedError(
+                "sample_leases() needs an optimizer on the servers, set by set_optimizer(): without one, a push takes "
+                "the place of the value, which then has one batch only"
+            )
+        if self._config.kv_on_worker_loss == "wait":
+            raise UnsupportedError(
+                "sample_leases() does not work with REIGEN_KV_ON_WORKER_LOSS=wait, where a new process goes on with "
+                "the rounds of a lost one, shard by shard; use an elastic job (reigen run --min-np)"
+            )
+        if not (self.is_elastic or math.isinf(self.staleness)):
+            raise UnsupportedError(
+                f"a store of type {self.type!r} leases samples in elastic jobs only (reigen run --min-np): in others, "
+                "rounds wait for a worker for which there are no samples. Use dist_async, or divide the samples with "
+                "reigen.data"
+            )
+        return self._leaser.leases(plan, first, stop)
+
+    def _rejoin(self) -> None:
+        """Take part in rounds again."""
+        self._key_init.rejoin(list(self._keys.values()))
 
     # -- the other workers --------------------------------------------------------------------------------------------
 

@@ -166,6 +166,10 @@ class KeyInitializer:
         for entry in entries:
             entry.round = min(entry.done, default=0)
 
+    def rejoin(self, entries: Sequence[KeyState]) -> None:
+        """Take part in rounds again that have not begun: of keys that this worker had joined before it left."""
+        self._join(entries)
+
     def _join(self, entries: Sequence[KeyState]) -> None:
         """Take part in rounds that have not begun, in the same ones of all shards of a key."""
         self._ask_rounds(entries)

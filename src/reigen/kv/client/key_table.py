@@ -12,6 +12,7 @@ import numpy as np
 
 from reigen.api.adapter import Array
 from reigen.compression import Codec, Residual, from_params
+from reigen.errors import ArgumentError
 from reigen.kv.client.requests import MAX_PENDING_PUSHES, BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.protocol import (
@@ -108,6 +109,27 @@ class RequestFactory:
         self._worker = worker
         self.codec: Codec | None = None
         self.answer_codec: Codec | None = None
+        #: the number of the batch that this worker has leased, or 0; and the keys that were pushed since
+        self._batch, self._pushed = 0, set[int]()
+
+    def begin_lease(self, batch: int) -> None:
+        """Mark pushes from now on: servers apply one push of a key for each batch."""
+        self._batch, self._pushed = batch, set()
+
+    def end_lease(self) -> None:
+        """Mark pushes no more."""
+        self._batch = 0
+
+    def mark(self, entry: KeyState) -> int:
+        """Return the batch that a push of a key is for; raises ArgumentError if there was one already."""
+        if self._batch:
+            if entry.id in self._pushed:
+                raise ArgumentError(
+                    f"key {entry.name!r} was pushed before in this lease of samples: add up what a batch gives to a "
+                    "key, and push it once"
+                )
+            self._pushed.add(entry.id)
+        return self._batch
 
     def compress(self, params: Mapping[str, object], num_workers: int) -> None:
         """Encode from now on, or not any more ({}); both ends know the codecs from the same words."""
@@ -119,13 +141,13 @@ class RequestFactory:
         kind = MessageKind.PUSH if into is None else MessageKind.PUSHPULL
         codec = self.codec if entry.spec.dtype.is_floating else None
         is_one = len(entry.places) == 1
-        round_number = entry.next_round()
+        batch, round_number = self.mark(entry), entry.next_round()
         try:
             for place in entry.places:
                 part = elements if is_one else elements[place.begin : place.end]
                 out = into if is_one or into is None else into[place.begin : place.end]
                 flags = 0 if codec is None else _ENCODED
-                request = self._request(kind, operation, entry, place, priority, round_number, out, flags)
+                request = self._request(kind, operation, entry, place, priority, round_number, out, flags, batch)
                 if codec is None:
                     request.body, request.block = self._worker.arena.copy(part)
                 else:
@@ -139,11 +161,13 @@ class RequestFactory:
     def push_rows(self, operation: KVOperation, entry: KeyState, indices: Array, rows: Array, priority: int) -> None:
         """Push some rows: of every shard, if only none."""
         requests = []
-        round_number = entry.next_round()
+        batch, round_number = self.mark(entry), entry.next_round()
         try:
             for place, first, last in entry.row_ranges():
                 low, high = np.searchsorted(indices, (first, last))
-                request = self._request(MessageKind.ROW_PUSH, operation, entry, place, priority, round_number)
+                request = self._request(
+                    MessageKind.ROW_PUSH, operation, entry, place, priority, round_number, batch=batch
+                )
                 numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
                 parts = numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8)
                 request.body, request.block = self._worker.arena.copy(*parts)
@@ -193,13 +217,14 @@ class RequestFactory:
         round_number: int = 0,
         into: Array | None = None,
         flags: int = 0,
+        batch: int = 0,
     ) -> ClientRequest:
         spec, codec = entry.spec, None
         if into is not None and spec.dtype.is_floating and spec.stype != ROW_SPARSE:
             codec = self.answer_codec
         header = MessageHeader(
             int(kind), 0, entry.id, place.index, round_number, flags if codec is None else flags | _ENCODE_ANSWER,
-            DTYPE_NUMBERS[spec.dtype.name], priority=priority,
+            DTYPE_NUMBERS[spec.dtype.name], priority=priority, batch=batch,
         )  # fmt: skip
         on_push_over = entry.note if kind in PUSH_KINDS else None
         return ClientRequest(header, place.server, operation, into=into, codec=codec, on_push_over=on_push_over)
@@ -306,11 +331,12 @@ class BatchBuilder:
             return
         first = group.entries[0]
         is_push = self._kind in PUSH_KINDS
+        number = max([self._factory.mark(entry) for entry in group.entries]) if is_push else 0
         numbers = [entry.next_round() if is_push else entry.last_round() for entry in group.entries]
         try:
             header = MessageHeader(
                 self._kind, shard=len(numbers), flags=int(MessageFlag.BATCH),
-                dtype=DTYPE_NUMBERS[first.spec.dtype.name], priority=self._priority,
+                dtype=DTYPE_NUMBERS[first.spec.dtype.name], priority=self._priority, batch=number,
             )  # fmt: skip
             notes = [entry.note for entry in group.entries] if is_push else []
             batch = BatchRequest(

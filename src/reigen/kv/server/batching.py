@@ -121,7 +121,7 @@ class KeyBatch:
         for place, (shard, number) in enumerate(zip(self.shards, numbers, strict=True), 1):
             about = MessageHeader(
                 header.kind, header.request + place, shard.key, 0, number, header.flags & _ANSWER_IN_MEMORY,
-                header.dtype, store=header.store, priority=header.priority,
+                header.dtype, store=header.store, priority=header.priority, batch=header.batch,
             )  # fmt: skip
             parts.append(WorkerRequest(request.connection, about, request.since, batch=request, num_unreleased_parts=1))
         request.parts, request.num_unreleased_parts = {part.header.request: part for part in parts}, len(parts)
@@ -191,6 +191,8 @@ class BatchHandler:
         """Have a batch wait for those of the others, or complete their round; whether that can be done."""
         store, worker = self._store, request.connection.worker
         if store.context.snapshots is not None or (store.settings.optimizer and not batch.dtype.is_floating):
+            return False
+        if request.header.batch:  # shards leave out what they have already, each by itself
             return False
         one = batch.round_of(numbers) or batch.begin(numbers)
         if one is None or worker in one.pushes:

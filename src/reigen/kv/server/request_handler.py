@@ -155,7 +155,9 @@ class RequestHandler:
 
     def _command(self, request: WorkerRequest, body: NDArray[np.uint8]) -> None:
         self._check_aborted()
-        self.store.settings.command(request, COMMAND_CODEC.decode(body.tobytes()))
+        command = COMMAND_CODEC.decode(body.tobytes())
+        carry_out = self.store.leases.commands().get(command.name, self.store.settings.command)
+        carry_out(request, command)
 
     def _init(self, request: WorkerRequest, body: NDArray[np.uint8]) -> None:
         self._check_aborted()

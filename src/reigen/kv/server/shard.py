@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from reigen.compression import Codec
 from reigen.errors import ArgumentError, ConfigError, UnsupportedError, UnsupportedTypeError, WireError
 from reigen.files import Buffer
+from reigen.kv.consistency.sample_leases import NumberSet
 from reigen.kv.consistency.state_machine import (
     ConsistencyEngine,
     ConsistencyInstruction,
@@ -46,6 +47,7 @@ class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
         count, rate: of its slot, if it has one.
         num_earlier: see `Shard`.
         has_slot: an optimizer kept states of it; else it was saved before the store was given one.
+        batches: see `Shard`, as ranges.
     """
 
     key: int
@@ -56,6 +58,7 @@ class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     rate: float | None = None
     num_earlier: int = 0
     has_slot: bool = False
+    batches: tuple[tuple[int, int], ...] = ()
 
 
 class WaitingBatch(Protocol):
@@ -89,11 +92,13 @@ class ValueUpdate:
         parts: what is added up, in rank order.
         scale: factor of the sum.
         num_update: what a learning-rate schedule is asked for; None: how often the shard was updated.
+        batches: leased ones that the parts are of.
     """
 
     parts: Sequence[PushData]
     scale: float = 1.0
     num_update: int | None = None
+    batches: Sequence[int] = ()
 
 
 def shard_bytes(spec: KeySpec, place: ShardRange) -> int:
@@ -121,6 +126,7 @@ class Shard:
             whose states were loaded.
         is_dirty: it differs from the latest snapshot.
         must_save: a snapshot is due.
+        batches: leased ones (`reigen.kv.consistency.sample_leases`) whose pushes are in ``value``.
         length: how many elements it has.
     """
 
@@ -138,6 +144,7 @@ class Shard:
     num_earlier: int = 0
     is_dirty: bool = True
     must_save: bool = False
+    batches: NumberSet = field(default_factory=NumberSet)
     _residual: NDArray[np.float32] | None = None
     #: the sum of the latest round as codes, for the number of changes that it belongs to
     _encoded: tuple[int, bytes] = (-1, b"")
@@ -349,7 +356,9 @@ class Shard:
             arrays["residual"] = self._residual
         if self._encoded[0] == self.num_changes:
             arrays["codes"] = np.frombuffer(self._encoded[1], np.uint8)
-        about = ShardSnapshot(self.key, self.spec, self.place, self.applied, num_earlier=self.num_earlier)
+        about = ShardSnapshot(
+            self.key, self.spec, self.place, self.applied, num_earlier=self.num_earlier, batches=self.batches.ranges()
+        )
         if self.slot is not None:
             about = msgspec.structs.replace(about, count=self.slot.count, rate=self.slot.rate, has_slot=True)
         return packed(about, arrays)
@@ -362,6 +371,7 @@ class Shard:
         self.write(value.reshape(-1).view(np.uint8))
         self.num_changes += any(snapshot.applied.done)  # see `is_sum`
         self.num_earlier = snapshot.num_earlier
+        self.batches = NumberSet(snapshot.batches)
         residual = arrays.get("residual")
         if residual is not None:
             self._residual = np.array(residual, np.float32)

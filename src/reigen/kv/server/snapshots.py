@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from reigen.cluster.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.errors import ConfigError, ReigenError, WireError
 from reigen.files import Buffer, privacy_problem, write_atomically
+from reigen.kv.consistency.sample_leases import LedgerState
 from reigen.kv.protocol import KeySpec, ShardRange
 from reigen.kv.server.shard import ShardId, ShardSnapshot
 from reigen.optim import packed, unpacked
@@ -53,6 +54,7 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
         missed: workers that were lost, and the others go on without.
         incarnations: of all workers' processes that have been here.
         excluded: incarnations of processes of an elastic job that may not go on.
+        ledgers: of leases of samples.
     """
 
     staleness: int | None
@@ -62,6 +64,7 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     missed: tuple[int, ...]
     incarnations: dict[int, int]
     excluded: tuple[int, ...] = ()
+    ledgers: tuple[LedgerState, ...] = ()
 
 
 LoadedShard = tuple[ShardSnapshot, dict[str, NDArray[Any]]]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from reigen.cluster.membership.members import LossPolicy
 from reigen.errors import ArgumentError, CollectiveError, ReigenError, WireError
+from reigen.kv.consistency.sample_leases import select_unapplied
 from reigen.kv.consistency.state_machine import (
     AcknowledgePush,
     AnswerPull,
@@ -59,6 +60,7 @@ from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.key_declarations import KeyDeclarations
 from reigen.kv.server.reduction import PushData
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest, request_of
+from reigen.kv.server.sample_leases import StoreLeases
 from reigen.kv.server.shard import (
     AnswerRequest,
     RestoreStates,
@@ -76,6 +78,8 @@ from reigen.optim import Optimizer
 
 #: Work on fewer bytes is done at once, in a fraction of a millisecond: handing it on takes a good part of that.
 _SMALL_BYTES = 2 << 20
+#: Ranges of batches that a shard keeps, before it looks which ones all shards have.
+_MAX_RANGES = 64
 _ENCODED, _ENCODE_ANSWER = int(MessageFlag.ENCODED), int(MessageFlag.ENCODE_ANSWER)
 #: Keys that are named in a message, and how much of a name.
 _MOST_NAMES, _MAX_NAME_CHARACTERS = 3, 80
@@ -187,6 +191,7 @@ class ServerStore:
     def __post_init__(self) -> None:
         self.declarations = KeyDeclarations(self)
         self.settings = StoreSettings(self, self.context.num_workers)
+        self.leases = StoreLeases(self)
 
     # ---- workers
 
@@ -215,6 +220,8 @@ class ServerStore:
             self._all(WorkerDisconnected(worker))
         self.connections[worker] = connection
         known, self.incarnations[worker] = self.incarnations.get(worker), connection.hello.incarnation
+        if known is not None and known != connection.hello.incarnation:
+            self.leases.release((worker, known))
         if self.is_elastic:
             if known != connection.hello.incarnation or not connection.hello.resumes:  # it asks to join each shard
                 if known is not None and known != connection.hello.incarnation and worker not in self.left:
@@ -237,6 +244,7 @@ class ServerStore:
 
     def has_left(self, worker: int, host: str) -> None:
         """Wait for a worker no more; it may have said goodbye to the process that this server was before."""
+        self.leases.release((worker, self.incarnations.get(worker, 0)))
         if worker not in self.left:
             self.left.add(worker)
             self._all(WorkerLeft(worker))
@@ -245,6 +253,7 @@ class ServerStore:
 
     def lost(self, worker: int, host: str, reason: str, incarnation: int = 0) -> None:
         """Note that the scheduler has given a worker's process up; it may have been replaced in between."""
+        self.leases.release((worker, incarnation or self.incarnations.get(worker, 0)))
         if worker in self.left or (incarnation and self.incarnations.get(worker, incarnation) != incarnation):
             return
         what = _describe_loss(worker, host, reason)
@@ -489,11 +498,23 @@ class ServerStore:
                 self.fail_all(shard, error)
                 return
             shard.settle(target, memory)
+            self._note_batches(shard, update.batches)
             shard.applied = applied
             shard.must_save = self.context.saves_always
 
         num_bytes = shard.num_bytes * (len(update.parts) + 1)
         self.compute([shard], lambda scratch: shard.change(update, optimizer, target, scratch), done, num_bytes)
+
+    def skip(self, shard: Shard, applied: ConsistencyState) -> None:
+        """Go on to another state of a shard's engine: the value has all batches that were pushed already."""
+        shard.applied, shard.is_dirty = applied, True
+        shard.must_save = self.context.saves_always
+
+    def _note_batches(self, shard: Shard, batches: Sequence[int]) -> None:
+        for batch in batches:
+            shard.batches.add(batch)
+        if shard.batches.num_ranges > _MAX_RANGES:
+            self.leases.compact(shard.batches)
 
     def _save_shard(self, shard: Shard) -> None:
         shard.must_save = False
@@ -570,6 +591,7 @@ class ServerStore:
                     self.handle_events(request.shard, *map(RequestExpired, tokens))
         self.declarations.expire(before)
         self.settings.expire(before)
+        self.leases.expire(before)
 
     def waiting(self, before: float) -> Iterator[WaitingWorker]:
         """Yield who has waited for other workers since ``before``, or longer."""
@@ -580,6 +602,7 @@ class ServerStore:
                 yield WaitingWorker(f"key {shard.spec.name!r}", wait.worker, wait.workers, request_of(wait.token).since)
         yield from self.declarations.waiting()
         yield from self.settings.waiting()
+        yield from self.leases.waiting()
 
     def save_all(self) -> None:
         """Begin with a snapshot of every shard that has changed; and have `save` try again if it failed."""
@@ -598,7 +621,7 @@ class ServerStore:
         missed = tuple(self.losses) if self.context.policy is LossPolicy.CONTINUE else ()
         facts = StoreSnapshot(
             staleness, self.settings.state(), self.declarations.initialised(), tuple(sorted(self.left)), missed,
-            dict(self.incarnations), tuple(sorted(self.context.roster.excluded)),
+            dict(self.incarnations), tuple(sorted(self.context.roster.excluded)), self.leases.state(),
         )  # fmt: skip
 
         def done(error: BaseException | None) -> None:
@@ -634,6 +657,7 @@ class ServerStore:
         self.incarnations = dict(facts.incarnations)
         self.context.roster.excluded.update(facts.excluded)
         self.settings.restore(facts.settings)
+        self.leases.restore(facts.ledgers)
         for key, spec, places in facts.keys:
             self.declarations.restore(key, spec, places)
         for snapshot, arrays in shards:
@@ -661,9 +685,28 @@ def _describe_loss(worker: int, host: str, reason: str) -> str:
 
 
 def _combine(store: ServerStore, shard: Shard, what: CombineRound) -> None:
-    parts = [_push_data(token) for token in what.tokens]
     applied = shard.applied.over((what.round,) * store.context.num_workers)
-    store.update(shard, ValueUpdate(parts, what.scale), applied)
+    _update(store, shard, what.tokens, applied, what.scale)
+
+
+def _update(
+    store: ServerStore,
+    shard: Shard,
+    tokens: Sequence[RequestToken],
+    applied: ConsistencyState,
+    scale: float = 1.0,
+    num_update: int | None = None,
+) -> None:
+    """Update a value by pushes, but for those of leased batches that it has already."""
+    batches = [request_of(token).header.batch for token in tokens]
+    if any(batches):
+        kept = select_unapplied(batches, shard.batches)
+        if not kept:
+            store.skip(shard, applied)
+            return
+        tokens, batches = [tokens[place] for place in kept], [batches[place] for place in kept]
+    update = ValueUpdate([_push_data(token) for token in tokens], scale, num_update, list(filter(None, batches)))
+    store.update(shard, update, applied)
 
 
 def _note_state(store: ServerStore, shard: Shard, state: ConsistencyState) -> None:
@@ -681,7 +724,7 @@ def _apply(store: ServerStore, shard: Shard, what: ApplyPush) -> None:
     done = tuple(round if one == worker else n for one, n in enumerate(shard.applied.done))
     begin = 0 if store.settings.optimizer is None else store.settings.optimizer.begin_num_update
     num_update = shard.num_earlier + begin + round
-    store.update(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
+    _update(store, shard, [token], shard.applied.over(done), num_update=num_update)
 
 
 def _report_forgotten(store: ServerStore, shard: Shard, what: RoundsForgotten) -> None:
