@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reigen.elastic.cursor import Cursor, SampleInterval, interval_bounds
 from reigen.data.permutation import KeyedPermutation
+from reigen.elastic.cursor import Cursor, SampleInterval, interval_bounds
 from reigen.errors import ArgumentError
 
 
