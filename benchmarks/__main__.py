@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     add = _add_command(commands, "costs", "messages and bytes on this machine, for `reigen plan`", _costs, 3)
     add("--costs", type=Path, metavar="FILE", help="write what `reigen plan --costs FILE` reads")
     add("--seconds", type=_seconds, default=0.3, metavar="S", help="length of a turn (default: 0.3)")
-    _add_command(commands, "startup", "starting a job, beside starting Python", _startup, 9)
+    _add_command(commands, "startup", "starting a job, compared with starting Python", _startup, 9)
     return parser
 
 

@@ -1,17 +1,17 @@
-"""Autotuning beside a grid of parameters by hand (needs root for stand-in machines; PyTorch).
+"""Autotuning, compared with a grid of parameters (needs root for stand-in machines; PyTorch).
 
     python -m benchmarks.autotune                                about 10 minutes
     python -m benchmarks.autotune wide tiny --json out.json      some workloads; a table as docs/data/records has them,
-                                                                 and beside it out.rounds.json with every round
+                                                                 and out.rounds.json with every round
 
 Each workload is one job of two ranks. It trains from defaults with autotuning until that has ended. Then, in the same
-job, the parameters it began with, those it has chosen and every point of the grid are taken on by turns, some steps
+job, the parameters it began with, those it has chosen and every point of the grid take turns, some steps
 each, in several rounds; a point counts by the median of its times relative to those of the beginning in the same
 round. So what else the machine does meets all points alike. The best of the grid is chosen by one half of the rounds
 and counts by the other half, both ways: the greatest of ten noisy numbers says little.
 
 The size of the parameter server's slices cannot change while a job runs. So `python -m benchmarks.autotune slices` runs
-a job for each size, by turns: two hosts with a worker and a server each.
+a job for each size, alternating: two hosts with a worker and a server each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Workload:
 
     Attributes:
         layers: linear layers, by their width.
-        num_vectors: small parameters besides.
+        num_vectors: additional small parameters.
         batch: rows.
         rate_bits: of the network between two hosts; 0: one host.
         delay_seconds: of each packet, one way.
@@ -79,7 +79,7 @@ SLICES = (1 << 20, 1 << 18, 1 << 22, 1 << 24)
 
 
 def make_grid(base: ParameterPoint) -> list[ParameterPoint]:
-    """Return the points that somebody would try by hand."""
+    """Return the points that a person would try."""
     buckets = [replace(base, bucket_bytes=size * _MIB) for size in (1, 4, 16, 64)]
     fused = [replace(point, fusion_threshold_bytes=4 * _MIB) for point in buckets]
     if not base.tcp_sockets:
@@ -93,7 +93,7 @@ def make_grid(base: ParameterPoint) -> list[ParameterPoint]:
 
 
 class TurnTuner:
-    """Takes points by turns, and measures a step at each.
+    """Takes points alternately, and measures a step at each.
 
     Args:
         points: the first one is what the others are compared with.
@@ -301,7 +301,7 @@ def make_table(found: Mapping[str, dict[str, Any]], rounds: int, command: str, m
     units = {"step": "ms", "tuning ended after": "s"}
     names = [*next(iter(lines.values()), {})]
     columns = [Column(name, units.get(name, "")) for name in names]
-    return make_record(command, f"2 ranks, {rounds} rounds by turns", "workload", columns, lines, machine)
+    return make_record(command, f"2 ranks, {rounds} alternating rounds", "workload", columns, lines, machine)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -309,7 +309,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autotune", description=__doc__)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each point (default: 5)")
-    parser.add_argument("--json", type=Path, help="write the table to this file, and every round beside it")
+    parser.add_argument("--json", type=Path, help="write the table to this file, and every round next to it")
     chosen = parser.parse_args(argv)
     if chosen.workloads == ["slices"]:
         print(run_slices(chosen.rounds))

@@ -1,4 +1,4 @@
-"""How fast one core encodes and decodes gradients, for each codec, beside a copy of as many float32.
+"""How fast one core encodes and decodes gradients, for each codec, compared with a copy of as many float32.
 
     python -m benchmarks.compression                   two sizes, all codecs; about a minute
     python -m benchmarks.compression --mib 4 --codecs 2bit,1bit

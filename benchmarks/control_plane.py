@@ -3,6 +3,7 @@
     python -m benchmarks.control_plane negotiate --ranks 8,128,1000,9900
     python -m benchmarks.control_plane membership --ranks 1000,4000,9900
     python -m benchmarks.control_plane start --hosts 16 --ranks-per-host 8 --rounds 2
+    python -m benchmarks.control_plane membership --table docs/data/records/control-membership.json
 
 ``negotiate``: rank 0 is real: its transport with a connection for each rank that talks to it, its coordinator, its
 messages. The other ranks are state machines of this process at the other ends of the connections. What counts is the
@@ -13,9 +14,9 @@ for those that the response cache knows. The time that messages need on their wa
 in a turn of its own; and the service itself, to which all ranks connect over loopback, leave at once as fast as they
 can, and count what they are told of each other meanwhile.
 
-``start`` (needs root): jobs of `reigen run` on stand-in hosts (`benchmarks/programs/control_plane.py`), by turns with a
-tree and with a star: the time of a start by its phases, what passes rank 0 in a step, and how long it takes until all
-ranks know that one was killed.
+``start`` (needs root): jobs of `reigen run` on stand-in hosts (`benchmarks/programs/control_plane.py`), alternately
+with a tree and with a star: the time of a start by its phases, what passes rank 0 in a step, and how long it takes
+until all ranks know that one was killed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ import json
 import os
 import re
 import resource
+import shlex
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
+from benchmarks.harness.machine import Machine, this_machine
+from benchmarks.harness.record import Column, Line, Quantity, Record, make_record
 from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES, MEMBER_CODEC, LeaveJob, RegisterMember
 from reigen.cluster.membership.table import GroupTable
@@ -57,6 +63,7 @@ _DEADLINE_SECONDS = 600.0
 _WAIT_SECONDS = 60.0
 _THRESHOLD_BYTES = 128 << 20
 _CACHE_CAPACITY = 1024
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -330,7 +337,7 @@ def _operation(name: str) -> Operation:
     return Operation(OperationKind.ALLREDUCE, name, "float32", (1024,))
 
 
-def measure_start(num_hosts: int, ranks_per_host: int, tree: bool) -> dict[str, object]:
+def measure_start(num_hosts: int, ranks_per_host: int, tree: bool) -> dict[str, Any]:
     """Start a job, and return its figures.
 
     Raises:
@@ -361,6 +368,85 @@ def measure_start(num_hosts: int, ranks_per_host: int, tree: bool) -> dict[str, 
     return {"layout": "tree" if tree else "star", **figures, "told": len(told), "last_told_seconds": last}
 
 
+# -- tables of docs/data/records --------------------------------------------------------------------------------------
+
+
+def negotiation_table(found: Sequence[NegotiationCost], command: str, machine: Machine) -> Record:
+    """Return what negotiations cost, as a table: a line for each number of ranks and layout."""
+    most = max(cost.tensors for cost in found)
+    new, many, one = f"{most} new", f"{most} cached", "1 cached"
+    both, size, relay = (
+        "messages to and from rank 0",
+        f"bytes, {many}: in, out",
+        f"the busiest relay: {new}, {many}, {one}",
+    )
+    jobs: dict[tuple[int, str], dict[str, NegotiationCost]] = {}
+    for cost in found:
+        kind = new if not cost.cached else one if cost.tensors < most else many
+        jobs.setdefault((cost.ranks, cost.layout), {})[kind] = cost
+    lines: list[Line] = []
+    for (ranks, layout), costs in jobs.items():
+        cells: dict[str, Quantity | str] = {"": layout, **{kind: _short(cost.cpu_ms) for kind, cost in costs.items()}}
+        cells[both] = f"{costs[many].messages_in:,}, {costs[many].messages_out:,}"
+        cells[size] = f"{costs[many].bytes_in:,}, {costs[many].bytes_out:,}"
+        if any(cost.relay_cpu_ms for cost in costs.values()):
+            cells[relay] = ", ".join(str(_short(costs[kind].relay_cpu_ms)) for kind in (new, many, one))
+        lines.append(Line(f"{ranks:,}", cells))
+    columns = [Column(name) for name in ("", new, many, one, both, size, relay)]
+    return make_record(command, "milliseconds of one processor", "ranks", columns, lines, machine)
+
+
+def membership_table(found: Sequence[MembershipCost], command: str, machine: Machine) -> Record:
+    """Return what the membership costs, as a table."""
+    lines = [
+        Line(
+            f"{cost.ranks:,}",
+            {
+                "registering": _short(cost.register_cpu_seconds),
+                "leaving": _short(cost.service_cpu_seconds),
+                "messages": Quantity(cost.messages, 0),
+            },
+        )
+        for cost in found
+    ]
+    columns = [Column("registering", "s"), Column("leaving", "s"), Column("messages")]
+    return make_record(command, "seconds of one processor", "ranks", columns, lines, machine)
+
+
+#: Lines of `start`: what they are called, and which figures they show.
+_START_LINES = {
+    "all ranks are ready, s": ("started_seconds",),
+    "`init()`, median of the ranks, s": ("init",),
+    "processor time of rank 0, ms a step": ("rank_0_cpu_ms_per_step",),
+    "messages to and from rank 0, a step": ("messages_in", "messages_out"),
+    "bytes to and from rank 0, a step": ("bytes_in", "bytes_out"),
+    "a step, ms": ("step_ms",),
+    "from the end of a rank that is killed until the last rank knows, s": ("last_told_seconds",),
+}
+
+
+def start_table(found: Sequence[dict[str, Any]], command: str, machine: Machine) -> Record:
+    """Return what starts were like, as a table: medians over the rounds of each layout."""
+    layouts = sorted({figures["layout"] for figures in found})
+    lines: list[Line] = []
+    for title, names in _START_LINES.items():
+        cells: dict[str, Quantity | str] = {}
+        for layout in layouts:
+            rounds = [{**each, **each["phases_median"]} for each in found if each["layout"] == layout]
+            values = [[each[name] for each in rounds if each[name] is not None] for name in names]
+            if all(values):
+                medians = [statistics.median(each) for each in values]
+                cells[layout] = ", ".join(f"{value:,.0f}" for value in medians) if medians[1:] else _short(medians[0])
+        lines.append(Line(title, cells))
+    size = found[0]["ranks"]
+    conditions = f"{size} ranks with NumPy on stand-in hosts that share this machine"
+    return make_record(command, conditions, f"{size} real ranks", [Column(name) for name in layouts], lines, machine)
+
+
+def _short(value: float) -> Quantity:
+    return Quantity(value, 0 if value >= 20 else 1 if value >= 1 else 2 if value >= 0.1 else 3)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure; one JSON line for each figure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
@@ -377,25 +463,44 @@ def main(arguments: Sequence[str]) -> int:
     start.add_argument("--hosts", type=int, default=16)
     start.add_argument("--ranks-per-host", type=int, default=8)
     start.add_argument("--rounds", type=int, default=1)
+    for each in (negotiate, membership, start):
+        each.add_argument("--table", type=Path, metavar="FILE", help="also write the table there")
     chosen = parser.parse_args(arguments)
-    if chosen.command == "start":
-        for _ in range(chosen.rounds):
-            for tree in (True, False):
-                print(json.dumps(measure_start(chosen.hosts, chosen.ranks_per_host, tree)), flush=True)
-        return 0
-    sizes = [int(size) for size in chosen.ranks.split(",")]
+    words = re.sub(r" --table[= ]\S+", "", shlex.join(arguments))
+    command, machine = f"python -m benchmarks.control_plane {words}", this_machine()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a connection
-    if chosen.command == "membership":
-        for size in sizes:
-            print(json.dumps(asdict(measure_membership(size))), flush=True)
-        return 0
-    for size in sizes:
+    table: Record
+    if chosen.command == "start":
+        table = start_table(list(_printed(_starts(chosen))), command, machine)
+    elif chosen.command == "membership":
+        costs = (measure_membership(int(size)) for size in chosen.ranks.split(","))
+        table = membership_table(list(_printed(costs)), command, machine)
+    else:
+        table = negotiation_table(list(_printed(_negotiations(chosen))), command, machine)
+    if chosen.table is not None:
+        table.save(chosen.table)
+    return 0
+
+
+def _negotiations(chosen: argparse.Namespace) -> Iterator[NegotiationCost]:
+    for size in map(int, chosen.ranks.split(",")):
         for layout in chosen.layouts.split(","):
             ranks_per_host = chosen.ranks_per_host if layout == "tree" else 0
-            for cost in measure_negotiation(size, ranks_per_host, chosen.tensors, chosen.steps):
-                print(json.dumps(asdict(cost)), flush=True)
-    return 0
+            yield from measure_negotiation(size, ranks_per_host, chosen.tensors, chosen.steps)
+
+
+def _starts(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for _ in range(chosen.rounds):
+        for tree in (True, False):
+            yield measure_start(chosen.hosts, chosen.ranks_per_host, tree)
+
+
+def _printed(found: Iterable[_Found]) -> Iterator[_Found]:
+    """Print each when it is there, as a line of JSON."""
+    for each in found:
+        print(json.dumps(each if isinstance(each, dict) else asdict(cast("Any", each))), flush=True)
+        yield each
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time of a training step on a GPU: ranks that do not communicate, Reigen, and DDP over NCCL; in one job, by turns.
+"""Time of a training step on a GPU: ranks that do not communicate, Reigen, and DDP over NCCL; in one job, alternating.
 
     reigen run -np 2 python -m benchmarks.cuda_step
     reigen run -np 2 python -m benchmarks.cuda_step --json docs/data/records/gpu.json

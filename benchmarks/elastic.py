@@ -1,4 +1,4 @@
-"""Seconds from the death of a rank until the others have made the next step, beside torchrun; and cost without faults.
+"""Seconds from the death of a rank until the next step of the others, also with torchrun; and the cost without faults.
 
     python -m benchmarks.elastic kills --rounds 10
     python -m benchmarks.elastic cost --rounds 20
@@ -6,13 +6,13 @@
     python -m benchmarks.elastic spares --rounds 8 --parameters 25
 
 ``kills``: two jobs of four ranks train the same model on this host, one with `hvd.elastic` below `reigen run`, one with
-DDP below ``torchrun --max-restarts``, whose processes go on from a checkpoint. By turns, a rank of one of them is
-killed, while the other stands still (SIGSTOP). Taken is the time until a step has ended on all ranks that there are
-then: three here, four new ones there; and how many steps were lost. ``cost``: milliseconds of a step in a static job,
-in an elastic one, and in one that commits each step, by turns. ``join``: milliseconds that a newcomer to a
+DDP below ``torchrun --max-restarts``, whose processes go on from a checkpoint. A rank of one of them is killed,
+alternately, while the other is stopped (SIGSTOP). Measured is the time until a step has ended on all ranks that there
+are then: three here, four new ones there; and how many steps were lost. ``cost``: milliseconds of a step in a static
+job, in an elastic one, and in one that commits each step, alternating. ``join``: milliseconds that a newcomer to a
 `hvd.elastic.Job` costs its three members: what the longest step around the change took more than a usual one of four
 ranks, and of that the parts. ``spares``: two jobs of three ranks and a spare, with ``--spares 1`` and ``--spares
-1:warm``, by turns: a rank that takes samples is killed at a random moment. Taken is the time from the kill until the
+1:warm``, alternating: a rank that takes samples is killed at a random moment. Taken is the time from the kill until the
 next step has begun, and has ended, on three ranks, and until one has ended whose samples three ranks have taken, the
 spare among them; and how long a usual step is, also in a job without spares. One JSON line comes out; ``--json FILE``
 writes a table, as docs/data/records has them.
@@ -184,7 +184,7 @@ def kill_one(job: TrainingJob, left: int, chances: random.Random) -> tuple[float
 
 
 def measure_kills(rounds: int, seed: int) -> dict[str, object]:
-    """Kill ranks of both jobs by turns."""
+    """Kill ranks of both jobs alternately."""
     chances = random.Random(seed)
     found: dict[str, list[tuple[float, int]]] = {"reigen": [], "torchrun": []}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -220,7 +220,7 @@ def measure_kills(rounds: int, seed: int) -> dict[str, object]:
 
 
 def measure_cost(rounds: int) -> dict[str, object]:
-    """Make steps in a static job and in two elastic ones, by turns."""
+    """Make steps in a static job and in two elastic ones, alternately."""
     found: dict[str, list[float]] = {"static": [], "elastic": [], "commits": []}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         jobs = {}
@@ -291,7 +291,7 @@ def kill_for_spare(job: TrainingJob, chances: random.Random) -> dict[str, float]
     os.kill(victim, signal.SIGKILL)
 
     def seconds(kind: str, *, is_whole: bool) -> float | None:
-        """Until the first step of these ranks, in a view behind the kill, has begun or ended on all that must."""
+        """Until the first step of these ranks, in a view after the kill, has begun or ended on all that must."""
         others = {pid: each for pid, each in job.marks().items() if pid in marks and pid != victim}
         first = []
         for pid, each in others.items():
@@ -313,7 +313,7 @@ def kill_for_spare(job: TrainingJob, chances: random.Random) -> dict[str, float]
 
 
 def measure_spares(rounds: int, parameters: float, optimizer: str, seed: int) -> dict[str, object]:
-    """Kill ranks of two jobs with spares by turns; and measure steps of a third one, without any."""
+    """Kill ranks of two jobs with spares alternately, and measure steps of a third one, without any."""
     chances = random.Random(seed)
     options = {"spares 1": ["--spares", "1"], "spares 1:warm": ["--spares", "1:warm"], "no spares": []}
     found: dict[str, list[dict[str, float]]] = {who: [] for who in options}
@@ -374,8 +374,8 @@ def join_costs(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
 #: What the table of `kills` calls its jobs.
 _KILLED = {
     "reigen": "Reigen, until the three others have ended a step",
-    "torchrun": "`torchrun --max-restarts`, until four new processes have ended a step behind a checkpoint "
-    "of every tenth one",
+    "torchrun": "`torchrun --max-restarts`, until four new processes have ended a step, with a checkpoint "
+    "at every tenth step",
 }
 #: What the table of `spares` calls its jobs, and what is taken.
 _SPARES = {"spares 1": "`--spares 1`", "spares 1:warm": "`--spares 1:warm`", "no spares": "3 ranks, no spare"}

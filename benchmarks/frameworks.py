@@ -1,4 +1,4 @@
-"""`reigen bench frameworks`: what Reigen costs in TensorFlow, Keras and JAX, beside PyTorch and their own ways."""
+"""`reigen bench frameworks`: what Reigen costs in TensorFlow, Keras and JAX, compared with PyTorch and with their own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Way:
 
     Attributes:
         name: what tables call it.
-        program: what each rank runs: a file beside this one, or a module.
+        program: what each rank runs: a file in this directory, or a module.
         variant: of the case.
         alone: the mode of one rank that its overhead is told from; empty: it is itself one rank.
         needs: modules that must be installed.
@@ -403,7 +403,7 @@ def _measure_imports(settings: Settings, document: Document, report: Report) -> 
 
 
 def import_seconds(framework: str) -> tuple[float, float]:
-    """Seconds of a framework's import in a new process, and of Reigen's for it behind that.
+    """Seconds of a framework's import in a new process, and then of Reigen's for it.
 
     Raises:
         LaunchError: an import failed, or took too long.

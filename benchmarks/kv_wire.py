@@ -3,11 +3,13 @@
     python -m benchmarks.kv_wire                                          everything; about 17 minutes
     python -m benchmarks.kv_wire wire --rates 1000 --layouts 2w2s
     python -m benchmarks.kv_wire compression --layouts together
+    python -m benchmarks.kv_wire wire --table docs/data/records/kv-wire.json
+    python -m benchmarks.kv_wire compression --table docs/data/records/compression-gain.json
 
 ``wire``: pushpull of one array and of ResNet-50's gradients beside what must go through the narrowest connection in one
 direction, at the limited rate, in which headers count (an Ethernet frame of 1514 bytes carries 1448 of data). What is
-pushed and what comes back go in different directions, so both may take the whole rate at the same time. Beside it, by
-turns, plain sockets that exchange as many bytes (`benchmarks/plain_star.py`): what the machines and their TCP allow.
+pushed and what comes back go in different directions, so both may take the whole rate at the same time. Plain sockets
+exchange as many bytes, alternating with it (`benchmarks/plain_star.py`): what the machines and their TCP allow.
 
 ``compression``: how many times as fast an exchange is with codes than without: where servers add up (gradients come
 back, as codes too) and where they update weights (which come back as they are). On machines of their own servers
@@ -20,6 +22,7 @@ All machines share this one's processors. Which of the two was the limit, the pa
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 import tempfile
@@ -33,6 +36,8 @@ from rich.console import Console
 from benchmarks import plain_star
 from benchmarks.harness.crew import Crew, CrewSpec
 from benchmarks.harness.figures import Timeline
+from benchmarks.harness.machine import Machine
+from benchmarks.harness.record import Column, Line, Quantity, Record, make_record
 from benchmarks.harness.report import Document, Row, Verdict, format_seconds, markdown, show
 from benchmarks.harness.schedule import Mode, about, alternate, crews, to_stderr
 from benchmarks.harness.servers import Seat, parameter_servers, reigen_role, worker_starts
@@ -168,6 +173,7 @@ class Bench:
         self.settings = settings
         self.document = Document(command, 2, settings.rounds)
         self.tables: dict[str, list[list[str]]] = {part: [] for part in PARTS}
+        self.lines: dict[str, list[Line]] = {part: [] for part in PARTS}
 
     def wire(self) -> None:
         """The array and the gradients, at each rate."""
@@ -220,6 +226,8 @@ class Bench:
             figures = [format_seconds(seconds), f"{part:.3f}", f"{moved:.3f}", f"{counted[name].num_sent_again:.0f}"]
             self.tables["wire"].append([what, layout.words, f"{rate / 1e6:g} Mbit/s", _HOW[name], *figures])
             if name == PLAIN:
+                counts = (moved, counted[name].num_sent_again)
+                self.lines["wire"].append(wire_line(what, layout.words, rate, seconds, part, *counts))
                 self._verdict(f"{title}: part of the wire's limit", part, _WIRE_PART)
         if PLAIN in took and SOCKETS in took:
             self._verdict(f"{title}: plain sockets / reigen", took[SOCKETS] / took[PLAIN], _WIRE_PART)
@@ -228,6 +236,8 @@ class Bench:
         self, layout: Layout, what: str, suffix: str, took: Mapping[str, float], modes: Mapping[str, Counted]
     ) -> None:
         base = plain(suffix)
+        if base in took:
+            self.lines["compression"].append(gain_line(layout.words, what, base, took))
         for use, seconds in took.items():
             codec = use.partition("+")[0] if use != base else "none"
             moved = f"{modes[use].busiest_bytes / 1e6:.2f} MB"
@@ -261,6 +271,47 @@ def shape(hosts: Hosts, rate_bits: float) -> None:
         host.shape(rate_bits)
 
 
+# -- tables of docs/data/records --------------------------------------------------------------------------------------
+
+_WITHOUT = "without codes"
+_COLUMNS = {
+    "wire": ("machines", "each", "time", "part of the wire", "bytes on it / needed", "segments retransmitted"),
+    "compression": ("", *CODECS, _WITHOUT),
+}
+_TITLES = {"wire": "what", "compression": "machines"}
+
+
+def wire_line(
+    what: str, machines: str, rate_bits: float, seconds: float, part: float, moved: float, num_sent_again: float
+) -> Line:
+    """Return a line of the part "wire", of the columns above."""
+    figures = (Quantity(part, 3), Quantity(moved, 3), Quantity(num_sent_again, 0))
+    cells = (machines, f"{rate_bits / 1e6:g} Mbit/s", _duration(seconds), *figures)
+    return Line(what, dict(zip(_COLUMNS["wire"], cells, strict=True)))
+
+
+def gain_line(machines: str, what: str, base: str, took: Mapping[str, float]) -> Line:
+    """Return a line of the part "compression": how many times as fast each codec is as ``base``, which has none."""
+    ratios = {use.partition("+")[0]: took[base] / seconds for use, seconds in took.items() if use != base}
+    gains = {codec: Quantity(ratio, 1 if ratio >= 10 else 2) for codec, ratio in ratios.items()}
+    return Line(machines, {"": what, **gains, _WITHOUT: _duration(took[base])})
+
+
+def make_table(part: str, lines: Sequence[Line], command: str, settings: Settings, machine: Machine) -> Record:
+    """Return what was found of a part, as a table."""
+    conditions = f"stand-in hosts that share this machine, medians of {settings.rounds} rounds"
+    if part == "compression":
+        conditions += f"; {settings.slow_rate_bits / 1e6:g} Mbit/s in each direction, one array of "
+        conditions += format_size(settings.slow_bytes)
+    return make_record(command, conditions, _TITLES[part], [Column(name) for name in _COLUMNS[part]], lines, machine)
+
+
+def _duration(seconds: float) -> Quantity:
+    return Quantity(seconds, unit="s") if seconds >= 1 else Quantity(1e3 * seconds, 0, unit="ms")
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
 _HOW = {PLAIN: "reigen", SOCKETS: SOCKETS}
 _HEADINGS = {
     "wire": ("what", "machines", "each", "how", "time", "part of the wire", "bytes on it / needed", "sent again"),
@@ -269,8 +320,11 @@ _HEADINGS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    chosen = _parser().parse_args(arguments)
-    command = shlex.join(["python", "benchmarks/kv_wire.py", *arguments])
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.table is not None and len(chosen.parts) != 1:
+        parser.error("--table needs one part: wire or compression")
+    command = shlex.join(["python", "-m", "benchmarks.kv_wire", *arguments])
     settings = Settings(
         tuple(LAYOUTS[name] for name in chosen.layouts.split(",")),
         tuple(1e6 * float(rate) for rate in chosen.rates.split(",")),
@@ -293,6 +347,10 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\n{markdown(_HEADINGS[part], lines)}")
     if chosen.json is not None:
         bench.document.save(chosen.json)
+    if chosen.table is not None:
+        [part] = chosen.parts
+        plain_command = re.sub(r" --(?:json|table)[= ]\S+", "", command)
+        make_table(part, bench.lines[part], plain_command, settings, bench.document.machine).save(chosen.table)
     return 1 if bench.document.has_failed("") else 0
 
 
@@ -306,7 +364,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-size", default="25MiB", metavar="BYTES", help="the array, of compression (25MiB)")
     parser.add_argument("--rounds", type=int, default=2, metavar="R", help="turns of each mode (2)")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="length of a turn (2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was found there")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table there, of one part")
     return parser
 
 

@@ -3,11 +3,12 @@
     python -m benchmarks.packet_loss --loss 0.3 --peer-timeout 5 --connections 500 --seconds 120
     python -m benchmarks.packet_loss --loss 0.05 --connections 2000 --seconds 600
     python -m benchmarks.packet_loss --loss 0.3 --traffic 0.5 --connections 200 --seconds 120
+    python -m benchmarks.packet_loss --table docs/data/records/packet-loss.json        all of `CASES`; 20 minutes
 
 Two stand-in machines (root; namespaces and iptables) hold so many connections with `reigen.net.sockets.set_keepalive`
 at both ends, between which each machine drops that share of what it receives. What is computed is the mean number of
 connections that an independent model of Linux's timers loses; at a loss that makes it large, the measured number must
-agree, and then what is computed for a small loss can be believed. One JSON line comes out.
+agree, and then what is computed for a small loss can be believed. Each measurement prints one JSON line.
 
 The model. Idle: an end probes after ``idle`` seconds without an answer, then every ``interval``; a probe is in vain
 with q = 1 - (1-p)^2; after n in vain the connection is over. Busy (``--traffic``: one end sends a byte so often, in
@@ -28,8 +29,13 @@ import random
 import selectors
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+from benchmarks.harness.machine import Machine, this_machine
+from benchmarks.harness.record import Column, Quantity, Record, make_record
 from reigen.net.sockets import KeepalivePlan, set_keepalive
 from tests.lab import Host, Hosts
 
@@ -135,7 +141,75 @@ def measure(arguments: argparse.Namespace) -> tuple[int, float]:
     return len(ends), lived / 3600
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class LossFigures:
+    """What one measurement has found.
+
+    Attributes:
+        lost: connections that were given up.
+        hours: for which all connections together had lived.
+        computed_per_hour: how many connections of the model are given up in an hour.
+    """
+
+    lost: int
+    hours: float
+    computed_per_hour: float
+
+
+def run_case(arguments: argparse.Namespace) -> LossFigures:
+    """Compute and measure one case, and print it."""
+    plan = KeepalivePlan.of(arguments.peer_timeout)
+    if arguments.traffic:
+        rate = busy_losses_per_hour(arguments.loss, plan, arguments.traffic)
+    else:
+        rate = idle_losses_per_hour(arguments.loss, plan)
+    found = LossFigures(*measure(arguments), rate)
+    case = {name: value for name, value in vars(arguments).items() if name != "table"}
+    figures = {"lost": found.lost, "hours": round(found.hours, 2), "lost_per_hour": round(found.lost / found.hours, 3)}
+    probes = [plan.idle_seconds, plan.interval_seconds, plan.num_probes]
+    print(json.dumps(case | {"probes": probes, **figures, "computed_per_hour": rate, "kernel": platform.release()}))
+    return found
+
+
+#: Lines of the table: what it calls them, and the options that differ from the defaults.
+CASES: Mapping[str, Mapping[str, float]] = {
+    "5 %": {"loss": 0.05, "connections": 2000, "seconds": 600.0},
+    "50 %": {"loss": 0.5, "seconds": 300.0},
+    "30 %": {"loss": 0.3, "peer_timeout": 5.0, "seconds": 120.0},
+    "20 %": {"loss": 0.2, "peer_timeout": 5.0, "seconds": 120.0},
+    "30 %, three messages a second": {
+        "loss": 0.3,
+        "peer_timeout": 5.0,
+        "traffic": 1 / 3,
+        "connections": 200,
+        "seconds": 120.0,
+    },
+}
+_TIMEOUT, _MEASURED, _COMPUTED = "REIGEN_PEER_TIMEOUT", "measured: connections lost per hour", "computed"
+
+
+def make_table(found: Mapping[str, tuple[argparse.Namespace, LossFigures]], machine: Machine) -> Record:
+    """Return all cases, as a table."""
+    lines: dict[str, dict[str, Quantity | str]] = {}
+    for title, (case, figures) in found.items():
+        measured: Quantity | str = f"none of {case.connections} connections in {figures.hours:.0f} hours"
+        if figures.lost:
+            measured = _rate(figures.lost / figures.hours)
+        timeout = Quantity(case.peer_timeout, 0, unit="s")
+        lines[title] = {_TIMEOUT: timeout, _MEASURED: measured, _COMPUTED: _rate(figures.computed_per_hour)}
+    columns = [Column(name) for name in (_TIMEOUT, _MEASURED, _COMPUTED)]
+    conditions = f"stand-in hosts, Linux {platform.release()}"
+    return make_record("python -m benchmarks.packet_loss", conditions, "packets lost", columns, lines, machine)
+
+
+def _rate(per_hour: float) -> Quantity | str:
+    if 0 < per_hour < 0.05:
+        return f"{per_hour:.0e}"
+    return Quantity(per_hour, 1 if per_hour < 50 else 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure one case, or all of the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loss", type=float, default=0.05, help="which share of packets is lost, each way")
     parser.add_argument("--peer-timeout", type=float, default=20.0, help="REIGEN_PEER_TIMEOUT")
@@ -143,17 +217,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--traffic", type=float, default=0.0, help="seconds between two messages; 0: none")
     parser.add_argument("--bulk", action="store_true", help="as connections for bulk data")
-    arguments = parser.parse_args()
-    plan = KeepalivePlan.of(arguments.peer_timeout)
-    if arguments.traffic:
-        rate = busy_losses_per_hour(arguments.loss, plan, arguments.traffic)
-    else:
-        rate = idle_losses_per_hour(arguments.loss, plan)
-    lost, hours = measure(arguments)
-    print(json.dumps(vars(arguments) | {
-        "probes": [plan.idle_seconds, plan.interval_seconds, plan.num_probes], "lost": lost, "hours": round(hours, 2),
-        "lost_per_hour": round(lost / hours, 3), "computed_per_hour": rate, "kernel": platform.release(),
-    }))  # fmt: skip
+    parser.add_argument("--table", type=Path, metavar="FILE", help="measure all cases of the table, and write it there")
+    options = parser.parse_args(arguments)
+    if options.table is None:
+        run_case(options)
+        return
+    machine, defaults = this_machine(), vars(parser.parse_args([]))
+    cases = {title: argparse.Namespace(**{**defaults, **case}) for title, case in CASES.items()}
+    make_table({title: (case, run_case(case)) for title, case in cases.items()}, machine).save(options.table)
 
 
 if __name__ == "__main__":

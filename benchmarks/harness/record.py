@@ -1,4 +1,4 @@
-"""Tables of figures as data: what benchmarks write whose figures are no times of modes by turns, and pages show."""
+"""Tables of figures as data: what benchmarks write, other than times of alternating modes, and pages show."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Quantity(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         value: what was measured, or computed of that.
         digits: how many decimals are shown.
-        low: the smallest of several, beside the value; None: not shown.
+        low: the smallest of several, shown after the value; None: not shown.
         high: the largest.
-        note: words behind it.
-        unit: its own, where the column has none; shown behind it.
+        note: words after it.
+        unit: its own, where the column has none; shown after it.
     """
 
     value: float
@@ -72,9 +72,9 @@ class Record(msgspec.Struct, frozen=True):
 
     Attributes:
         command: what was run; empty if there were several, which the conditions name, or none.
-        created: when, in ISO 8601; empty where nobody has noted it.
+        created: when, in ISO 8601; empty where that is not known.
         conditions: the machine, its load, how often.
-        is_by_hand: no command has printed the figures.
+        is_manual: the figures were not printed by a command.
         title: heading of the lines' titles.
         columns: the others.
         lines: in the order of the table.
@@ -83,7 +83,7 @@ class Record(msgspec.Struct, frozen=True):
     command: str
     created: str
     conditions: str
-    is_by_hand: bool
+    is_manual: bool
     title: str
     columns: tuple[Column, ...]
     lines: tuple[Line, ...]
@@ -98,8 +98,8 @@ class Record(msgspec.Struct, frozen=True):
         """Return where the figures are from, as a line of the page."""
         parts = [f"`{self.command}`" if self.command else "", self.created[:10]]
         start = ", ".join(part for part in parts if part)
-        if self.is_by_hand:
-            start = f"{start}, by hand" if start else "By hand"
+        if self.is_manual:
+            start = f"{start}, measured manually" if start else "Measured manually"
         return f"{start}: {self.conditions}." if start else f"{self.conditions}."
 
     def save(self, path: Path) -> None:
@@ -112,7 +112,7 @@ def make_record(
     conditions: str,
     title: str,
     columns: Sequence[Column],
-    lines: Mapping[str, Mapping[str, Quantity | str]],
+    lines: Mapping[str, Mapping[str, Quantity | str]] | Sequence[Line],
     machine: Machine,
     versions: Mapping[str, str] | None = None,
 ) -> Record:
@@ -123,13 +123,14 @@ def make_record(
         conditions: number of ranks, rounds, and the like.
         title: heading of the first column.
         columns: the others.
-        lines: their cells by title and by name of the column.
+        lines: their cells by title and by name of the column; or the lines, where titles repeat.
         machine: as it was before.
-        versions: of what is measured beside Reigen and Python.
+        versions: of what is measured, other than Reigen and Python.
     """
     known = {"reigen": __version__, "python": sys.version.split()[0], **(versions or {})}
-    text = f"{conditions}; {machine.cpu}, {machine.num_cores} cores, load before it {machine.load:.1f}; "
+    text = f"{conditions}; {machine.cpu}, {machine.num_cores} cores, load before the run {machine.load:.1f}; "
     text += ", ".join(f"{name} {version}" for name, version in known.items())
-    made = tuple(Line(name, dict(cells)) for name, cells in lines.items())
+    if isinstance(lines, Mapping):
+        lines = [Line(name, dict(cells)) for name, cells in lines.items()]
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Record(command, created, text, False, title, tuple(columns), made)
+    return Record(command, created, text, False, title, tuple(columns), tuple(lines))

@@ -1,7 +1,7 @@
 """Tables of docs/data/records: ``python -m tools.docs.records FILE`` makes those of shared parameters anew.
 
 FILE is what ``reigen bench train-step --models mlp,deep --optimizers sgd,adam --memory --json FILE`` has written. The
-other records are what ``--json`` of their benchmarks writes, or figures that were written down by hand.
+other records are what ``--json`` or ``--table`` of their benchmarks writes, or figures that were entered manually.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def shared_parameters(results: Results) -> dict[str, Record]:
         found = ratios.get(title)
         if found is not None:
             line[_RATIO] = Quantity(found.value, 2, found.low, found.high)
-    machine = f"{results.machine.cpu}, {results.machine.num_cores} cores, load before it {results.machine.load:.1f}"
+    machine = (
+        f"{results.machine.cpu}, {results.machine.num_cores} cores, load before the run {results.machine.load:.1f}"
+    )
     conditions = f"{results.num_ranks} ranks, medians of {results.rounds} rounds; {machine}"
     columns = [Column(name, "ms") for name in _MODES] + [Column(_RATIO)]
     plain = [Column(name) for name in _MODES]

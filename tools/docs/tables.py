@@ -317,7 +317,7 @@ def origin(results: Results, ranks: str = "") -> str:
     ranks = ranks or f"{results.num_ranks} ranks"
     return (
         f"`{command}`, {results.created[:10]}: {ranks}, medians of {results.rounds} rounds; "
-        f"{results.machine.cpu}, {results.machine.num_cores} cores, load before it {results.machine.load:.1f}; "
+        f"{results.machine.cpu}, {results.machine.num_cores} cores, load before the run {results.machine.load:.1f}; "
         f"{versions}."
     )
 

@@ -22,7 +22,7 @@ MACHINE = Machine("a processor", 2, 1 << 30, "Linux", 1.25)
 def record(**changes: Any) -> Record:
     columns = (Column("median", "s"), Column("how"))
     lines = (Line("a", {"median": Quantity(0.1, 3), "how": "by itself"}), Line("b", {"how": "with others"}))
-    fields = {"command": "run", "created": "2026-11-27T01:02:03+00:00", "conditions": "quiet", "is_by_hand": False}
+    fields = {"command": "run", "created": "2026-11-27T01:02:03+00:00", "conditions": "quiet", "is_manual": False}
     return Record(**{**fields, "title": "what", "columns": columns, "lines": lines, **changes})
 
 
@@ -49,8 +49,8 @@ def test_a_record_is_a_table_and_where_it_is_from() -> None:
     ("changes", "origin"),
     [
         ({"created": ""}, "`run`: quiet."),
-        ({"created": "", "is_by_hand": True}, "`run`, by hand: quiet."),
-        ({"created": "", "command": "", "is_by_hand": True}, "By hand: quiet."),
+        ({"created": "", "is_manual": True}, "`run`, measured manually: quiet."),
+        ({"created": "", "command": "", "is_manual": True}, "Measured manually: quiet."),
         ({"created": "", "command": ""}, "quiet."),
     ],
 )
@@ -68,7 +68,7 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
     [
         ("{", "is no table: Input data was truncated"),
         ("{}", "is no table: Object missing required field `command`"),
-        ('{"is_by_hand": "no"', "is no table"),
+        ('{"is_manual": "no"', "is no table"),
     ],
 )
 def test_a_file_of_something_else_is_named(tmp_path: Path, text: str, reason: str) -> None:
@@ -111,7 +111,9 @@ def test_shared_parameters_are_made_of_what_the_benchmark_writes(tmp_path: Path)
     [_, line] = found["shared-memory"].cells()
     assert line == ["mlp, Adam", "5.8", "5.8", "5.8", "2.5"]
     assert found["shared-memory"].origin().startswith("`reigen bench train-step --memory`, ")
-    assert found["shared-memory"].origin().endswith("medians of 3 rounds; a processor, 2 cores, load before it 1.2.")
+    assert (
+        found["shared-memory"].origin().endswith("medians of 3 rounds; a processor, 2 cores, load before the run 1.2.")
+    )
 
 
 def test_the_command_writes_both_tables(
@@ -136,7 +138,7 @@ def test_kills_and_newcomers_are_written_as_the_page_has_them() -> None:
     assert headings(shown) == headings(published)
     assert [line.title for line in shown.lines] == [line.title for line in published.lines]
     assert [cells[1:] for cells in shown.cells()[1:]] == [["0.12", "0.20", "none"], ["25.80", "38.20", "0 to 10"]]
-    assert "8 rounds; a processor, 2 cores, load before it 1.2" in shown.origin()
+    assert "8 rounds; a processor, 2 cores, load before the run 1.2" in shown.origin()
     join = {"parameters": 25.0, "optimizer": "sgd", "joins": 3, "usual_ms": [310.0, 300.0, 320.0]}
     join |= {"pause_ms": [380.0, 290.0, 400.0], "transfer_ms": [90.0, 80.0, 100.0]}
     shown = elastic.make_table("join", 3, join, "join", MACHINE)
@@ -252,3 +254,99 @@ def test_errors_of_the_planner_are_written_as_the_page_has_them() -> None:
         ["**all that are held out**", "3", "15.0 %", "30.0 %", "1", "2"],
         ["two hosts", "1", "1.0 %", "1.0 %", "1", "1"],
     ]
+
+
+def test_servers_on_a_wire_are_written_as_the_page_has_them() -> None:
+    kv_wire = pytest.importorskip("benchmarks.kv_wire")
+    settings = kv_wire.Settings((), (200e6,), 100 << 20, 100e6, 25 << 20, 2, 2.0)
+    wire = [
+        kv_wire.wire_line("one array of 100 MiB", "2 workers, 1 server", 200e6, 9.3, 0.902, 1.002, 131.0),
+        kv_wire.wire_line("one array of 100 MiB", "2 workers, 2 servers", 1e9, 0.898, 0.934, 1.002, 23.0),
+    ]
+    shown, published = kv_wire.make_table("wire", wire, "run", settings, MACHINE), read_record(RECORDS / "kv-wire.json")
+    assert headings(shown) == headings(published)
+    assert [cells in published.cells() for cells in shown.cells()] == [True] * 3
+    took = {"plain": 4.9, "2bit": 0.288, "1bit": 0.1365, "fp16": 2.44}
+    gain = [kv_wire.gain_line("2 workers, 1 server", "servers add up", "plain", took)]
+    shown = kv_wire.make_table("compression", gain, "run", settings, MACHINE)
+    assert shown.cells() == read_record(RECORDS / "compression-gain.json").cells()[:2]
+    assert shown.origin().startswith("`run`, ")
+    assert "medians of 2 rounds; 100 Mbit/s in each direction, one array of 25 MiB; a processor" in shown.origin()
+    took = {"sgd": 5.35, "2bit+sgd": 5.35 / 1.22}
+    [line] = kv_wire.make_table("compression", [kv_wire.gain_line("a", "b", "sgd", took)], "", settings, MACHINE).lines
+    assert {name: str(cell) for name, cell in line.cells.items()} == {
+        "": "b",
+        "2bit": "1.22",
+        "without codes": "5.35 s",
+    }
+
+
+def test_lost_connections_are_written_as_the_page_has_them() -> None:
+    packet_loss = pytest.importorskip("benchmarks.packet_loss")
+    counts = {"50 %": (88, 10.0, 10.38), "20 %": (740, 10.0, 79.2), "5 %": (0, 333.3, 1.2e-13)}
+    defaults = {"peer_timeout": 20.0, "connections": 500}
+    found = {
+        title: (argparse.Namespace(**{**defaults, **packet_loss.CASES[title]}), packet_loss.LossFigures(*figures))
+        for title, figures in counts.items()
+    }
+    shown, published = packet_loss.make_table(found, MACHINE), read_record(RECORDS / "packet-loss.json")
+    assert headings(shown) == headings(published)
+    assert list(packet_loss.CASES) == [line.title for line in published.lines]
+    assert [cells in published.cells() for cells in shown.cells()[1:3]] == [True] * 2
+    assert shown.cells()[3] == ["5 %", "20 s", "none of 2000 connections in 333 hours", "1e-13"]
+
+
+def test_the_control_plane_is_written_as_the_pages_have_it() -> None:
+    control_plane = pytest.importorskip("benchmarks.control_plane")
+    rows = [(64, False, 7.1, 1.2), (64, True, 1.24, 0.561), (1, True, 0.38, 0.12)]
+    costs = [
+        control_plane.NegotiationCost(1000, "tree", tensors, cached, cpu, relay, 23, 22, 2987, 2970)
+        for tensors, cached, cpu, relay in rows
+    ]
+    shown = control_plane.negotiation_table(costs, "run", MACHINE)
+    assert headings(shown) == headings(read_record(RECORDS / "control-negotiation.json"))
+    assert shown.cells()[1] == ["1,000", "tree", "7.1", "1.2", "0.38", "23, 22", "2,987, 2,970", "1.2, 0.56, 0.12"]
+    membership = [control_plane.MembershipCost(9900, 0.37, 100.0, 9.04, 164_086)]
+    shown = control_plane.membership_table(membership, "run", MACHINE)
+    assert headings(shown) == headings(read_record(RECORDS / "control-membership.json"))
+    assert shown.cells()[1] == ["9,900", "0.37", "9.0", "164,086"]
+    start = {"ranks": 128, "started_seconds": 30.0, "phases_median": {"init": 5.0}, "rank_0_cpu_ms_per_step": 6.9}
+    start |= {"messages_in": 41.0, "messages_out": 43.0, "bytes_in": 659.0, "bytes_out": 577.0, "step_ms": 258.0}
+    found = [
+        {**start, "layout": "tree", "last_told_seconds": 0.85},
+        {**start, "layout": "star", "last_told_seconds": None},
+    ]
+    shown = control_plane.start_table(found, "run", MACHINE)
+    assert headings(shown) == headings(read_record(RECORDS / "control-start.json"))
+    assert shown.cells()[3:5] == [
+        ["processor time of rank 0, ms a step", "6.9", "6.9"],
+        ["messages to and from rank 0, a step", "41, 43", "41, 43"],
+    ]
+    assert shown.cells()[-1][1:] == ["", "0.85"]
+
+
+def test_verdicts_are_counted_and_written_as_the_page_has_them() -> None:
+    verdicts = pytest.importorskip("benchmarks.verdicts")
+    cause, confidence = verdicts.Cause, verdicts.Confidence
+
+    def verdict(first: Any, *others: Any, sure: bool = False) -> Any:
+        found = [verdicts.JobVerdict(each, 0.5, confidence.CLEAR if sure else confidence.LIKELY, "") for each in others]
+        return verdicts.JobVerdict(first, 0.5, confidence.CLEAR if sure else confidence.LIKELY, "", others=tuple(found))
+
+    found = verdicts.count_verdicts(
+        cause.LATE_RANK,
+        [
+            verdict(cause.LATE_RANK, sure=True),
+            verdict(cause.LATE_RANK, cause.MEMORY),
+            verdict(cause.PROCESSORS, cause.LATE_RANK, sure=True),
+            verdict(cause.UNCLEAR),
+        ],
+    )
+    others = frozenset({cause.MEMORY, cause.PROCESSORS})
+    assert found == verdicts.VerdictCount(runs=4, first=2, named=3, clear=1, others=others)
+    shown = verdicts.make_table({"slow_rank": found}, "python -m benchmarks.verdicts --runs 4", MACHINE)
+    published = read_record(RECORDS / "verdicts.json")
+    assert headings(shown) == headings(published)
+    assert [kind.title for kind in verdicts.KINDS.values()] == [line.title for line in published.lines]
+    options = ["slow_rank", "-np 2, 25"]
+    assert shown.cells()[1][1:] == [*options, "2 of 4", "3 of 4", "1 of 4", "memory, processors"]

@@ -89,7 +89,7 @@ def test_the_origin_is_told(tmp_path: Path) -> None:
     document.save(tmp_path / "a.json")
     text = draw(BY_NAME["train-step"], read_results(tmp_path / "a.json"))
     assert f"`reigen bench x`, {document.created[:10]}: 2 ranks, medians of 3 rounds; {document.machine.cpu}" in text
-    assert f"load before it {document.machine.load:.1f}" in text
+    assert f"load before the run {document.machine.load:.1f}" in text
 
 
 def test_a_table_that_has_nothing_to_show_is_an_error(tmp_path: Path) -> None:
