@@ -1,4 +1,4 @@
-"""`reigen bench frameworks`: what Reigen costs in TensorFlow, Keras and JAX, compared with PyTorch and with their own."""
+"""`reigen bench frameworks`: what Reigen costs in TensorFlow, Keras and JAX, compared with their own."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Store:
     Attributes:
         system: REIGEN or MXNET.
         num_servers: how many.
-        use: "plain": the servers add up; else what is set besides: an optimizer, a compression.
+        use: "plain": the servers add up; else what is also set: an optimizer, a compression.
     """
 
     system: str

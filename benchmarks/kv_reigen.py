@@ -1,6 +1,6 @@
 """Reigen's dist_sync for `benchmarks/kv.py` and `benchmarks/kv_wire.py`: one worker.
 
-The name of a case says what is set besides: "plain" nothing, "sgd" an optimizer, "2bit+sgd" that and compression.
+The name of a case says what is also set: "plain" nothing, "sgd" an optimizer, "2bit+sgd" that and compression.
 """
 
 from __future__ import annotations

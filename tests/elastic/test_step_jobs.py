@@ -342,7 +342,7 @@ def test_a_newcomer_gives_away_no_state_that_was_not_compared(server: ForkServer
         ledger.read(job.members)
     has = next(line for line in newcomer.lines if line.startswith("HAS"))
     if overlap == "1":
-        assert "is compared with that of its source in its first step: call state_dict() behind that step" in has
+        assert "is compared with that of its source in its first step: call state_dict() after that step" in has
     else:
         assert has == f"HAS {first_step_of(newcomer)}"
     assert not path.exists()

@@ -253,7 +253,7 @@ def test_a_key_is_declared_anew_before_the_first_push_only():
             workers[1].pull("w", 0, shard=1)
         push(workers[0], "w", 1, value)
         workers[0].pull("w", 0)  # so the push has arrived
-        with pytest.raises(ArgumentError, match="was pushed; it cannot be declared anew"):
+        with pytest.raises(ArgumentError, match="was pushed; it cannot be declared again"):
             workers[1].declare("w", (64,), generation=2)
 
 

@@ -266,7 +266,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path):
     torch.save({"weights": torch.zeros(2)}, other)
     for content in (b"", b"no checkpoint", whole[: len(whole) // 2], whole[:-10], other.getvalue()):
         path.write_bytes(content)
-        said = r"job\.pt cannot be read as the checkpoint of a job: .*Name an older one, or remove it to begin anew"
+        said = r"job\.pt cannot be read as the checkpoint of a job: .*Name an older one, or remove it to start over"
         with pytest.raises(ArgumentError, match=said), make(resume=path)[2]:
             pass
     path.write_bytes(whole)

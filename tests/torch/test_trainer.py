@@ -612,7 +612,7 @@ def test_a_file_of_code_is_refused(tmp_path):
         trainer.load_states(tmp_path / "nothing")
 
 
-# ---------------------------------------------------------------- a store of somebody else
+# ---------------------------------------------------------------- another library's store
 
 
 class Doubling:

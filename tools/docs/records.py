@@ -79,9 +79,8 @@ def shared_parameters(results: Results) -> dict[str, Record]:
         found = ratios.get(title)
         if found is not None:
             line[_RATIO] = Quantity(found.value, 2, found.low, found.high)
-    machine = (
-        f"{results.machine.cpu}, {results.machine.num_cores} cores, load before the run {results.machine.load:.1f}"
-    )
+    host = results.machine
+    machine = f"{host.cpu}, {host.num_cores} cores, load before the run {host.load:.1f}"
     conditions = f"{results.num_ranks} ranks, medians of {results.rounds} rounds; {machine}"
     columns = [Column(name, "ms") for name in _MODES] + [Column(_RATIO)]
     plain = [Column(name) for name in _MODES]

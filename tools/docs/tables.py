@@ -242,7 +242,7 @@ RECORD_NAMES = (
     *("shared-parameters", "shared-memory", "gpu", "autotune"),
     *("kv-wire", "replica-check", "launchers", "engines"),
     *("control-negotiation", "control-membership", "control-start"),
-    *("compression-speed", "compression-passes", "compression-gain"),
+    *("compression-speed", "compression-gain"),
     *("packet-loss", "metrics-cost", "planner-accuracy", "verdicts"),
 )
 #: Tables of figures beside their budgets: (file of results, what their claims begin with).

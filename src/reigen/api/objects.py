@@ -152,7 +152,7 @@ def _compare(
     receivers = [rank for rank, payload in zip(ranks, exchanged.payloads, strict=True) if payload]
     raise AuthenticationError(
         f"{'an unnamed object' if name is None else name}: what {name_ranks(senders)} sent was changed on its way "
-        f"to {name_ranks(receivers)}, or something else was put in its place, by somebody between the hosts who "
+        f"to {name_ranks(receivers)}, or something else was put in its place, by an attacker between the hosts who "
         "does not know this job's secret. No rank has read it. Where others can change what hosts send to each other, "
         "set REIGEN_TLS=1: it protects tensors, too"
     )

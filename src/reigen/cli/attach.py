@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     """Attach to a job, or list the jobs; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="reigen attach",
-        description="Be the launcher of a job of `reigen run --on-launcher-loss continue` whose launcher was lost. "
-        "Without JOB: list such jobs of this user on this host.",
+        description="Take the place of the lost launcher of a `reigen run --on-launcher-loss continue` job. Without "
+        "JOB: list such jobs of this user on this host.",
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="name of the job")
     chosen = parser.parse_args(arguments)

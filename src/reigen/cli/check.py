@@ -84,20 +84,22 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reigen check",
-        description="Say what is installed here, whether jobs can run, and how they would; or, with --hosts, whether "
+        description="Show what is installed here, and whether and how jobs can run; or, with --hosts, whether "
         "these hosts can run jobs together, and how fast they talk to each other.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add(
-        "--report", action="store_true", help="print all that an issue should tell, without secrets, ready to be pasted"
+        "--report",
+        action="store_true",
+        help="print everything that an issue should contain, without secrets, ready to paste",
     )
     add("--json", action="store_true", help="print it as one JSON document")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("-H", "--hosts", metavar="HOSTS", help="look at these hosts: h1,h2")
-    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="look at the hosts of this file, a line each")
+    which.add_argument("-H", "--hosts", metavar="HOSTS", help="check these hosts: h1,h2")
+    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="check the hosts in this file, one per line")
     add_ssh_options(parser.add_argument)
-    parser.add_argument("--network-interfaces", metavar="X", help="interfaces through which they may talk: eth0,eth1")
+    parser.add_argument("--network-interfaces", metavar="X", help="interfaces that they may use: eth0,eth1")
     add_elastic_options(parser)
     return parser
 

@@ -23,14 +23,14 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--elastic``, and the options of `reigen run` that describe the job."""
     group = parser.add_argument_group("elastic jobs (docs/elastic.md)")
     add = group.add_argument
-    add("--elastic", action="store_true", help="say which losses an elastic job with these options would survive")
+    add("--elastic", action="store_true", help="show which losses an elastic job with these options would survive")
     add("-np", "--num-proc", dest="num_ranks", type=int, metavar="N")
     add("--min-np", dest="min_ranks", type=int, metavar="N")
     add("--max-np", dest="max_ranks", type=int, metavar="N")
-    add("--host-discovery-script", metavar="COMMAND", help="is run once")
+    add("--host-discovery-script", metavar="COMMAND", help="run once, to find the hosts")
     add("--slots-per-host", type=int, metavar="N")
     add("--on-launcher-loss", choices=("end", "continue"), default="end")
-    add("--witness-dir", metavar="DIR", help="a directory that all hosts share; it is not looked at")
+    add("--witness-dir", metavar="DIR", help="a directory that all hosts share; it is not opened")
 
 
 def check_elastic(chosen: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from reigen.errors import ConfigError
 from reigen.kv.run_role import run_role
 
 _EPILOG = """\
-Which job this is, the environment says. By hand, for all its processes alike:
+The environment says which job this is. If you start processes yourself, set the same for all of them:
   DMLC_PS_ROOT_URI   name or address of the host where the scheduler runs
   DMLC_PS_ROOT_PORT  the port at which it listens
   DMLC_NUM_WORKER    how many workers there are

@@ -132,31 +132,30 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-n", "--num-workers", type=int, required=True, metavar="N", help="how many workers")
     add("-s", "--num-servers", type=int, metavar="M", help="how many servers (default: as many as workers)")
-    add("-H", "--hostfile", metavar="FILE", help="hosts, a line each; needed unless --launcher is local")
+    add("-H", "--hostfile", metavar="FILE", help="hosts, one per line; needed unless --launcher is local")
     add(
         "--launcher",
         default="ssh",
         metavar="NAME",
-        help="how processes are started: local, on this host alone; ssh, on others (the default); slurm, in a job of "
-        "Slurm's; sge, in a job of Grid Engine's, which is submitted if this is in none; lsf, pbs, in a job of theirs; "
-        "kubernetes, in a job that is submitted there; yarn, in an application of YARN's that is submitted; nodes, in "
-        "a job that runs this on every node; mpi, by mpirun",
+        help="how processes are started: local, on this host only; ssh, on other hosts (the default); slurm, lsf, "
+        "pbs, in a job of that system; sge, in a Grid Engine job, which is submitted if this is not in one; "
+        "kubernetes, yarn, in a job that is submitted; nodes, in a job that runs this command on every node; mpi, by mpirun",
     )
     for role in ("worker", "server"):
         add(
             f"--slurm-{role}-nodes",
             type=int,
             metavar="N",
-            help=f"Slurm: nodes for {role}s alone (default: all for both)",
+            help=f"Slurm: nodes for {role}s only (default: all nodes for both)",
         )
-    add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
+    add("--sync-dst-dir", metavar="DIR", help="first copy the working directory there with rsync, and run in the copy")
     for role in ("server", "worker"):
         add(
             f"--env-{role}",
             action="append",
             default=[],
             metavar="NAME:VALUE",
-            help=f"set a variable for all {role}s alone; may be repeated",
+            help=f"set a variable for all {role}s only; may be repeated",
         )
     add(
         "--env",
@@ -164,9 +163,13 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="let a variable travel that belongs to the host (HOME, TMPDIR ...); all others do anyway",
+        help="also pass on a variable that belongs to the host (HOME, TMPDIR ...); all others are passed on anyway",
     )
-    add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
+    add(
+        "--as-mxnet",
+        action="store_true",
+        help="use Reigen's stores for MXNet's distributed ones, in unmodified scripts",
+    )
     add("--p3", action="store_true", help="set DMLC_PS_VAN_TYPE=p3, for MXNet; Reigen respects priorities anyway")
     add_restart_option(add)
     add_output_options(parser.add_argument_group("output").add_argument)
@@ -174,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add_ssh_options(parser.add_argument_group("other hosts").add_argument)
     add_submission_options(parser)
     add("--exit-code-file", type=Path, help=argparse.SUPPRESS)  # the job's, for the process that has submitted it
-    add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what every process runs")
+    add("command", nargs=argparse.REMAINDER, metavar="command ...", help="the command that every process runs")
     return parser
 
 

@@ -18,13 +18,13 @@ COMMANDS = {
     "attach": "take the place of a launcher that was lost, or list jobs that go on without one",
     "top": "show the ranks of a running job as a live table",
     "launch": "the same with parameter servers, and with the options of MXNet's launch.py",
-    "server": "be a parameter server of the job that the environment tells of",
-    "scheduler": "bring the workers and servers of that job together",
-    "check": "say what is installed here, whether jobs can run, and how",
-    "migrate": "say what to change in a project for Horovod, torch.distributed or MXNet, and change it",
-    "bench": "measure, beside the peers, in one run",
-    "trace": "say what a timeline tells, and what to do about it",
-    "plan": "predict speed and cost on a described cluster, and how many servers to take",
+    "server": "run a parameter server of the job that the environment describes",
+    "scheduler": "run the scheduler of that job",
+    "check": "show what is installed here, and whether and how jobs can run",
+    "migrate": "find what to change in a project for Horovod, torch.distributed or MXNet, and change it",
+    "bench": "measure Reigen and its peers in one run",
+    "trace": "summarize a timeline: what bounded the job, and what to do about it",
+    "plan": "predict speed and cost on a described cluster, and the best number of servers",
 }
 
 

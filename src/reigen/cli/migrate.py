@@ -18,16 +18,16 @@ from reigen.migrate.findings import LineFinding
 
 _EPILOG = """\
 Nothing of the project is run. Lines of Python (also in notebooks), shell scripts, batch files, YAML, Dockerfiles and
-lists of packages are looked at, and said to be one of:
+requirements files are read, and reported as one of:
 
-  works   works as it is, if `reigen run` is given the option that is named
-  change  is to be changed: by the diff, which --apply makes, or by hand
-  cannot  cannot work, and why; what to do instead
+  works   works unchanged, if `reigen run` gets the option that is named
+  change  has to be changed: by the diff, which --apply applies, or manually
+  cannot  cannot work; the reason, and what to do instead
 
 Edits of DistributedDataParallel are made for all files of a program or for none. A second --apply changes nothing.
 
-exit code: 0 nothing is left to do, or --check was not given; 1 with --check: something is; 2 a file could not be read
-or written
+exit code: 0 nothing is left to do, or --check was not given; 1 with --check: something is left; 2 a file could not be
+read or written
 
 examples: reigen migrate train.py
           reigen migrate . --apply
@@ -60,15 +60,15 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reigen migrate",
-        description="Say of each line of a project that uses Horovod, torch.distributed or MXNet's KVStore what works "
-        "with Reigen as it is, what to change, and what cannot work.",
+        description="Report for each line of a project that uses Horovod, torch.distributed or MXNet's KVStore whether "
+        "it works with Reigen unchanged, has to be changed, or cannot work.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("paths", nargs="+", type=Path, metavar="PATH", help="files, or directories with all that is in them")
-    add("--apply", action="store_true", help="make the edits of the diff")
+    add("paths", nargs="+", type=Path, metavar="PATH", help="files, or directories with everything in them")
+    add("--apply", action="store_true", help="apply the diff")
     add("--check", action="store_true", help="exit with 1 if anything is left to do, for CI")
     add("--json", action="store_true", help="print one JSON document")
     add("--no-diff", dest="diff", action="store_false", help="do not print the diff")

@@ -74,13 +74,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("profile", nargs="?", metavar="train.json", help="profile of one rank")
     parser.add_argument("--model", choices=sorted(MODELS), help="a built-in model instead of a profile")
     parser.add_argument(
-        "--samples-per-second", type=_positive, metavar="N", help="(--model) what one rank alone trains in a second"
+        "--samples-per-second", type=_positive, metavar="N", help="(--model) samples per second of one rank alone"
     )
-    parser.add_argument("--batch", type=_count, metavar="N", help="(--model) samples of one rank in a step")
+    parser.add_argument("--batch", type=_count, metavar="N", help="(--model) samples of one rank per step")
     parser.add_argument("--cluster", required=True, metavar="cluster.yaml", help="hosts, links, prices")
-    parser.add_argument("--costs", metavar="FILE", help="calibration that `reigen bench` has written")
+    parser.add_argument("--costs", metavar="FILE", help="calibration written by `reigen bench`")
     parser.add_argument(
-        "--ranks", type=_counts, default=[], metavar="N,N", help="jobs of so many ranks, on the first hosts"
+        "--ranks",
+        type=_counts,
+        default=[],
+        metavar="N,N",
+        help="predict for these numbers of ranks, on the first hosts",
     )
     parser.add_argument(
         "--servers", type=_counts, default=[], metavar="N,N", help="numbers of servers (default: 1 to 2 x workers)"
@@ -96,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--update-on-workers", action="store_true", help="(servers) workers update the weights, servers only add up"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--picture", metavar="FILE", help="draw throughputs and efficiencies, too (SVG)")
+    parser.add_argument("--picture", metavar="FILE", help="also draw throughputs and efficiencies (SVG)")
     return parser
 
 

@@ -23,17 +23,18 @@ The command and its arguments are passed on as they are, without a shell; `--` m
 line by line with the rank in front. When a process fails, the others are stopped, its last words are printed last, and
 its exit code is that of `reigen run` (128 + n for a signal n).
 
-In a job of Slurm's, the ranks run on its nodes, as many as it has tasks; nothing else has to be said. So it is in a
-parallel job of Grid Engine's, in jobs of LSF's and of PBS's, with their slots.
+In a Slurm job, the ranks run on its nodes, as many as it has tasks; no other option is needed. The same holds in a
+parallel Grid Engine job and in LSF and PBS jobs, with their slots.
 
 Other hosts are reached by ssh, which must work without a password; its configuration and known hosts are respected.
-They need the same Reigen. The ranks there have the environment of this shell, but for what belongs to a host or a
-login, and the same working directory, or a copy of it (--sync-dst-dir). Nothing starts unless all hosts are ready.
+They need the same version of Reigen. The ranks there have the environment of this shell, except for variables that
+belong to a host or a login, and the same working directory, or a copy of it (--sync-dst-dir). Nothing starts until all
+hosts are ready.
 
-With -s, parameter servers run beside the ranks, which are their workers (`reigen.kv`); they end with the job.
+With -s, parameter servers run in addition to the ranks, which are their workers (`reigen.kv`); they end with the job.
 
 Options win over the environment, and the environment over the configuration file. All other options of horovodrun are
-accepted, too; where they can have no effect, `reigen run` says so.
+also accepted; `reigen run` says which of them have no effect.
 
 examples: reigen run -np 4 python train.py --epochs 3
           reigen run -np 8 -H h1:4,h2:4 python train.py
@@ -88,36 +89,44 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
         if not _PORT.fullmatch("".join(words[place + 1 : place + 2])):
             words[place] = "--dashboard="
             chosen = parser.parse_args(words)
-            if len(chosen.command) < len(words) - place:  # the command has what is behind it at most
+            if len(chosen.command) < len(words) - place:  # the command has at most what comes after it
                 return chosen
     return parser.parse_args(arguments)
 
 
 def _add_general(add: AddArgument) -> None:
     add("-v", "--version", action="version", version=f"reigen {__version__}")
-    add("-cb", "--check-build", action="store_true", help="say what there is, in the form of horovodrun, and end")
+    add("-cb", "--check-build", action="store_true", help="show what is available, in horovodrun's format, and exit")
     add(
         "-np",
         "--num-proc",
         dest="num_ranks",
         type=_parse_num_ranks,
         metavar="N",
-        help="how many processes; auto, the default in an engine's job: as many as that has slots",
+        help="number of processes; auto, the default in a job of a batch system: as many as it has slots",
     )
-    add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
-    add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
-    add("--torchrun-env", action="store_true", help="set RANK, WORLD_SIZE, MASTER_ADDR ... too, for torch.distributed")
-    add("--config-file", type=Path, metavar="FILE", help="settings in YAML, as horovodrun reads them")
+    add(
+        "--as-horovod",
+        action="store_true",
+        help="`import horovod` imports Reigen, in the command and in what it starts",
+    )
+    add(
+        "--as-mxnet",
+        action="store_true",
+        help="use Reigen's stores for MXNet's distributed ones, in unmodified scripts",
+    )
+    add("--torchrun-env", action="store_true", help="also set RANK, WORLD_SIZE, MASTER_ADDR ..., for torch.distributed")
+    add("--config-file", type=Path, metavar="FILE", help="settings in YAML, in horovodrun's format")
     add(
         "--bind",
         choices=CPU_BINDINGS,
-        help="bind ranks to processors, or do not (default: where there is at least one for each rank)",
+        help="whether to bind ranks to processors (default: if there is at least one for each rank)",
     )
     add(
         "--no-verdict",
         dest="verdict",
         action="store_false",
-        help="do not say at the end what bounded the job, where that is known: from a timeline, or from metrics",
+        help="do not report at the end what bounded the job, if a timeline or metrics show it",
     )
 
 
@@ -129,8 +138,12 @@ def _parse_num_ranks(text: str) -> int | None:
 
 
 def _add_servers(add: AddArgument) -> None:
-    add("-s", "--num-servers", dest="num_servers", type=int, metavar="N", help="how many (default: none)")
-    add("--server-hosts", metavar="HOSTS", help="hosts where they run, in turn: h1,h2 (default: those of the ranks)")
+    add("-s", "--num-servers", dest="num_servers", type=int, metavar="N", help="number of servers (default: 0)")
+    add(
+        "--server-hosts",
+        metavar="HOSTS",
+        help="hosts on which servers run, round-robin: h1,h2 (default: those of the ranks)",
+    )
     add_restart_option(add)
 
 
@@ -140,14 +153,14 @@ def add_restart_option(add: AddArgument) -> None:
         "--replicate-servers",
         type=int,
         metavar="N",
-        help="2: what a server holds is in the memory of another one, too, from which it is started again (default: 1)",
+        help="2: keep a copy of each server's data in another server's memory, to restart it from (default: 1)",
     )
     add(
         "--server-restarts",
         type=int,
         default=3,
         metavar="N",
-        help="how often the scheduler, or a server that keeps snapshots, may be started again (default: 3)",
+        help="restarts of the scheduler, and of each server that keeps snapshots or copies, at most (default: 3)",
     )
 
 
@@ -158,34 +171,34 @@ def add_output_options(add: AddArgument) -> None:
         type=float,
         default=5.0,
         metavar="S",
-        help="time between asking a process to stop and killing it (default: 5)",
+        help="seconds between asking a process to stop and killing it (default: 5)",
     )
     add(
         "--gpus-per-rank",
         type=int,
         metavar="N",
-        help="let each rank see N GPUs of its host alone (default: all see all, and choose by their local rank)",
+        help="give each rank N GPUs of its host (default: ranks see all GPUs, and choose by their local rank)",
     )
     add(
         "--requeue-on-notice",
         action="store_true",
-        help="when the job has ended after its engine announced an end, run it again (Grid Engine: exit code 99)",
+        help="requeue a job that ended because its batch system announced its end (Grid Engine: exit code 99)",
     )
-    add("--verbose", action="store_true", help="say what is started, where, and why there")
+    add("--verbose", action="store_true", help="show what is started, where, and why there")
     add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
     add(
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
         dest="timestamps",
         action="store_true",
-        help="print lines with the time",
+        help="print the time before each line",
     )
     add(
         "--output-filename",
         dest="output_directory",
         type=Path,
         metavar="DIR",
-        help="keep what each rank prints in DIR/rank.N/stdout and DIR/rank.N/stderr, too",
+        help="also write the output of each rank to DIR/rank.N/stdout and DIR/rank.N/stderr",
     )
 
 
@@ -194,41 +207,40 @@ def add_metrics_options(add: AddArgument) -> None:
     add(
         "--metrics-port",
         metavar="[HOST:]PORT",
-        help="serve the metrics of all ranks for Prometheus, at http://127.0.0.1:PORT/metrics; 0: any port. For other "
-        "hosts: an address, and REIGEN_METRICS_TOKEN",
+        help="serve the metrics of all ranks for Prometheus, at http://127.0.0.1:PORT/metrics; 0: any free port. To "
+        "serve other hosts, give an address, and set REIGEN_METRICS_TOKEN",
     )
     add(
         "--top",
         action="store_true",
-        help="show a live table of all ranks below the output; where stderr is no terminal, a line now and then",
+        help="show a live table of all ranks below the output; if stderr is not a terminal, a line now and then",
     )
     add(
         "--dashboard",
         metavar="[[HOST:]PORT]",
-        help="show the same and its history in a browser, at a URL that is printed; without a port: any one. For other "
-        "hosts: an address",
+        help="show the same and its history in a browser, at a URL that is printed; without a port: any free one. To "
+        "serve other hosts, give an address",
     )
-    add("--metrics-file", type=Path, metavar="FILE", help="write them as JSON lines, one for each rank and second")
+    add("--metrics-file", type=Path, metavar="FILE", help="write the metrics as JSON lines, one per rank and second")
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     add = group.add_mutually_exclusive_group().add_argument
-    add("-H", "--hosts", metavar="HOST:N", help="hosts and how many ranks each may have: h1:4,h2:4")
-    add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file, a line each: h1 slots=4")
+    add("-H", "--hosts", metavar="HOST:N", help="hosts, and the number of ranks that each may have: h1:4,h2:4")
+    add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file, one host per line: h1 slots=4")
     group.add_argument(
         "--launcher",
         metavar="NAME",
-        help="how ranks are started: local, on this host alone; ssh, on others, too (the default); slurm, in a job of "
-        "Slurm's, sge, in one of Grid Engine's, lsf, pbs (the default there); mpi, anywhere by mpirun, of which "
-        "--mpi-args and --binding-args hold further options; or one of another package, by its name or as "
-        "MODULE:FACTORY",
+        help="how ranks are started: local, on this host only; ssh, also on others (the default); slurm, sge, lsf, "
+        "pbs, in a job of that system (the default there); mpi, by mpirun, with the further options in --mpi-args and "
+        "--binding-args; or a launcher of another package, by name or as MODULE:FACTORY",
     )
     group.add_argument(
         "--nodes-from-env",
         action="store_true",
-        help="every node of the job runs this command, and finds the others by its engine's variables: pods of "
-        "Kubernetes, containers of SageMaker (the same as --launcher nodes)",
+        help="every node of the job runs this command, and finds the others by the variables that the system sets: "
+        "Kubernetes pods, SageMaker containers (the same as --launcher nodes)",
     )
     _add_elastic(parser, group, add)
 
@@ -238,7 +250,7 @@ def _add_elastic(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup
     add_hosts(
         "--host-discovery-script",
         metavar="FILE",
-        help="program that prints the hosts of an elastic job, name:slots each, and is asked again every second",
+        help="program that prints the hosts of an elastic job as name:slots; it is run every second",
     )
     add = group.add_argument
     add(
@@ -247,57 +259,61 @@ def _add_elastic(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup
         dest="min_ranks",
         type=int,
         metavar="N",
-        help="an elastic job: it goes on while so many processes are left (default: -np)",
+        help="make the job elastic: it continues while at least N processes are left (default: -np)",
     )
-    add("--max-np", "--max-num-proc", dest="max_ranks", type=int, metavar="N", help="and has at most so many")
+    add("--max-np", "--max-num-proc", dest="max_ranks", type=int, metavar="N", help="most processes of an elastic job")
     witness = parser.add_mutually_exclusive_group().add_argument
     witness(
         "--witness",
         action="store_true",
-        help="this command, on a host without ranks, votes where an elastic job has an even number of hosts: then "
-        "either half may go on, if it reaches this host",
+        help="let this command, on a host without ranks, vote if an elastic job has an even number of hosts: then "
+        "the half that reaches this host may continue",
     )
-    witness("--witness-dir", metavar="DIR", help="the same by files in a directory that all hosts share")
+    witness("--witness-dir", metavar="DIR", help="the same with files in a directory that all hosts share")
     add(
         "--on-launcher-loss",
         choices=LAUNCHER_LOSS_CHOICES,
         default=LAUNCHER_LOSS_CHOICES[0],
-        help="whether an elastic job ends when this command is killed or its terminal goes, or continues without it; "
+        help="whether an elastic job stops or continues when this command is killed or its terminal is closed; "
         "`reigen attach` takes its place (default: stop)",
     )
     add(
         "--blacklist",
         choices=BLACKLISTS,
-        help="what rests in an elastic job when a process has failed: its place, or its whole host, as with horovodrun "
-        "(default: seat; with --as-horovod host)",
+        help="what an elastic job does not use for a while after a process has failed: its place, or its whole host, "
+        "as horovodrun does (default: seat; with --as-horovod host)",
     )
     add(
         "--spares",
         metavar="N[:warm]",
-        help="so many more processes of an elastic job are started, and wait to take the places of those that die; "
-        "with :warm they make a PyTorch hvd.elastic.Job's steps meanwhile, without samples, and have its state",
+        help="start N more processes of an elastic job, which wait to replace processes that die; with :warm they take "
+        "part in the steps of a PyTorch hvd.elastic.Job, without samples, and have its state",
     )
     add(
         "--eject-stragglers",
         metavar="FACTOR[/STEPS]",
-        help="replace a process of an elastic job that has made so many steps in a row (50) so much slower for all (3 "
-        "is a good number), if another one can take its place or there are enough; otherwise that is only reported",
+        help="replace a process of an elastic job that has slowed down all others by FACTOR (3 is a good value) for "
+        "STEPS steps in a row (50), if another can take its place or enough are left; otherwise only report it",
     )
     add(
         "--resize-limit",
         type=int,
         metavar="N",
-        help="end an elastic job that changes its members on purpose more often (--reset-limit: because of failures)",
+        help="end an elastic job with more than N planned changes of its members (--reset-limit: changes after failures)",
     )
 
 
 def add_ssh_options(add: AddArgument) -> None:
     """Add the options of ssh for `parse_ssh_options`."""
-    add("-p", "--ssh-port", type=int, metavar="N", help="where sshd listens (default: what ssh's configuration says)")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: the same)")
-    add("--ssh-command", default="ssh", metavar="CMD", help="ssh, with options of its own: 'ssh -F FILE'")
+    add("-p", "--ssh-port", type=int, metavar="N", help="port of sshd (default: from ssh's configuration)")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: from ssh's configuration)")
+    add("--ssh-command", default="ssh", metavar="CMD", help="the ssh command, with options: 'ssh -F FILE'")
     add("--ssh-no-host-key-check", dest="check_host_keys", action="store_false", help="accept unknown hosts")
-    add("--remote-python", metavar="FILE", help="the Python there, with Reigen in it (default: this one's path)")
+    add(
+        "--remote-python",
+        metavar="FILE",
+        help="path of the Python on other hosts that has Reigen (default: the path of this one)",
+    )
 
 
 def parse_metrics_options(
@@ -350,7 +366,7 @@ def split_words(option: str, text: str) -> tuple[str, ...]:
 
 
 def _add_env_options(add: AddArgument) -> None:
-    add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
+    add("--sync-dst-dir", metavar="DIR", help="first copy the working directory there with rsync, and run in the copy")
     add(
         "-x",
         "--env",
@@ -358,7 +374,7 @@ def _add_env_options(add: AddArgument) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="set a variable for all ranks, or let one travel that belongs to the host (HOME, TMPDIR, DISPLAY ...)",
+        help="set a variable for all ranks, or pass on one that belongs to the host (HOME, TMPDIR, DISPLAY ...)",
     )
 
 

@@ -34,15 +34,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="reigen top",
         description="Show the ranks of a job of `reigen run --metrics-port` as a live table: steps, shares of time, "
-        "who is waited for. Where stdout is no terminal: a line now and then.",
+        "and which rank the others wait for. If stdout is not a terminal: a line now and then.",
     )
     parser.add_argument(
         "job",
         metavar="JOB",
-        help="[HOST:]PORT, as of --metrics-port, or the name of a job of `--on-launcher-loss continue`; elsewhere "
-        f"{TOKEN_VARIABLE} has the token",
+        help="[HOST:]PORT as given to --metrics-port, or the name of a `--on-launcher-loss continue` job; for "
+        f"other hosts {TOKEN_VARIABLE} has the token",
     )
-    parser.add_argument("--once", action="store_true", help="print the table once, and end")
+    parser.add_argument("--once", action="store_true", help="print the table once and exit")
     chosen = parser.parse_args(arguments)
     try:
         address = find_address(chosen.job)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 #: Columns of the tables where there is no terminal.
 _WIDTH = 120
 _EPILOG = """\
-Columns: "in all" is the time that carrying out takes on a rank, "alone" or what travels together shares it by bytes;
-median and p95 are of one, with what travels with it. "waited" is from a rank's submission until all had come.
-"hidden" is the part of the communication in which the training thread had something else to do.
-"missing alone": all others had come, and only this rank had not; "others waited": and had nothing else to do.
+Columns: "in all" is the time that execution takes on a rank; tensors that travel together share it by bytes, "alone"
+leaves that out. median and p95 are of one execution, with what travels with it. "waited" is from a rank's submission
+until all ranks had submitted. "hidden" is the part of the communication in which the training thread did other work.
+"missing alone": only this rank had not submitted; "others waited": and the others had nothing else to do.
 """
 
 
@@ -34,22 +34,22 @@ def main(arguments: Sequence[str]) -> int:
     """Print the summary; returns 0, or 1 for a file that is no timeline."""
     parser = argparse.ArgumentParser(
         prog="reigen trace",
-        description="Say what a timeline tells: what took how long, what was hidden, for whom the others waited, and "
+        description="Summarize a timeline: what took how long, what was hidden, which ranks the others waited for, and "
         "what bounded the job.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="what HOROVOD_TIMELINE or start_timeline() wrote")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of the longest tables (default: 10)")
+    parser.add_argument("file", type=Path, metavar="FILE", help="file written by HOROVOD_TIMELINE or start_timeline()")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="most lines of a table (default: 10)")
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="OUT",
-        help="write what `reigen plan` needs to know of a rank's steps, no summary",
+        help="instead of a summary, write a profile of a rank's steps for `reigen plan`",
     )
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="of --profile: samples of one rank in a step (default: 1)"
+        "--batch", type=int, default=1, metavar="N", help="for --profile: samples of one rank per step (default: 1)"
     )
     chosen = parser.parse_args(arguments)
     if chosen.top < 1:

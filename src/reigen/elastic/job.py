@@ -413,7 +413,7 @@ class BaseJob(ABC):
         if self.rank in _newcomers(self._arrival):
             raise StepOrderError(
                 "this process has come to the running job, and the state that it has read is compared with that of its "
-                "source in its first step: call state_dict() behind that step"
+                "source in its first step: call state_dict() after that step"
             )
         return {
             "number": self._mark.number,
@@ -517,7 +517,7 @@ class BaseJob(ABC):
         self._step = None
         self._count_progress(step)
         if error is not None:
-            self._change(f"step {step.number} is applied; what came behind the update is lost here: {error}")
+            self._change(f"step {step.number} is applied; what came after the update is lost here: {error}")
         elif self._elastic is not None and (self._count_step(self._elastic) or self._is_awaited):
             self._change(f"step {step.number} is the last with these members")
         return True
@@ -759,7 +759,7 @@ class BaseJob(ABC):
         self._is_stable = not plan.completing
         self._is_awaited = bool(plan.waiting)
         if self.rank in plan.waiting:
-            _log.info("the state comes behind the step that the others complete now")
+            _log.info("the state comes after the step that the others are completing")
             contexts.current().barrier(name="elastic.next_view", blocking=True).wait()  # which the others begin
 
     def _exchange_held(self) -> tuple[list[HeldState], tuple[Any, ...]]:
@@ -953,7 +953,7 @@ class BaseJob(ABC):
                     raise
                 if self._elastic is not None and self._elastic.has_finished_members:  # they have seen all digests
                     return
-                self._change(f"members change behind the last step: {error}")
+                self._change(f"members change after the last step: {error}")
 
     def _describe(self) -> dict[str, list[str]]:
         """Return what must be the same on all members, by name, in lines."""
@@ -962,7 +962,7 @@ class BaseJob(ABC):
     def _settle(self) -> None:
         """Collective: return when all members are known to have applied the last step."""
         if self._step is not None:
-            raise StepOrderError("the state is of no step here: call it behind the `with step:` block")
+            raise StepOrderError("the state belongs to no step here: call it after the `with step:` block")
         if self._is_stable:
             return
         try:
@@ -972,5 +972,5 @@ class BaseJob(ABC):
             if not self._is_change(error):
                 raise
             if self._elastic is None or not self._elastic.has_finished_members:  # they have been in the barrier
-                self._change(f"members change behind step {self._mark.number - 1}: {error}")
+                self._change(f"members change after step {self._mark.number - 1}: {error}")
         self._is_stable = True

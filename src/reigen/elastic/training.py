@@ -194,5 +194,5 @@ def reading_checkpoint(path: str | os.PathLike[str]) -> Iterator[None]:
         text = str(error).partition("\n")[0] or type(error).__name__
         raise ArgumentError(
             f"{os.fspath(path)} cannot be read as the checkpoint of a job: it is truncated, damaged or another file "
-            f"({text}). Name an older one, or remove it to begin anew"
+            f"({text}). Name an older one, or remove it to start over"
         ) from error

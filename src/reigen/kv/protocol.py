@@ -308,7 +308,7 @@ class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
     def __str__(self) -> str:
         kind = "" if self.stype == "default" else f" ({self.stype})"
-        again = f", declared anew {self.generation} time(s)" if self.generation else ""
+        again = f", declared again {self.generation} time(s)" if self.generation else ""
         return f"{self.name!r}: {self.dtype} {self.shape}{kind}{again}"
 
 

@@ -17,7 +17,7 @@ class StoreKind(Enum):
     SYNCHRONOUS = "a synchronous store on servers"
     ASYNCHRONOUS = "an asynchronous store on servers"
     ALLREDUCE = "a store over allreduce"
-    CUSTOM = "a store of somebody else"
+    CUSTOM = "another library's store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def choose_update_location(question: UpdateRequirements) -> tuple[UpdateLocation
     """Return where the weights are updated, and why.
 
     Raises:
-        ArgumentError: what the user wants cannot be, with this store and these parameters.
+        ArgumentError: what the user wants is not possible with this store and these parameters.
     """
     kind, wanted = question.kind, question.wanted
     if question.sparse_weights:
@@ -89,21 +89,22 @@ def choose_update_location(question: UpdateRequirements) -> tuple[UpdateLocation
     if kind is StoreKind.ASYNCHRONOUS:
         if wanted is False:
             raise ArgumentError(
-                "update_on_kvstore=False cannot be with an asynchronous store: without an optimizer on the servers, "
-                "gradients of one worker would replace what the others have sent"
+                "update_on_kvstore=False does not work with an asynchronous store: without an optimizer on the "
+                "servers, gradients of one worker would replace what the others have sent"
             )
         return _STORE, "an asynchronous store has to update the weights"
     if kind is StoreKind.CUSTOM and question.sparse_gradients:
-        raise ArgumentError("row-sparse gradients need a store of reigen.kv, not one of somebody else")
+        raise ArgumentError("row-sparse gradients need a store of reigen.kv, not another library's")
     if not question.is_capable:
         if wanted:
-            raise ArgumentError("update_on_kvstore=True cannot be: this store has no optimizers")
+            raise ArgumentError("update_on_kvstore=True is not possible: this store has no optimizers")
         return _WORKER, "the store has no optimizers"
     if kind is StoreKind.LOCAL and question.by_name and not wanted:
-        return _ALONE, "one process has nothing to add up"
+        return _ALONE, "a single process has nothing to add up"
     if kind is StoreKind.SYNCHRONOUS and question.sparse_gradients and wanted is False:
         raise ArgumentError(
-            "update_on_kvstore=False cannot be with row-sparse gradients on servers: they add them up only where they "
+            "update_on_kvstore=False does not work with row-sparse gradients on servers: they are added up only where "
+            "servers "
             "update the weights"
         )
     return _choose_by_default(question)

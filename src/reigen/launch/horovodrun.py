@@ -116,45 +116,44 @@ class HorovodrunOption:
 #: Group -> option -> its description in ``--help``; all others have no effect without mpirun.
 OPTION_HELP = {
     "start": {
-        "gloo_timeout_seconds": "the same as --start-timeout, which wins",
+        "gloo_timeout_seconds": "the same as --start-timeout, which takes precedence",
         "start_timeout": "seconds that init() waits for all ranks",
         "thread_affinity": "processor of the engine's thread, or a list by local rank: 0,4",
     },
     "elastic jobs": {
-        "elastic_timeout": "seconds for which there may be fewer than --min-np processes (default: 600)",
-        "reset_limit": "end the job when failures have changed its members more often (default: any number)",
-        "slots_per_host": "processes of a host that the discovery script prints without a number (default: 1)",
-        "blacklist_cooldown_range": "least and greatest number of seconds that what has failed rests: MIN MAX",
+        "elastic_timeout": "most seconds with fewer than --min-np processes (default: 600)",
+        "reset_limit": "end the job when failures have changed its members more than X times (default: no limit)",
+        "slots_per_host": "slots of a host that the discovery script prints without a number (default: 1)",
+        "blacklist_cooldown_range": "shortest and longest time in seconds for which a failed place is not used: MIN "
+        "MAX",
     },
-    "network": {
-        "network_interfaces": "interfaces through which hosts may talk to each other, the first that exists: eth0,eth1"
-    },
+    "network": {"network_interfaces": "network interfaces to use, the first that exists: eth0,eth1"},
     "tunables": {
-        "fusion_threshold_mb": "MiB of small tensors that travel together; 0: none do",
+        "fusion_threshold_mb": "most MiB of small tensors that are fused; 0: no fusion",
         "cache_capacity": "entries of the response cache; 0: off",
     },
     "autotuning": {
         "autotune": "choose buckets, fusion and parameters of the network while the job runs; results do not change",
-        "autotune_log_file": "CSV of what is measured; what is best there from an earlier job is tried first",
-        "autotune_warmup_samples": "samples that are thrown away at the beginning (default: 3)",
-        "autotune_steps_per_sample": "steps of a sample, at most (default: 10)",
-        "autotune_bayes_opt_max_samples": "points that are tried, at most (default: 20)",
+        "autotune_log_file": "CSV file of the measurements; the best point of an earlier job in it is tried first",
+        "autotune_warmup_samples": "samples that are discarded at the beginning (default: 3)",
+        "autotune_steps_per_sample": "most steps of a sample (default: 10)",
+        "autotune_bayes_opt_max_samples": "most points that are tried (default: 20)",
         "autotune_gaussian_process_noise": "noise of measurements, 0 to 1 of their spread (default: as measured)",
-        "autotune_seconds": "seconds that it takes, at most; long steps need more (default: 60)",
-        "autotune_allow_ring": "try the ring among many hosts, which adds in another order: results may change",
+        "autotune_seconds": "most seconds that tuning takes; long steps need more (default: 60)",
+        "autotune_allow_ring": "try the ring among many hosts, which sums in another order: results may change",
     },
     "timeline": {
         "timeline_filename": "file for the timeline",
-        "timeline_mark_cycles": "mark the engine's turns in it",
+        "timeline_mark_cycles": "mark the engine's cycles in it",
     },
     "stalled collectives": {
-        "stall_check": "look for them",
-        "stall_check_warning_time_seconds": "until a warning tells of one",
-        "stall_check_shutdown_time_seconds": "until it ends the job; 0: never",
+        "stall_check": "look for stalled collectives",
+        "stall_check_warning_time_seconds": "seconds until a warning",
+        "stall_check_shutdown_time_seconds": "seconds until a stall ends the job; 0: never",
     },
     "log": {
-        "log_level": f"the least severe messages that are shown: {_LEVELS}",
-        "log_with_timestamp": "begin messages with the time",
+        "log_level": f"lowest level of messages that are shown: {_LEVELS}",
+        "log_with_timestamp": "put the time before each message",
     },
 }
 _Option = HorovodrunOption

@@ -49,7 +49,7 @@ _AVERAGING = ("horovod.", "reigen.", "byteps.")
 _SEVERAL_MODELS = (
     "several models with optimizers of their own, as in a GAN: what a loss leaves in the other model's gradients is an "
     "error in its next zero_grad() here. Wrap each optimizer in hvd.DistributedOptimizer(), and have "
-    "other.requires_grad_(False) before a loss that passes through the other model, and True behind its backward()"
+    "other.requires_grad_(False) before a loss that passes through the other model, and True after its backward()"
 )
 #: A name, or an attribute of one; and methods that return the model itself.
 _NAME = re.compile(r"\w+(\.\w+)*")

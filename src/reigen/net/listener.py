@@ -327,7 +327,7 @@ class MessageListener:
 
     def _flush(self, client: Connection) -> None:
         if client.num_unsent_bytes > MAX_UNREAD_BYTES:
-            raise WireError("somebody asks for more than it reads")
+            raise WireError("a peer requests more than it reads")
         client.flush()
         self._watch(client)
 

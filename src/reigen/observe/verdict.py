@@ -112,7 +112,7 @@ class JobVerdict:
         if self.advice:
             lines.append(f"what to do: {self.advice}")
         if self.others:
-            lines.append("besides: " + "; ".join(other.finding for other in self.others[:2]))
+            lines.append("also: " + "; ".join(other.finding for other in self.others[:2]))
         return lines
 
 

@@ -32,7 +32,9 @@ def create(optimizer: str | Optimizer, **parameters: Any) -> Optimizer:
     """
     if isinstance(optimizer, Optimizer):
         if parameters:
-            raise ConfigError(f"{sorted(parameters)} beside a {optimizer.name} optimizer; use its replace() instead")
+            raise ConfigError(
+                f"{sorted(parameters)} are given with a {optimizer.name} optimizer; use its replace() instead"
+            )
         return optimizer
     if not isinstance(optimizer, str):
         raise ConfigError(

@@ -54,7 +54,7 @@ class ElasticRayJob:
     def submit(self, call: Call) -> list[Future[Any]]:
         """Raise UnsupportedError: how many results there are is known at the end of an elastic job."""
         raise UnsupportedError(
-            "run_remote: in an elastic job nobody knows before its end how many results there are: use run(), in a "
+            "run_remote: in an elastic job the number of results is not known before its end: use run(), in a "
             "thread or a task of Ray's"
         )
 

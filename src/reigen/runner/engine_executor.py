@@ -399,7 +399,7 @@ class _CallService:
     def _receive(self, client: Connection, data: bytes) -> None:
         rank = client.peer.rank
         if client.peer.role is not ProcessRole.RANK or client.peer.purpose != CALLS_PURPOSE:
-            raise AuthenticationError("somebody else than a rank asks for calls")
+            raise AuthenticationError("a process that is no rank asks for calls")
         if rank >= len(self._ranks) or self._ranks[rank].client not in {None, client}:
             raise WireError(f"a second process says that it is rank {rank}")
         state = self._ranks[rank]
@@ -415,7 +415,7 @@ class _CallService:
                 if isinstance(header, CallEnded) and (state.running is None or state.running.number != header.number):
                     raise WireError("a rank ends a call that it does not have")
                 if state.incoming is not None:
-                    raise WireError("a rank begins anew before it has sent everything")
+                    raise WireError("a rank starts over before it has sent everything")
                 state.incoming = header, PayloadFile()
                 self._complete(rank, state)
             case ResultPiece(piece):

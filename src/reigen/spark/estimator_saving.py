@@ -98,7 +98,7 @@ class _ObjectReader(MLReader):
         DefaultParamsReader.getAndSetParams(instance, metadata)
         files = self._read_files(path) if metadata.get("objects") else {}
         if PICKLE in files:
-            _log.warning("%s has pickled objects, which are loaded: whoever wrote them can run code here", path)
+            _log.warning("%s has pickled objects, which are loaded: their author can run code here", path)
         return instance._set(**instance._from_files(files))
 
     def _read_files(self, path: str) -> dict[str, bytes]:

@@ -117,7 +117,7 @@ def _command(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return "gone"
-    return command[:200] or "zombie: nobody has waited for it"
+    return command[:200] or "zombie: no process has waited for it"
 
 
 def _is_foreign(leak: str) -> bool:

@@ -149,12 +149,12 @@ def test_check_imports_no_framework(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("--timeline-mark-cycles", "mark the engine's turns in it"),
-        ("--no-timeline-mark-cycles", "do not mark the engine's turns in it"),
-        ("--stall-check", "look for them"),
-        ("--no-stall-check", "do not look for them"),
-        ("--log-with-timestamp", "begin messages with the time"),
-        ("--log-hide-timestamp", "do not begin messages with the time"),
+        ("--timeline-mark-cycles", "mark the engine's cycles in it"),
+        ("--no-timeline-mark-cycles", "do not mark the engine's cycles in it"),
+        ("--stall-check", "look for stalled collectives"),
+        ("--no-stall-check", "do not look for stalled collectives"),
+        ("--log-with-timestamp", "put the time before each message"),
+        ("--log-hide-timestamp", "do not put the time before each message"),
     ],
 )
 def test_the_two_forms_of_a_switch_say_opposite_things(option: str, text: str) -> None:

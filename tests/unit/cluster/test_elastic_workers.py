@@ -233,7 +233,7 @@ def test_when_all_are_lost_others_may_come() -> None:
     assert job.table.stop is None
     job.wait(2.0)
     assert job.table.stop == JobEnded(
-        WORKERS_LOST_EXIT_CODE, "all workers have left or are lost, and nobody came in their place"
+        WORKERS_LOST_EXIT_CODE, "all workers have left or are lost, and none came in their place"
     )
 
 

@@ -354,11 +354,11 @@ def test_a_server_that_nobody_starts_again_is_lost_for_good() -> None:
     job = started(parameter_server_job(2, 1, servers_return=True))
     job.end("s0")
     told = job.beat(32, "w0", "w1")
-    assert told["w0"][1] == MemberLost("server", 0, "h0", "nobody came in its place within 30 s", False, 1)
+    assert told["w0"][1] == MemberLost("server", 0, "h0", "no process took its place within 30 s", False, 1)
     assert isinstance(job.come("s0'")["s0'"][0], MemberRefused)
     job.say("w0", LeaveJob())
     assert job.say("w1", LeaveJob())["w1"][-1] == JobEnded(
-        1, "server 0 on host h0 is lost: nobody came in its place within 30 s"
+        1, "server 0 on host h0 is lost: no process took its place within 30 s"
     )
 
 
@@ -536,7 +536,7 @@ def test_nobody_waits_forever_for_replacements_of_all_workers() -> None:
     job.say("w0", LeaveJob())
     job.end("w1")
     assert not any(isinstance(event, JobEnded) for event in job.beat(30, "s0")["s0"])
-    reason = "all workers have left or are lost, and nobody came in their place"
+    reason = "all workers have left or are lost, and none came in their place"
     assert job.beat(2, "s0")["s0"] == [JobEnded(WORKERS_LOST_EXIT_CODE, reason)]
 
 

@@ -263,7 +263,7 @@ def test_wait_keeps_what_the_lost_worker_pushed_for_its_replacement() -> None:
     assert shard(push("a1")) == [CombineRound(1, (0, 1), ("a1", "b1"), 1.0), ack("a1"), DropRequest("b1")]
     assert shard(push("a2")) == []
     assert shard.engine.waits()[0].reason == (
-        "round 2 waits for worker(s) 1; worker(s) 1 were lost, and nobody has come in their place"
+        "round 2 waits for worker(s) 1; worker(s) 1 were lost, and none has come in their place"
     )
     (failed,) = shard(push("b2"))  # alive after all: it must return first
     assert isinstance(failed, FailRequest)

@@ -284,7 +284,7 @@ def test_errors_are_those_of_the_server(bench: Make) -> None:
     [
         (MessageKind.VALUE, b"abcd", 0, "4 bytes where 12 were asked for"),
         (MessageKind.VALUE, b"", MessageFlag.IN_MEMORY, "refers to memory that is not shared"),
-        (MessageKind.VALUE, b"abcd", MessageFlag.ENCODED, "an encoded value that nobody asked for"),
+        (MessageKind.VALUE, b"abcd", MessageFlag.ENCODED, "an encoded value that was not requested"),
         (MessageKind.PUSH, b"", 0, "sent a PUSH, which only workers send"),
         (MessageKind.ERROR, b"\xff", 0, "not a message of this protocol"),
     ],
@@ -356,7 +356,7 @@ def test_a_value_for_a_key_that_was_only_pushed_ends_the_connection(bench: Make)
     one.upstream.submit(batch)
     one.upstream.flush()
     one.server.say(MessageHeader(MessageKind.VALUE, batch.header.request + 1, store=5, body_bytes=4), bytes(4))
-    with pytest.raises(WireError, match="a value that nobody asked for"):
+    with pytest.raises(WireError, match="a value that was not requested"):
         one.upstream.receive()
     assert list(one.upstream.outstanding.values()) == [batch]
 

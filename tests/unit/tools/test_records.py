@@ -111,9 +111,7 @@ def test_shared_parameters_are_made_of_what_the_benchmark_writes(tmp_path: Path)
     [_, line] = found["shared-memory"].cells()
     assert line == ["mlp, Adam", "5.8", "5.8", "5.8", "2.5"]
     assert found["shared-memory"].origin().startswith("`reigen bench train-step --memory`, ")
-    assert (
-        found["shared-memory"].origin().endswith("medians of 3 rounds; a processor, 2 cores, load before the run 1.2.")
-    )
+    assert found["shared-memory"].origin().endswith("3 rounds; a processor, 2 cores, load before the run 1.2.")
 
 
 def test_the_command_writes_both_tables(

@@ -157,7 +157,7 @@ def check_first_step(reduce_group: ReduceGroup, tensors: Sequence[NDArray[np.uin
         if reduce_group.context.rank == min(reduce_group.ranks):
             _log.warning(
                 "the ranks begin to train with different parameters: %s not what the others hold in %s. Each rank "
-                "trains a model of its own; call broadcast_parameters(model.state_dict(), root_rank=0) before",
+                "trains its own model; call broadcast_parameters(model.state_dict(), root_rank=0) before",
                 _format_holders(error.ranks),
                 error.tensor,
             )

@@ -88,7 +88,7 @@ class _Attempt:
     def finish(self) -> DeviceGroup:
         """Return the group that was made, when all ranks have theirs."""
         self._thread.join()
-        self.store.cancel("the ranks are connected, and nobody writes any more")
+        self.store.cancel("the ranks are connected, and none of them writes any more")
         assert self._group is not None
         return self._group
 

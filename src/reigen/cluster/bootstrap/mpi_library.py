@@ -92,7 +92,7 @@ def _find_mpi_problem(*, serialized: bool, size: int, num_launched: str, variabl
     """Return why an MPI library that is there cannot be used, or None."""
     if not serialized:
         return (
-            "MPI was initialised without MPI_THREAD_SERIALIZED, which an engine with a thread of its own needs; leave "
+            "MPI was initialised without MPI_THREAD_SERIALIZED, which an engine with its own thread needs; leave "
             "mpi4py.rc.threads and mpi4py.rc.thread_level as they are, or set the latter to 'serialized' or 'multiple'"
         )
     if size != int(num_launched):

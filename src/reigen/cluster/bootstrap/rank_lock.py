@@ -57,14 +57,14 @@ def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
         if holder.host_id != own.host_id:
             raise ConfigError(
                 f"rank {rank} of this job is process {holder.pid} of host {holder.host}, and process {own.pid} of host "
-                f"{own.host} says that it is this rank, too. Each process needs a rank of its own: were the same "
+                f"{own.host} says that it is this rank, too. Each process needs its own rank: were the same "
                 "variables set on both hosts, or a command started on both that was meant for one?"
             )
         if _is_running(holder):
             raise ConfigError(
                 f"rank {rank} of this job is process {holder.pid}{_format_command(holder)}, which still runs. This "
                 f"process, {own.pid}, was given the same rank. If it has inherited the environment of that one, it is "
-                "no rank: what a rank starts does without init(); to give it a job of its own, start it by `reigen run "
+                "no rank: what a rank starts must not call init(); to give it its own job, start it by `reigen run "
                 "-np 1 COMMAND`, or without the variables REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE. If both were "
                 "started by hand, give each its own RANK."
             )

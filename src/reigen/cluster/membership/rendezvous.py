@@ -329,4 +329,4 @@ def _key_of(message: StoreMessage) -> str:
 
 
 def _key_timeout_error(key: str, timeout_seconds: float) -> TimeoutError:
-    return TimeoutError(f"nobody put {key!r} at the rendezvous within {timeout_seconds:g} s")
+    return TimeoutError(f"no process put {key!r} at the rendezvous within {timeout_seconds:g} s")

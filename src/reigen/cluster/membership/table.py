@@ -643,7 +643,7 @@ class MembershipTable:
     def _expire(self, now: float) -> None:
         """Handle times that are over."""
         if self.stop is None and self._awaited_until <= now:
-            reason = "all workers have left or are lost, and nobody came in their place"
+            reason = "all workers have left or are lost, and none came in their place"
             self._end(JobEnded(WORKERS_LOST_EXIT_CODE, reason))
         for member in self._deadlines.take_due(now):
             if self.stop is not None or member.until > now:
@@ -656,7 +656,7 @@ class MembershipTable:
             elif member.state is MemberState.PRESENT:
                 self._lose(member, f"nothing was heard of it for {member.policy.heartbeat_timeout_seconds:g} s")
             elif member.state is MemberState.LOST:
-                reason = f"nobody came in its place within {member.policy.return_seconds:g} s"
+                reason = f"no process took its place within {member.policy.return_seconds:g} s"
                 self._report_loss(member, reason, is_awaited=False)
             elif self._is_restarted:
                 self._lose(member, f"it did not come back within {self.spec.return_seconds:g} s")

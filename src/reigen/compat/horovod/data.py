@@ -1,3 +1,3 @@
 """Placeholder: data loaders do not exist yet."""
 
-raise ImportError("horovod.data: Reigen has no data loaders of its own yet")
+raise ImportError("horovod.data: Reigen has no data loaders yet")

@@ -401,7 +401,7 @@ class ServerConnection:
         if header.kind == _VALUE and (part := self._part(header.request)) is not None:
             return self._place_in(self._out_of(*part), nbytes)
         if nbytes > _MAX_LATE_BYTES:
-            raise WireError(f"{self.name} sent {nbytes} bytes that nobody asked for")
+            raise WireError(f"{self.name} sent {nbytes} bytes that were not requested")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
@@ -484,7 +484,7 @@ class ServerConnection:
 
     def _out_of(self, batch: BatchRequest, place: int) -> Array:
         if not batch.outs:
-            raise WireError(f"{self.name} sent a value that nobody asked for")
+            raise WireError(f"{self.name} sent a value that was not requested")
         return batch.outs[place]
 
     def _part(self, number: int) -> tuple[BatchRequest, int] | None:
@@ -548,7 +548,7 @@ class ServerConnection:
             request.take(data)
         elif header.flags & _ENCODED:
             if request.codec is None:
-                raise WireError(f"{self.name} sent an encoded value that nobody asked for")
+                raise WireError(f"{self.name} sent an encoded value that was not requested")
             request.codec.decode(data, into)
         elif header.flags & _IN_MEMORY:
             self._copy_in(into, data)

@@ -729,7 +729,7 @@ class ConsistencyEngine:
         awaited = [str(worker) for worker in ordered if self._presence[worker] is WorkerPresence.AWAITED]
         reason = f"{what} worker(s) {', '.join(map(str, ordered))}"
         if awaited:
-            reason += f"; worker(s) {', '.join(awaited)} were lost, and nobody has come in their place"
+            reason += f"; worker(s) {', '.join(awaited)} were lost, and none has come in their place"
         return ordered, reason
 
     def validate(self) -> None:

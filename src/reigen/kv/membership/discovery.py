@@ -123,7 +123,7 @@ def scheduler_secret(settings: ProcessConfig) -> tuple[bytes, bool]:
             raise ConfigError(
                 f"a process of this host keeps the secret of a job with DMLC_PS_ROOT_PORT {settings.scheduler[1]}, and "
                 f"has not answered for {settings.config.start_timeout_seconds:g} s (REIGEN_START_TIMEOUT): let it go "
-                "on, or end it, if it was stopped; or give the new job a port of its own"
+                "on, or end it, if it was stopped; or give the new job its own port"
             )
         _log.warning("the process that keeps the job's secret does not answer: is it stopped? Asking it again")
 
@@ -144,7 +144,7 @@ def publish_scheduler(settings: ProcessConfig, pointer: ServiceEndpoint, until: 
             if time.monotonic() > until:
                 raise ConfigError(
                     f"another scheduler on this host uses DMLC_PS_ROOT_PORT {settings.scheduler[1]} (abstract socket "
-                    f"{name[1:].decode()}: {error.strerror}): give each job a port of its own"
+                    f"{name[1:].decode()}: {error.strerror}): give each job its own port"
                 ) from None
         time.sleep(0.05)
 

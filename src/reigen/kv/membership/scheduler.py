@@ -331,7 +331,7 @@ def _open_record(settings: ProcessConfig, descriptor: int) -> RosterRecord | Non
 
 def _explain_port(settings: ProcessConfig, address: str, error: OSError) -> str:
     if settings.port_is_held:
-        hint = f"The launcher holds this port for processes of its own user; this one is of user {os.geteuid()}"
+        hint = f"The launcher holds this port for processes of its user; this one belongs to user {os.geteuid()}"
     else:
         hint = (
             "Is another job's scheduler, or another program, there? DMLC_PS_ROOT_PORT, the same for all processes of a "

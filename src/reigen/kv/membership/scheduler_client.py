@@ -244,7 +244,7 @@ class SchedulerClient:
             who = messages.format_members(workers=outcome.missing) or "somebody"
             raise DeadlineError(
                 f"{who} did not come to barrier {name!r} in time: worker {outcome.worker} waited until its "
-                "REIGEN_DEADLINE, and nobody passes it any more",
+                "REIGEN_DEADLINE, and no process passes it any more",
                 ranks=outcome.missing,
             )
 

@@ -78,7 +78,7 @@ class KeyDeclarations:
             if request.connection.worker != 0 and not self._store.is_elastic:
                 raise WireError(f"worker {request.connection.worker} says where the shards of {spec.name!r} are")
             if known is not None and known != spec and self._store.has_pushes(key):
-                raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared anew")
+                raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared again")
             self._lay_out(key, spec, declare.places, declare.workers)
             self._answer(request, declare.places or (), was_initialised=False)
             return
@@ -88,7 +88,7 @@ class KeyDeclarations:
             spec = msgspec.structs.replace(spec, generation=max(spec.generation, record.generation))
         if record is None or spec.generation > record.generation:
             if record is not None and self._store.has_pushes(key):
-                raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared anew")
+                raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared again")
             what = f"what the key {spec.name!r} is"
             leader = None if self._store.is_elastic else 0
             record = self._records[key] = _KeyRecord(WorkerConsensus(what), spec.generation, leader=leader)

@@ -429,7 +429,7 @@ class ServerStore:
                 if part.header.kind in PUSH_KINDS:
                     shard.check_push(self.settings.optimizer)
                     if elements.nbytes != shard.num_bytes:
-                        raise ArgumentError("the key was declared anew since this push")
+                        raise ArgumentError("the key has been declared again since this push")
                     part.contribution = PushData(elements.view(shard.dtype.storage))
                 else:
                     part.release_body(self.context.buffers)

@@ -77,7 +77,7 @@ class ComputeThreads:
             thread.start()
         except RuntimeError as error:  # no memory for its stack, or as many threads as the user may have
             self._num_threads = len(self._threads)
-            _log.warning("goes on with %d threads that compute, beside the one that does I/O: %s", self._num_threads,
+            _log.warning("continues with %d computing threads and the one that does I/O: %s", self._num_threads,
                          str(error))  # fmt: skip
         else:
             self._threads.append(thread)

@@ -92,7 +92,7 @@ def _failure(pod: Resource) -> tuple[int, str]:
 
 def _explain_waiting(job: Resource, pods: Sequence[Resource]) -> str:
     if (job.get("spec") or {}).get("suspend"):
-        return "the Job is suspended: a queue holds it, or somebody has done it by hand"
+        return "the Job is suspended: a queue holds it, or a user has suspended it"
     for pod in pods:
         name = pod["metadata"]["name"]
         for condition in _conditions(pod):

@@ -23,12 +23,12 @@ _SSH_PROBLEMS = (
     (
         r"host identification has changed",
         "its host key is not the one that is known",
-        "if the host was set up anew, remove its old key: ssh-keygen -R HOST; else somebody may be listening in",
+        "if the host was reinstalled, remove its old key: ssh-keygen -R HOST; else the connection may be intercepted",
     ),
     (
         r"host key verification failed|no .*host key is known",
         "its host key is not known",
-        "log in once by hand and compare the key, or say --ssh-no-host-key-check",
+        "log in once yourself and compare the key, or use --ssh-no-host-key-check",
     ),
     (r"permission denied", "it refuses the login", "a key must be enough: ssh-copy-id, --ssh-identity-file"),
     (r"identity file .* not accessible", "the identity file cannot be read", "check --ssh-identity-file"),

@@ -20,8 +20,8 @@ _STATUSES = {
     -1000: ("it could not be started: its files could not be brought there, or its node refused", ""),
 }
 _SIGNALS = {
-    137: ("it was killed (SIGKILL): by YARN, by the kernel for lack of memory, or by hand", ""),
-    143: ("it was asked to end (SIGTERM): by YARN, or by hand", ""),
+    137: ("it was killed (SIGKILL): by YARN, by the kernel for lack of memory, or by a user", ""),
+    143: ("it was asked to end (SIGTERM): by YARN, or by a user", ""),
 }
 #: The master's own words in the application's diagnostics.
 _EXIT_CODE = re.compile(r"exit code (\d+) of reigen launch(?:: (.*))?", re.DOTALL)

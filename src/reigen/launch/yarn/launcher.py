@@ -208,7 +208,7 @@ class YarnLauncher:
                 if ended.container not in known:
                     what = explain_container("", ended.status, ended.diagnostics)
                     return f"by YARN: {what.what}" + (f"; {what.advice}" if what.advice else "")
-        return "by YARN, or by hand"
+        return "by YARN, or by a user"
 
     def _on_events(self) -> None:
         ended = self._take(self._master.read())

@@ -98,7 +98,7 @@ class UntrainedParameters:
                 self._parameters[name].copy_(self._copies[name])
         if lost := sorted(changed - self._copies.keys()):
             _log.warning(
-                "%s changed for the first time in a step that is undone, and stays as it is now: change it behind the "
+                "%s changed for the first time in a step that is undone, and stays as it is now: change it after the "
                 "block, or give the job what holds it by name (average=...)",
                 lost[0] if len(lost) == 1 else f"{lost[0]} and {len(lost) - 1} more parameters",
             )

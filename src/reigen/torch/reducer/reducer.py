@@ -57,7 +57,7 @@ from reigen.types import DTYPES, ReduceOp
 _GRAD_HOOK_ATTRIBUTE = "_watches_for_reigen"
 _UNEVEN_HINT = (
     "Where ranks have different numbers of batches, put the loop into `with hvd.uneven_data(optimizer, model):`, or "
-    "call `hvd.join()` behind it."
+    "call `hvd.join()` after it."
 )
 
 

@@ -677,7 +677,9 @@ class ViewDriver:
                 if view is not None and (not self._is_ready or view.size >= view.max_size):  # a spare, for any time
                     self._loop.call_at(time.monotonic() + self._timeouts.wait, self._stop_waiting)
                     return
-                known = "nobody has said who they are" if view is None else f"the latest known view is {view.epoch}"
+                known = (
+                    "none of them has said who they are" if view is None else f"the latest known view is {view.epoch}"
+                )
                 self._end(1, f"the members have not taken this process in within {self._timeouts.wait:g} s ({known})")
 
 

@@ -290,7 +290,7 @@ class MemberLinks:
         peer.num_failures += 1
         where = join_address(*peer.address) if peer.address else "an unknown address"
         if isinstance(error, ConnectionRefusedError | AuthenticationError):
-            self._died(peer, f"nobody answers for it at {where} ({getattr(error, 'strerror', None) or error})")
+            self._died(peer, f"nothing answers for it at {where} ({getattr(error, 'strerror', None) or error})")
             return
         is_silent = isinstance(error, OSError) and error.errno in SILENCE_ERRNOS
         if is_silent or peer.num_failures >= _MAX_FAILURES:

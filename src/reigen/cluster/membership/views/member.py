@@ -654,7 +654,7 @@ class ElasticMember:
             for member, rank in self.view.ranks.items()
             if member in self.lost
         )
-        why = self.reason or "nobody who may lead was heard"
+        why = self.reason or "no member that may lead answered"
         return self._end(
             ElasticState.STOPPED, 1, f"no view could follow view {self.view.epoch}: {why} ({missing or 'all answer'})"
         )

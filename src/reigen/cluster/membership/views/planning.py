@@ -181,7 +181,7 @@ def _plan_base(view: View, holders: Mapping[MemberId, MemberReport]) -> tuple[St
             sums = tuple(ranks[bucket] for bucket in range(num_buckets[epoch]))
             reason = f"step {step + 1} is completed: all its sums are there"
             return StepBase(step, first.cursor, stable, behind, True, epoch, sums), reason
-    return StepBase(step, first.cursor, stable, behind), f"step {step + 1} is run anew"
+    return StepBase(step, first.cursor, stable, behind), f"step {step + 1} is run again"
 
 
 def _describe(old: View, new: View) -> str:
