@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="how processes are started: local, on this host only; ssh, on other hosts (the default); slurm, lsf, "
         "pbs, in a job of that system; sge, in a Grid Engine job, which is submitted if this is not in one; "
-        "kubernetes, yarn, in a job that is submitted; nodes, in a job that runs this command on every node; mpi, by mpirun",
+        "kubernetes, yarn, in a job that is submitted; nodes, in a job that runs this command on every node; mpi, by "
+        "mpirun",
     )
     for role in ("worker", "server"):
         add(

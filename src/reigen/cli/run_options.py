@@ -299,7 +299,7 @@ def _add_elastic(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup
         "--resize-limit",
         type=int,
         metavar="N",
-        help="end an elastic job with more than N planned changes of its members (--reset-limit: changes after failures)",
+        help="end an elastic job with more than N planned changes of members (--reset-limit: changes after failures)",
     )
 
 

@@ -104,8 +104,7 @@ def choose_update_location(question: UpdateRequirements) -> tuple[UpdateLocation
     if kind is StoreKind.SYNCHRONOUS and question.sparse_gradients and wanted is False:
         raise ArgumentError(
             "update_on_kvstore=False does not work with row-sparse gradients on servers: they are added up only where "
-            "servers "
-            "update the weights"
+            "servers update the weights"
         )
     return _choose_by_default(question)
 

@@ -84,6 +84,8 @@ class TrainingRules:
     def __init__(self, record: TorchRecord) -> None:
         self._record, self._source, self._hvd = record, record.source, record.hvd
         self._models: list[ModelInDDP] = []
+        #: calls that convert batch norms, and the models in them
+        self._conversions: list[tuple[ast.Call, ast.expr]] = []
         self._made = OptimizerStatements(record.source)
         #: the passes of each step, where they are several and their number is written down
         self._counted: CountedPasses | None = None
@@ -143,6 +145,8 @@ class TrainingRules:
         """Add findings about what belongs to models that were in DDP."""
         wrapped: dict[Assignment, list[ModelInDDP]] = {}
         given: dict[Assignment, list[ModelInDDP]] = {}
+        for call, module in self._conversions:
+            self._convert(call, module)
         if self._both():
             return
         for model in self._models:
@@ -473,8 +477,30 @@ class TrainingRules:
             self._record.block(use.node, message)
             return
         assert call is not None
-        parts = (f"{self._hvd}.SyncBatchNorm.convert_sync_batchnorm(", given["module"], ")")
-        self._record.change(call, "over the batches of all ranks, as before", *self._record.rewrite(call, *parts))
+        self._conversions.append((call, given["module"]))
+
+    def _convert(self, call: ast.Call, module: ast.expr) -> None:
+        """Add the edit of a conversion; without a job, torch's layer is a plain one, and Reigen's needs hvd.init()."""
+        message, otherwise = "over the batches of all ranks, as before", ""
+        if self._is_conditional() and not self._is_where_ddp_is(call):
+            if not (isinstance(module, ast.Name) and isinstance(self._source.parents[call], Assignment)):
+                advice = "hvd.SyncBatchNorm.convert_sync_batchnorm(model) only if hvd.is_initialized()"
+                self._record.block(call, advice)
+                return
+            message = f"{message}; not where the script runs without DDP"
+            otherwise = f" if {self._hvd}.is_initialized() else {module.id}"
+        parts = (f"{self._hvd}.SyncBatchNorm.convert_sync_batchnorm(", module, f"){otherwise}")
+        self._record.change(call, message, *self._record.rewrite(call, *parts))
+
+    def _is_where_ddp_is(self, node: ast.expr) -> bool:
+        """Return whether a branch has a node in it and also a model that gets DDP, or the start of the job."""
+        others = {*(model.statement for model in self._models), *self._starts(self._source.tree)}
+        for child, parent in zip([node, *self._source.ancestors(node)], self._source.ancestors(node), strict=False):
+            if isinstance(parent, ast.If) and "__name__" not in ast.unparse(parent.test):
+                branch = parent.body if child in parent.body else parent.orelse
+                if any(each in others for statement in branch for each in ast.walk(statement)):
+                    return True
+        return False
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

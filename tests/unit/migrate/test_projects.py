@@ -528,6 +528,25 @@ def test_batch_norms_are_converted_to_reigens(tmp_path: Path) -> None:
     assert "    model = hvd.SyncBatchNorm.convert_sync_batchnorm(net())\n    hvd.broadcast_parameters(model" in new
 
 
+def test_batch_norms_stay_plain_where_a_script_runs_without_ddp(tmp_path: Path) -> None:
+    convert = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+    wrapped = "    if rank is not None:\n        model = DDP(model)"
+    text = _DDP.replace("    model = DDP(net())", f"    model = net()\n    model = {convert}(model)\n{wrapped}")
+    new = str(changed(tmp_path, text))
+    converted = "hvd.SyncBatchNorm.convert_sync_batchnorm(model)"
+    assert f"    model = {converted} if hvd.is_initialized() else model\n" in new
+
+    inside = wrapped.replace("DDP(model)", f"DDP({convert}(model))")
+    new = str(changed(tmp_path, _DDP.replace("    model = DDP(net())", f"    model = net()\n{inside}")))
+    assert f"        model = {converted}\n" in new
+    assert f"{converted} if" not in new
+
+    made = _DDP.replace("    model = DDP(net())", f"    model = {convert}(net())\n{wrapped}")
+    [file] = read(tmp_path, train_py=made).files
+    assert file.new_text is None
+    assert any("only if hvd.is_initialized()" in each.message for each in file.findings)
+
+
 def test_parameters_that_are_chosen_before_are_the_models(tmp_path: Path) -> None:
     text = _DDP.replace("SGD(model.parameters()", "SGD(chosen").replace(
         "    optimizer = ", "    chosen = [p for p in model.parameters() if p.requires_grad]\n    optimizer = "
