@@ -167,8 +167,8 @@ def _explain_missing_settings(job: JobInfo, has_secret: bool, no_mpi: str) -> st
     if not has_secret:
         lines.append(
             f"  {SECRET_VARIABLE}: 64 hexadecimal digits, generated anew for each job (export "
-            f"{SECRET_VARIABLE}=$(openssl rand -hex 32)), if the launcher passes it on; or {SECRET_FILE_VARIABLE}: the path, "
-            "on every host, of a file that holds them (umask 077; openssl rand -hex 32 > FILE)"
+            f"{SECRET_VARIABLE}=$(openssl rand -hex 32)), if the launcher passes it on; or {SECRET_FILE_VARIABLE}: the "
+            "path, on every host, of a file that holds them (umask 077; openssl rand -hex 32 > FILE)"
         )
     if job.coordinator is None:
         lines.append("  MASTER_ADDR: name or address of the host where rank 0 runs")
