@@ -46,18 +46,24 @@ class PlantedCause:
         num_steps: how many it takes.
         options: of `reigen run`; empty: two stand-in hosts with a rank each.
         cause: what has to be found.
+        rank: that has to be named with it; None: none.
     """
 
     title: str
     num_steps: int
     options: tuple[str, ...]
     cause: Cause
+    rank: int | None = None
+
+    def is_found_by(self, verdict: JobVerdict) -> bool:
+        """Return whether a verdict, or one of its further causes, is the planted cause."""
+        return verdict.cause is self.cause and (self.rank is None or verdict.rank == self.rank)
 
 
 #: By the name of the function of the program.
 KINDS = {
-    "slow_rank": PlantedCause("a rank that waits for its data", 25, ("-np", "2"), Cause.LATE_RANK),
-    "large_share": PlantedCause("a rank that computes more", 12, ("-np", "2"), Cause.LATE_RANK),
+    "slow_rank": PlantedCause("a rank that waits for its data", 25, ("-np", "2"), Cause.LATE_RANK, rank=1),
+    "large_share": PlantedCause("a rank that computes more", 12, ("-np", "2"), Cause.LATE_RANK, rank=1),
     "tiny_tensors": PlantedCause("2,000 tensors of 16 floats", 8, ("-np", "2"), Cause.SMALL_TENSORS),
     "many_ranks": PlantedCause("8 ranks on 2 cores", 10, ("-np", "8"), Cause.PROCESSORS),
     "busy_server": PlantedCause("a server with 24 MiB a step", 50, ("-np", "2", "-s", "1"), Cause.SERVER),
@@ -116,29 +122,31 @@ class VerdictCount:
         first: named the planted cause first.
         named: named it at all.
         clear: named it first, and without "probably".
-        others: the other causes that were named.
+        others: what else was named.
     """
 
     runs: int
     first: int
     named: int
     clear: int
-    others: frozenset[Cause]
+    others: frozenset[str]
 
 
-def count_verdicts(cause: Cause, verdicts: Sequence[JobVerdict]) -> VerdictCount:
-    """Count in how many verdicts a cause is named."""
-    causes = [[verdict.cause, *(other.cause for other in verdict.others)] for verdict in verdicts]
+def count_verdicts(kind: PlantedCause, verdicts: Sequence[JobVerdict]) -> VerdictCount:
+    """Count how many verdicts name the planted cause, and what else is named."""
+    first = [verdict for verdict in verdicts if kind.is_found_by(verdict)]
+    named = [[verdict, *verdict.others] for verdict in verdicts]
+    others = {each.cause.value for found in named for each in found if not kind.is_found_by(each)}
     return VerdictCount(
         len(verdicts),
-        sum(each[0] is cause for each in causes),
-        sum(cause in each for each in causes),
-        sum(verdict.cause is cause and verdict.confidence is Confidence.CLEAR for verdict in verdicts),
-        frozenset(other for each in causes for other in each) - {cause, Cause.UNCLEAR},
+        len(first),
+        sum(any(map(kind.is_found_by, found)) for found in named),
+        sum(verdict.confidence is Confidence.CLEAR for verdict in first),
+        frozenset(others) - {Cause.UNCLEAR.value},
     )
 
 
-_COLUMNS = ("program", "options, steps", "named first", "named", "clear", "other causes that were named")
+_COLUMNS = ("program", "options, steps", "named first", "named", "clear", "also named")
 
 
 def make_table(found: dict[str, VerdictCount], command: str, machine: Machine) -> Record:
@@ -148,7 +156,7 @@ def make_table(found: dict[str, VerdictCount], command: str, machine: Machine) -
         kind = KINDS[name]
         options = f"{' '.join(kind.options) or '2 hosts'}, {kind.num_steps}"
         counted = (f"{number} of {count.runs}" for number in (count.first, count.named, count.clear))
-        others = ", ".join(sorted(cause.value for cause in count.others))
+        others = ", ".join(sorted(count.others))
         lines[kind.title] = dict(zip(_COLUMNS, (name, options, *counted, others), strict=True))
     conditions = "real jobs with a planted cause, `tests/multiprocess/verdict_program.py`"
     return make_record(command, conditions, "planted", [Column(name) for name in _COLUMNS], lines, machine)
@@ -175,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
         except (LaunchError, Unavailable) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
             continue
-        found[name] = count_verdicts(kind.cause, verdicts)
+        found[name] = count_verdicts(kind, verdicts)
     words = shlex.join([*options.kinds, "--runs", str(options.runs)])
     record = make_table(found, f"python -m benchmarks.verdicts {words}", machine)
     headings, *lines = record.cells()

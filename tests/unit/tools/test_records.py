@@ -327,24 +327,26 @@ def test_verdicts_are_counted_and_written_as_the_page_has_them() -> None:
     verdicts = pytest.importorskip("benchmarks.verdicts")
     cause, confidence = verdicts.Cause, verdicts.Confidence
 
-    def verdict(first: Any, *others: Any, sure: bool = False) -> Any:
-        found = [verdicts.JobVerdict(each, 0.5, confidence.CLEAR if sure else confidence.LIKELY, "") for each in others]
-        return verdicts.JobVerdict(first, 0.5, confidence.CLEAR if sure else confidence.LIKELY, "", others=tuple(found))
+    def verdict(first: Any, *others: Any, rank: int = 1, sure: bool = False) -> Any:
+        found = tuple(verdicts.JobVerdict(each, 0.5, confidence.LIKELY, "", rank=1) for each in others)
+        how = confidence.CLEAR if sure else confidence.LIKELY
+        return verdicts.JobVerdict(first, 0.5, how, "", rank=rank, others=found)
 
     found = verdicts.count_verdicts(
-        cause.LATE_RANK,
+        verdicts.KINDS["slow_rank"],
         [
             verdict(cause.LATE_RANK, sure=True),
             verdict(cause.LATE_RANK, cause.MEMORY),
             verdict(cause.PROCESSORS, cause.LATE_RANK, sure=True),
+            verdict(cause.LATE_RANK, rank=0, sure=True),
             verdict(cause.UNCLEAR),
         ],
     )
-    others = frozenset({cause.MEMORY, cause.PROCESSORS})
-    assert found == verdicts.VerdictCount(runs=4, first=2, named=3, clear=1, others=others)
+    others = frozenset({"memory", "processors", "late rank"})
+    assert found == verdicts.VerdictCount(runs=5, first=2, named=3, clear=1, others=others)
     shown = verdicts.make_table({"slow_rank": found}, "python -m benchmarks.verdicts --runs 4", MACHINE)
     published = read_record(RECORDS / "verdicts.json")
     assert headings(shown) == headings(published)
     assert [kind.title for kind in verdicts.KINDS.values()] == [line.title for line in published.lines]
     options = ["slow_rank", "-np 2, 25"]
-    assert shown.cells()[1][1:] == [*options, "2 of 4", "3 of 4", "1 of 4", "memory, processors"]
+    assert shown.cells()[1][1:] == [*options, "2 of 5", "3 of 5", "1 of 5", "late rank, memory, processors"]
