@@ -319,7 +319,7 @@ def test_compression_is_set_before_keys_exist():
 
 def test_an_asynchronous_store_updates_and_misses_no_gradient():
     store = ThreadStore(Servers(1), 0, "dist_async")
-    with pytest.raises(ArgumentError, match="cannot be with an asynchronous store"):
+    with pytest.raises(ArgumentError, match="does not work with an asynchronous store"):
         Trainer([weight(0.0)], "sgd", kvstore=store, update_on_kvstore=False)
 
     def train(store):

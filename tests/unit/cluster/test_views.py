@@ -201,7 +201,7 @@ def test_members_that_go_on_keep_their_order() -> None:
 
     assert found.members == (member(1), member(2), member(4), member(5))
     assert found.epoch == 2
-    assert reason == "view 2 has 4 rank(s), without rank(s) 0, 3; step 6 is run anew"
+    assert reason == "view 2 has 4 rank(s), without rank(s) 0, 3; step 6 is run again"
 
 
 def test_a_host_keeps_its_place_when_its_oldest_member_dies() -> None:
@@ -500,7 +500,7 @@ def test_the_lowest_rank_that_is_left_leads() -> None:
     decided = each.handle(Received(VoterId("h0", 1), ViewAccepted(2, Ballot(1, 1), 0)))
 
     assert each.view.members == (member(1), member(2), member(3))
-    assert each.reason == "view 2 has 3 rank(s), without rank(s) 0; step 8 is run anew"
+    assert each.reason == "view 2 has 3 rank(s), without rank(s) 0; step 8 is run again"
     assert messages(decided, ViewDecided) == [member(0), member(2), member(3), VoterId("h0", 1), VoterId("h1", 1)]
     assert BuildLayouts(each.view) in decided
 
