@@ -75,7 +75,7 @@ def test_the_table(line, default):
     [
         ({"kind": NONE, "wanted": True}, "needs a store, and kvstore is None"),
         ({"kind": ASYNC, "wanted": False}, "does not work with an asynchronous store"),
-        ({"kind": SYNC, "wanted": False, "sparse_gradients": True}, "does not work with row-sparse gradients on servers"),
+        ({"kind": SYNC, "wanted": False, "sparse_gradients": True}, "does not work with row-sparse gradients"),
         ({"kind": CUSTOM, "wanted": True, "is_capable": False}, "this store has no optimizers"),
         ({"kind": NONE, "sparse_weights": True}, "need a store of reigen.kv to hold them; there is no store"),
     ],
