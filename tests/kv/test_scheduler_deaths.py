@@ -137,6 +137,22 @@ def test_it_is_killed_while_a_server_starts_again(ledger: Ledger) -> None:
         finish(job, ledger, 1)
 
 
+def test_one_that_is_stopped_is_replaced(ledger: Ledger) -> None:
+    """Its connections last; a newcomer joins the one that follows."""
+    with start(ledger, "dist_sync", REIGEN_PEER_TIMEOUT="4") as job:
+        pushes_more(ledger, 3, 20)
+        os.kill(stopped := scheduler_of(job), signal.SIGSTOP)
+        kill(ledger.pid(ledger.training()[0]))
+        until(lambda: processes_of(job, "scheduler") not in ([], [stopped]))
+        pushes_more(ledger, 3, 20)
+        (ledger.directory / "stop").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    assert "scheduler: nothing was heard of it for 4 s; it is killed" in err
+    assert "scheduler: killed by SIGKILL; it is started again" in err
+    ledger.check()
+
+
 def test_it_is_killed_while_workers_leave(ledger: Ledger) -> None:
     with start(ledger, "dist_sync") as job:
         pushes_more(ledger, 3, 20)

@@ -280,12 +280,15 @@ class JobState:
             return [StartGraceTimer()]
         return self._ended({number}, failure)
 
+    def may_restart(self, number: int) -> bool:
+        """Return whether a process may be started again once more."""
+        return self._restarted.get(number, 0) < self._allowed.get(number, 0)
+
     def _restart(self, event: ProcessExited) -> RestartProcess | None:
         """Have a process started again, if that is allowed once more."""
-        times = self._restarted.get(event.rank, 0) + 1
-        if times > self._allowed.get(event.rank, 0):
+        if not self.may_restart(event.rank):
             return None
-        self._restarted[event.rank] = times
+        self._restarted[event.rank] = times = self._restarted.get(event.rank, 0) + 1
         return RestartProcess(event.rank, times, event.exit_code, event.cause)
 
     def _lost(self, numbers: Iterable[int], reason: str) -> list[JobInstruction]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 
 from reigen.cluster.inherited_files import find_inherited
+from reigen.launch.elastic.supervision import parse_worker_report
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import PsProcess, PsRole
 from reigen.launch.supervision.scheduler_pipes import SchedulerPipes
@@ -33,6 +35,19 @@ def test_keys_are_noted_and_are_no_report_of_workers() -> None:
     os.write(reports, b"open\nholds 0 1 key: 'a b'\njoined 0 0\nholds 1 2 keys: 'c', 'd'\n")
     assert list(pipes.read()) == [b"open\njoined 0 0\n"]
     assert pipes.held == {0: "1 key: 'a b'", 1: "2 keys: 'c', 'd'"}
+    pipes.close()
+
+
+def test_the_scheduler_is_heard() -> None:
+    pipes = SchedulerPipes()
+    reports, *_ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
+    assert list(pipes.read()) == []
+    assert pipes.heard_at is None
+    os.write(reports, b"alive\n")
+    before = time.monotonic()
+    assert [*map(parse_worker_report, pipes.read())] == [[]]
+    assert pipes.heard_at is not None
+    assert before <= pipes.heard_at <= time.monotonic()
     pipes.close()
 
 

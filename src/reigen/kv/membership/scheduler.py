@@ -52,6 +52,8 @@ _READ_BYTES = 1 << 16
 _MAX_HELD_CHARACTERS = 400
 #: How long nodes that were sent the job's end may take to hang up.
 _LINGER_SECONDS = 2.0
+#: Between two words to the launcher, which kills a scheduler that is silent for REIGEN_PEER_TIMEOUT.
+_REPORT_SECONDS = 0.5
 #: How long a scheduler that may follow another one lets those come first who know the job.
 _KNOWN_FIRST_SECONDS = 15.0
 
@@ -71,6 +73,9 @@ class Scheduler(ControlService):
             it follows another one of an elastic job, and its launcher's record of the roster has got lost. Or one of
             the launcher's descriptors is another file's.
     """
+
+    #: when to tell the launcher again that this process runs
+    _next_report_at = 0.0
 
     def __init__(self, settings: ProcessConfig, environ: Mapping[str, str] | None = None) -> None:
         config, environ = settings.config, environ or {}
@@ -146,7 +151,8 @@ class Scheduler(ControlService):
         """Serve until the job is over; returns the exit code: 0 if all workers left in good order."""
         was_over = self._table.stop is not None  # some may not have been told
         while self._table.stop is None and not self._is_silenced:
-            self.turn(self._alarm)
+            look_at = min(self._alarm or math.inf, self._report_alive())
+            self.turn(None if look_at == math.inf else look_at)
             while self._late:
                 self._send(self._table.note_death(self._late.pop(), time.monotonic()))
             if self._alarm is not None and time.monotonic() >= self._alarm and not self._look_for_the_missing():
@@ -157,6 +163,15 @@ class Scheduler(ControlService):
         _log.log(logging.ERROR if stop.exit_code else logging.INFO, "the job is over: %s", stop.reason)
         self._await_the_rest(was_over=was_over)
         return stop.exit_code
+
+    def _report_alive(self) -> float:
+        """Let the launcher of an elastic job know that this process runs, if it is time to; return when it is next."""
+        if not self._settings.is_elastic or self._left_fd < 0:
+            return math.inf
+        if (now := time.monotonic()) >= self._next_report_at:
+            self._report(b"alive\n")
+            self._next_report_at = now + _REPORT_SECONDS
+        return self._next_report_at
 
     def _await_the_rest(self, *, was_over: bool) -> None:
         """Stay until all have hung up; behind another scheduler also for servers that have still to come.
@@ -172,7 +187,7 @@ class Scheduler(ControlService):
             are_awaited = was_over and len(self._informed_servers) < self._settings.num_servers
             if not (self._listener.num_clients or is_early or are_awaited):
                 return
-            self._listener.turn(soon if is_early else late)
+            self._listener.turn(min(soon if is_early else late, self._report_alive()))
 
     def _look_for_the_missing(self) -> bool:
         """Log the absent members of a long start; returns False if all are absent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -26,10 +27,12 @@ class SchedulerPipes:
 
     Attributes:
         held: by server, the keys of which it holds something, in words.
+        heard_at: when the present scheduler was heard last (``time.monotonic()``); None: it was not heard yet.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, str] = {}
+        self.heard_at: float | None = None
         self._reports, self._reports_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._deaths_reader, self._deaths = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._roster = os.memfd_create("reigen-roster", os.MFD_CLOEXEC)
@@ -53,6 +56,7 @@ class SchedulerPipes:
         with suppress(BlockingIOError):
             while True:
                 lines = os.read(self._reports, _READ_BYTES).splitlines(keepends=True)
+                self.heard_at = time.monotonic()
                 for line in [line for line in lines if line.startswith(b"holds ")]:
                     _, server, text = line.decode(errors="replace").rstrip("\n").split(" ", 2)
                     self.held[int(server)] = text

@@ -342,6 +342,7 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
+        self.loop.watch(self._scheduler_pipes, self._read_departures)  # at once: a full pipe would lose departures
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -382,7 +383,6 @@ class Supervisor:
         """
         plan = self._plan = launcher.allocate(self.turn)
         self._hosts = {number: each.host for each in plan.assignments for number in each.numbers}
-        self._watch_scheduler()
         placed, wanted = sorted(rank for each in plan.assignments for rank in each.ranks), self._options.num_ranks
         if self._options.elastic is not None:
             if plan.processes is not None:
@@ -401,17 +401,11 @@ class Supervisor:
         )
         return plan
 
-    def _watch_scheduler(self) -> None:
-        """Read the reports of the scheduler at once; a full pipe would lose departures."""
-        if self._options.servers is not None:
-            self.loop.watch(self._scheduler_pipes, self._read_departures)
-
     # ---------------------------------------------------------------- elastic jobs
 
     def make_elastic(self, part: ElasticSupervision) -> None:
         """Let this part decide about processes and hosts, which come and go."""
         self._elastic, self._job = part, part.job
-        self._watch_scheduler()
         self._hosts.clear()
         self._numbers.clear()
 
@@ -580,7 +574,7 @@ class Supervisor:
             return
         waits = [limit_seconds, self._display.turn(), *(group.turn() for group in self._groups)]
         if self._elastic is not None:
-            waits.append(self._elastic.turn())
+            waits += [self._elastic.turn(), self._end_silent_scheduler()]
         if self._top is not None:
             waits.append(self._top.turn(time.monotonic()))
         if self._finish is not None and not was_finished:
@@ -591,6 +585,25 @@ class Supervisor:
         if self._grace_ends is not None and time.monotonic() >= self._grace_ends:
             self._grace_ends = None
             self._handle(job_state.GraceExpired())
+
+    def _end_silent_scheduler(self) -> float | None:
+        """Kill the scheduler of an elastic job if it is silent, and may be started again; returns when to look next.
+
+        It may be stopped: its connections last, and whoever waits for it would never look for another one.
+        """
+        scheduler, limit = max(self._names, default=-1), self._options.network.peer_timeout_seconds
+        if scheduler not in self._job.running or not self._job.may_restart(scheduler):
+            return None
+        if self._scheduler_pipes.heard_at is not None and time.monotonic() >= self._scheduler_pipes.heard_at + limit:
+            self._read_departures()  # this process may have been stopped itself
+        if self._scheduler_pipes.heard_at is None or self._job.phase is not job_state.JobPhase.RUNNING:
+            return None
+        if (left := self._scheduler_pipes.heard_at + limit - time.monotonic()) > 0:
+            return left
+        self._scheduler_pipes.heard_at = None
+        self.say(f"{self._describe(scheduler)}: nothing was heard of it for {limit:g} s; it is killed")
+        self._execute(job_state.SignalProcesses((scheduler,), signal.SIGKILL))
+        return None
 
     def _wait(self, seconds: float | None) -> None:
         self.loop.wait(seconds)
@@ -634,6 +647,7 @@ class Supervisor:
                 # for a scheduler: the one before it may have read of some
                 ended = self._job.slots.ended() if isinstance(self._job, ElasticJobState) else ()
                 self._scheduler_pipes.announce_deaths(ended)
+                self._scheduler_pipes.heard_at = None
                 next(group for group in self._groups if self._of(group, [number])).execute(instruction)
             case job_state.SignalProcesses(ranks, signum):
                 if signum in PASSED_SIGNALS:
