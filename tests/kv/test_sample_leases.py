@@ -331,12 +331,16 @@ def test_workers_that_mean_other_batches_hear_of_it(made: Job) -> None:
 
 def test_stores_that_cannot_lease_say_why() -> None:
     with job(1, 1) as one, one.store(0) as store:
-        store.init("w", np.zeros(2))
-        with pytest.raises(UnsupportedError, match="needs an optimizer"):
-            store.sample_leases(10, 2)
         store.set_optimizer(optim.create("test"))
         with pytest.raises(UnsupportedError, match="in elastic jobs only"):
             store.sample_leases(10, 2)
+    with job(1, 1) as one, one.store(0, staleness=None) as store:
+        store.init("w", np.zeros(2))
+        held = store.sample_leases(10, 2)
+        next(held)
+        with pytest.raises(UnsupportedError, match="needs an optimizer"):
+            store.push("w", np.ones(2))
+        held.close()
     with job(1, 1, kv_on_worker_loss="wait") as one, one.store(0, staleness=None) as store:
         store.set_optimizer(optim.create("test"))
         with pytest.raises(UnsupportedError, match="ON_WORKER_LOSS=wait"):

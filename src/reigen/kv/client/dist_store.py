@@ -164,11 +164,6 @@ class DistStore(KVStore):
             num_samples, batch_size, epochs, first_epoch, seed, shuffle=shuffle, drop_last=drop_last
         )
         self._check(pushes=True)
-        if self._optimizer is None:
-            raise UnsupportedError(
-                "sample_leases() needs an optimizer on the servers, set by set_optimizer(): without one, a push takes "
-                "the place of the value, which then has one batch only"
-            )
         if self._config.kv_on_worker_loss == "wait":
             raise UnsupportedError(
                 "sample_leases() does not work with REIGEN_KV_ON_WORKER_LOSS=wait, where a new process goes on with "
@@ -348,6 +343,11 @@ class DistStore(KVStore):
             raise ArgumentError("this store was closed")
         if pushes and self.has_left:
             raise ArgumentError("this worker has left: it said that it has no more data, and may only pull")
+        if pushes and self._optimizer is None and self._factory.has_lease:
+            raise UnsupportedError(
+                "a loop over sample_leases() needs an optimizer on the servers, set by set_optimizer(): without one, a "
+                "push takes the place of the value, which then has one batch only"
+            )
         self._worker.check()
 
     def _optimizing(self) -> optim.Optimizer:

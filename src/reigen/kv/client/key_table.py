@@ -116,6 +116,10 @@ class RequestFactory:
         """Mark pushes from now on: servers apply one push of a key for each batch."""
         self._batch, self._pushed = batch, set()
 
+    @property
+    def has_lease(self) -> bool:
+        return self._batch > 0
+
     def end_lease(self) -> None:
         """Mark pushes no more."""
         self._batch = 0
