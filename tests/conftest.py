@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from reigen.testing import LeakCheck, PoolCache, RankPool
+from tests import warm_python
 
 # The same examples each time, however slow the machine is; `pytest --hypothesis-profile=explore` looks for new ones.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -90,6 +91,7 @@ def pools() -> Iterator[PoolCache]:
     cache = PoolCache()
     yield cache
     cache.close(kill=True)
+    warm_python.close_all()
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def rank_pool(pools: PoolCache) -> Callable[[int], RankPool]:
 @pytest.fixture(autouse=True)
 def no_leaks(pools: PoolCache, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves threads, descriptors, child processes or shared memory."""
-    with LeakCheck(keep=lambda: pools.resources) as check:
+    with LeakCheck(keep=lambda: pools.resources | warm_python.resources()) as check:
         yield
         if request.node.stash.get(_failed, False):
             check.forgive()  # the traceback keeps everything alive

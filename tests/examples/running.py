@@ -17,6 +17,7 @@ import pytest
 
 from reigen.testing.environment import clean_environment
 from tests.multiprocess.launcher import launched, until
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 #: PyTorch's scripts find torchvision's operators there, where those of its library cannot be loaded.
@@ -46,6 +47,23 @@ VARIABLES = {
 }
 
 
+#: Imported once for all processes of a framework but the first; importing them starts no threads.
+MODULES = {
+    "torch": ["torch"],
+    "tensorflow": ["tensorflow", "keras"],
+    "jax": ["jax", "optax", "flax"],
+    "keras": ["keras"],
+}
+#: Framework, Keras's backend and script, where tests start so many processes that imports are most of the work.
+MANY = {
+    *(("jax", "", f"{name}.py") for name in ("digits", "flax_digits", "gpt", "cifar10_vgg11", "recommender")),
+    ("keras", "torch", "cifar10_vgg11.py"),
+    ("tensorflow", "", "sync_batch_norm.py"),
+    ("torch", "", "kvstore.py"),
+}
+#: Framework, Keras's backend and script of what this session's tests have begun; workers of xdist have each a session.
+_begun: set[tuple[str, str, str]] = set()
+
 #: `reigen launch`: servers and the scheduler run the script, too.
 LAUNCH = ("launch", "--launcher", "local", "--no-prefix", "-n")
 #: A ResNet that is trained for so short a time that the number of ranks does not show; bfloat16 has three digits.
@@ -71,11 +89,11 @@ def run(
     """
     started = [sys.executable, "-m", "reigen", *launcher, str(np)]
     started += ["-s", str(servers)] if servers else []
-    command = [*(started if np > 1 or servers else []), sys.executable, str(ROOT / "examples" / framework / script)]
-    environ = clean_environment() | VARIABLES
+    environ = clean_environment() | VARIABLES | ({"KERAS_BACKEND": backend} if backend else {})
+    command = [*(started if np > 1 or servers else []), *_python(framework, backend, script, environ)]
     done = subprocess.run(
-        [*command, *map(str, options)],
-        env=environ | ({"KERAS_BACKEND": backend} if backend else {}),
+        [*command, str(ROOT / "examples" / framework / script), *map(str, options)],
+        env=environ,
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
@@ -84,6 +102,16 @@ def run(
     assert done.returncode == code, done.stdout + done.stderr
     assert code or PROGRESS.search(done.stdout), done.stdout
     return done.stderr if code else done.stdout
+
+
+def _python(framework: str, backend: str, script: str, environ: dict[str, str]) -> list[str]:
+    """Return Python as a user starts it when a script runs for the first time; then one whose imports are done."""
+    is_first = (framework, backend, script) not in _begun
+    _begun.add((framework, backend, script))
+    if is_first or (framework, backend, script) not in MANY:
+        return [sys.executable]
+    modules = ["sklearn.datasets", *MODULES[backend or framework], *(MODULES["keras"] if backend else ())]
+    return warm_python(f"{framework} {backend}", [*modules, f"reigen.{framework}"], environ)
 
 
 def run_elastic_and_kill_rank_0(directory: Path, framework: str, backend: str = "") -> str:
