@@ -2,7 +2,8 @@
 
 Arguments: a directory, the type of the store, and perhaps behind how many pushes all meet at a barrier. It pushes whole
 numbers that follow from its place, its process and the push's number, until there is a file ``stop``; then it waits for
-the others, and writes what the keys have. Where there are barriers, ``stop`` has the number of pushes of each.
+the others, and writes what the keys have. Where there are barriers, ``stop`` has the number of pushes of each. A file
+``servers`` has the number of server processes that there are to be: rank 0 says so.
 """
 
 from __future__ import annotations
@@ -50,13 +51,17 @@ def main() -> None:
     out = {key: np.empty(size) for key, size in KEYS.items()}
     store.init(list(KEYS), [np.full(size, 7.0) for size in KEYS.values()])  # those of the first workers count
     store.pull(list(KEYS), out=list(out.values()))
-    number = 0
+    number, num_servers = 0, ""
     while not is_over(number):
         number += 1
         write("pushes", number)
         values = push_of(slot, incarnation, number)
         store.pushpull(list(KEYS), list(values.values()), out=list(out.values()))
         write("acknowledged", number, store.rounds("cut"), store.rank, store.num_workers, time.monotonic())
+        servers = directory / "servers"
+        if store.rank == 0 and servers.exists() and (text := servers.read_text()) != num_servers:
+            num_servers = text
+            store.resize_servers(int(text))
         if every and number % every == 0:
             store.barrier()
             write("met", number, time.monotonic())

@@ -25,7 +25,7 @@ PROGRAM = (sys.executable, str(Path(__file__).with_name("elastic_program.py")))
 JOB = ("-np", "3", "--min-np", "1", "-s", "2", "--blacklist-cooldown-range", "1", "1", "--grace-seconds", "15")
 CUT = {"REIGEN_KV_BIGARRAY_BOUND": "1000"}
 #: Where the keys are cut then, for two servers: at multiples of 256 bytes.
-SHARDS = {"small": (0, 100), "cut": (0, 2528, 5000)}
+SHARDS: dict[str, tuple[int, ...]] = {"small": (0, 100), "cut": (0, 2528, 5000)}
 #: How many workers are killed; more of them take four seconds each.
 KILLS = int(os.environ.get("REIGEN_TEST_KILLS", "1"))
 
@@ -35,13 +35,15 @@ class Ledger:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        #: by key, the borders of its shards
+        self.shards: dict[str, tuple[int, ...]] = SHARDS
         self._found: dict[tuple[int, int], list[list[str]]] = {}
         self._num_read: dict[tuple[int, int], int] = {}
 
     def processes(self) -> dict[tuple[int, int], list[list[str]]]:
         """By slot and incarnation, the words of each line; a line that is not complete does not count."""
         for file in self.directory.iterdir():
-            if file.suffix != ".npz" and file.name not in {"stop", "hurry"}:
+            if file.suffix != ".npz" and file.name not in {"stop", "hurry", "servers"}:
                 slot, incarnation = map(int, file.name.split("."))
                 with file.open("rb") as lines:
                     lines.seek(self._num_read.get((slot, incarnation), 0))
@@ -87,7 +89,7 @@ class Ledger:
             uncertain += [
                 push_of(*process, number) for number in self.numbers(process, "pushes") if number > len(acknowledged)
             ]
-        for key, bounds in SHARDS.items():
+        for key, bounds in self.shards.items():
             for other in finals[1:]:
                 np.testing.assert_array_equal(finals[0][key], other[key])
             rest = finals[0][key] - 7.0 - sum((each[key] for each in certain), np.zeros(KEYS[key]))

@@ -27,7 +27,7 @@ class Member:
     tls = None
     host = "here"
     secret = SECRET
-    is_recovery = is_elastic = False
+    is_recovery = is_elastic = servers_move = False
 
     def __init__(self, job: Job, role: Any, number: int, incarnation: int = 1) -> None:
         self._job, self.job = job, 1
@@ -64,6 +64,9 @@ class Member:
     def leave(self) -> None:
         pass
 
+    def move(self) -> None:
+        pass
+
     def report_keys(self, text: str) -> None:
         self.keys = text
 
@@ -85,11 +88,11 @@ class Job:
         for number in range(num_servers):
             self.peers.append(self.start_server(number))
 
-    def start_server(self, number: int, incarnation: int = 1) -> ServerInfo:
+    def start_server(self, number: int, incarnation: int = 1, handover: str = "") -> ServerInfo:
         member = Member(self, "server", number, incarnation)
         member.is_recovery = incarnation > 1
         listener, address = open_listening_socket("127.0.0.1")
-        server = self.servers[number] = KVServer(member, self.config, listener)
+        server = self.servers[number] = KVServer(member, self.config, listener, handover)
         thread = threading.Thread(target=server.serve, name=f"server-{number}")
         thread.start()
         self._places[number] = member, thread
@@ -108,6 +111,21 @@ class Job:
         self.stop_server(number, exit_code=1)
         self.tell(MemberLost("server", number, "here", "its process ended", will_return=True))
         self.peers[number] = self.start_server(number, self.peers[number].incarnation + 1)
+        peer = self.peers[number]
+        self.tell(MemberReturned("server", number, peer.host, peer.incarnation, peer.address))
+
+    def move_server(self, number: int, handover: str) -> None:
+        """A server moves to another process, with what it holds; everybody hears of it."""
+        member, thread = self._places.pop(number)
+        server = self.servers.pop(number)
+        server._handover = handover
+        server.release()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        assert server.is_released
+        member.close()
+        self.tell(MemberLost("server", number, "here", "its process ended", will_return=True, is_move=True))
+        self.peers[number] = self.start_server(number, self.peers[number].incarnation + 1, handover)
         peer = self.peers[number]
         self.tell(MemberReturned("server", number, peer.host, peer.incarnation, peer.address))
 

@@ -237,10 +237,16 @@ def _servers(chosen: argparse.Namespace) -> ServerOptions | None:
             raise ConfigError("--server-hosts needs -s: how many servers?")
         if chosen.replicate_servers is not None:
             raise ConfigError("--replicate-servers needs -s: how many servers?")
+        if chosen.max_servers is not None:
+            raise ConfigError("--max-servers needs -s: in how many processes are the servers at first?")
         return None
     hosts = () if chosen.server_hosts is None else tuple(host.name for host in parse_hosts(chosen.server_hosts))
     return ServerOptions(
-        chosen.num_servers, hosts, num_restarts=chosen.server_restarts, replicas=chosen.replicate_servers
+        chosen.num_servers,
+        hosts,
+        num_restarts=chosen.server_restarts,
+        replicas=chosen.replicate_servers,
+        max_num=chosen.max_servers,
     )
 
 

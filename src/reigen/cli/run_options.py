@@ -144,6 +144,12 @@ def _add_servers(add: AddArgument) -> None:
         metavar="HOSTS",
         help="hosts on which servers run, round-robin: h1,h2 (default: those of the ranks)",
     )
+    add(
+        "--max-servers",
+        type=int,
+        metavar="N",
+        help="elastic jobs: maximum number of server processes, which kv.resize_servers() changes (default: fixed)",
+    )
     add_restart_option(add)
 
 

@@ -27,7 +27,9 @@ __all__ = [
     "ELASTIC_VARIABLE",
     "ELASTIC_VIEW_KEY",
     "FIRST_WORKERS_VARIABLE",
+    "HANDOVER_VARIABLE",
     "INCARNATION_VARIABLE",
+    "MAX_SERVERS_VARIABLE",
     "MAX_SIZE_VARIABLE",
     "MIN_SIZE_VARIABLE",
     "PORT_IS_HELD_VARIABLE",
@@ -36,6 +38,7 @@ __all__ = [
     "RENDEZVOUS_VARIABLE",
     "ROSTER_FD_VARIABLE",
     "SECRET_VARIABLE",
+    "SERVER_CONTROL_VARIABLE",
     "SLOT_VARIABLE",
     "STRAGGLER_VARIABLE",
     "VOTER_FD_VARIABLE",
@@ -109,6 +112,14 @@ DEATH_FD_VARIABLE = "REIGEN_ENDED_FD"
 ROSTER_FD_VARIABLE = "REIGEN_ROSTER_FD"
 #: For that scheduler, in an elastic job: with how many workers it begins.
 FIRST_WORKERS_VARIABLE = "REIGEN_FIRST_WORKERS"
+#: In how many processes the servers of an elastic job may run at most, which is how many servers there are. Set where
+#: their number may change.
+MAX_SERVERS_VARIABLE = "REIGEN_MAX_SERVERS"
+#: Number of a descriptor of such a process: a socket, over which the launcher says which servers to run
+#: (`launch.elastic.server_placement`).
+SERVER_CONTROL_VARIABLE = "REIGEN_SERVER_CONTROL_FD"
+#: Directory in memory by which such processes hand over servers.
+HANDOVER_VARIABLE = "REIGEN_KV_HANDOVER_DIR"
 
 _SECRET_DIGITS = 64
 

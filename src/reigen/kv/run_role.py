@@ -80,6 +80,10 @@ def _run_role(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
         if settings.role == "scheduler":
             with contextlib.closing(Scheduler(settings, environ)) as scheduler:
                 return scheduler.serve()
+        if settings.servers_move:
+            from reigen.kv.server.server_process import ServerProcess
+
+            return ServerProcess(settings, environ).run()
         return _run_server(settings, environ)
     except (ReigenError, OSError) as error:
         _log.critical("%s", error)

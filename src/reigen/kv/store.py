@@ -339,6 +339,21 @@ class KVStore(ABC):
         """
         return 0
 
+    def resize_servers(self, num: int) -> None:
+        """Have the servers of an elastic job run in ``num`` processes. Any worker may call this, at any time.
+
+        Returns when the launcher has the request. Servers then move one by one, with all that they hold, while pushes
+        and pulls go on; results are the same bits as with any other number. Of several requests the last one counts.
+
+        Raises:
+            ArgumentError: there are to be fewer than 1, or more than ``--max-servers``.
+            UnsupportedError: the number of processes cannot change in this job.
+        """
+        raise UnsupportedError(
+            f"resize_servers(): a store of type {self.type!r} has no servers. Those of dist_* stores run in as many "
+            "processes as you want in an elastic job: reigen run -np 4 --min-np 2 -s 2 --max-servers 4"
+        )
+
     @abstractmethod
     def leave(self) -> None:
         """Have rounds from now on do without this worker, which has no more data. It may still pull."""

@@ -161,6 +161,10 @@ class LaunchOptions:
             raise ConfigError(f"--gpus-per-rank must be at least 1, not {self.gpus_per_rank}")
         if self.elastic is not None and self.servers is not None:
             self._check_elastic_servers(self.elastic, self.servers)
+        if self.elastic is None and self.servers is not None and self.servers.max_num is not None:
+            raise ConfigError(
+                "--max-servers: only in elastic jobs can the number of server processes change: --min-np makes one"
+            )
         if self.elastic is not None and self.sync_directory is not None:
             raise ConfigError("--sync-dst-dir: hosts come later to an elastic job; use a directory that all share")
         if self.continues and self.elastic is None:

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from reigen.cluster.environ import ELASTIC_TIMEOUT_VARIABLE, FIRST_WORKERS_VARIABLE, PORT_IS_HELD_VARIABLE
+from reigen.cluster.environ import (
+    ELASTIC_TIMEOUT_VARIABLE,
+    FIRST_WORKERS_VARIABLE,
+    MAX_SERVERS_VARIABLE,
+    PORT_IS_HELD_VARIABLE,
+)
 from reigen.errors import ConfigError
 
 #: Directory of servers' snapshots: without it, one that is started again would have lost its keys.
@@ -53,6 +58,8 @@ class ServerOptions:
         round_robin_workers: the ranks go to the hosts in turn, too, behind the servers; not host by host.
         num_restarts: how often each process that may be is started again.
         replicas: 2: what a server holds is in the memory of another one, too; None: as the environment says.
+        max_num: the greatest number of processes of an elastic job's servers, which then may change; as many are the
+            servers themselves, of which a process has one or several. None: each server has a process of its own.
         uses_reigen_scheduler: the scheduler is Reigen's in any case. A command may also be a program for MXNet's own
             servers, and their scheduler could not listen at a port that is held against other users.
 
@@ -69,6 +76,7 @@ class ServerOptions:
     num_restarts: int = 3
     uses_reigen_scheduler: bool = True
     replicas: int | None = None
+    max_num: int | None = None
 
     def __post_init__(self) -> None:
         if self.num < 1:
@@ -80,6 +88,30 @@ class ServerOptions:
         if self.replicas == 2 and self.num < 2:
             raise ConfigError("--replicate-servers 2: the copies are in the memory of another server: use -s 2 or more")
 
+        if self.max_num is None:
+            return
+        if self.max_num < max(self.num, 2):
+            raise ConfigError(
+                f"--max-servers {self.max_num}: the servers run in {self.num} process{'es' * (self.num > 1)} at first, "
+                "and in as many at most; their number can change where that is 2 or more"
+            )
+        if self.replicas == 2 or self.command:
+            what = "--replicate-servers 2" if self.replicas == 2 else "a command for servers"
+            raise ConfigError(
+                f"--max-servers and {what}: servers that move from process to process have no copies in the memory of "
+                "others, and are Reigen's own. With REIGEN_KV_SNAPSHOT_DIR they survive the death of a process"
+            )
+
+    @property
+    def num_in_job(self) -> int:
+        """Number of the servers that workers talk to."""
+        return self.max_num or self.num
+
+    @property
+    def most_processes(self) -> int:
+        """Return how many server processes there may be; one more than servers, while all of the others leave."""
+        return self.num if self.max_num is None else self.max_num + 1
+
     @property
     def variables(self) -> dict[str, str]:
         """Return variables of all processes of the job."""
@@ -88,16 +120,21 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class PsProcess:
-    """Server, or scheduler: ``number`` is in the job, behind the ranks, ``index`` among those of its role."""
+    """Server, or scheduler: ``number`` is in the job, behind the ranks, ``index`` among those of its role.
+
+    ``has_several``: it is a process of an elastic job that has several servers, which move.
+    """
 
     number: int
     role: PsRole
     index: int
+    has_several: bool = False
 
     @property
     def name(self) -> str:
         """Name in messages: ``server 1``."""
-        return self.role if self.role is PsRole.SCHEDULER else f"{self.role} {self.index}"
+        process = " process" if self.has_several else ""
+        return self.role if self.role is PsRole.SCHEDULER else f"{self.role}{process} {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +148,7 @@ class PsJobSpec:
         is_elastic: workers come and go.
         first_workers: with so many an elastic job begins.
         elastic_timeout_seconds: how long its scheduler waits for others when all workers are lost.
+        servers_move: its servers move from process to process.
     """
 
     scheduler_host: str
@@ -121,6 +159,7 @@ class PsJobSpec:
     is_elastic: bool = False
     first_workers: int = 1
     elastic_timeout_seconds: float = 600.0
+    servers_move: bool = False
 
     def variables(self, role: PsRole, index: int, node_host: str) -> dict[str, str]:
         """Return the variables of process ``index`` of a role, whose host the others reach at ``node_host``."""
@@ -129,6 +168,8 @@ class PsJobSpec:
             own = {DEADLINE_VARIABLE: _SCHEDULER_DEADLINE} | ({PORT_IS_HELD_VARIABLE: "1"} if self.port_is_held else {})
         if self.is_elastic:
             own[WORKER_LOSS_VARIABLE] = "elastic"
+        if self.servers_move:
+            own[MAX_SERVERS_VARIABLE] = str(self.num_servers)
         if self.is_elastic and role is PsRole.SCHEDULER:
             own[FIRST_WORKERS_VARIABLE] = str(self.first_workers)
             own[ELASTIC_TIMEOUT_VARIABLE] = f"{self.elastic_timeout_seconds:g}"
@@ -148,8 +189,9 @@ def list_ps_processes(num_ranks: int, servers: ServerOptions | None) -> list[PsP
     """List the servers, and behind them the scheduler; empty where no servers were asked for."""
     if servers is None:
         return []
-    processes = [PsProcess(num_ranks + index, PsRole.SERVER, index) for index in range(servers.num)]
-    return [*processes, PsProcess(num_ranks + servers.num, PsRole.SCHEDULER, 0)]
+    num, have_several = servers.most_processes, servers.max_num is not None
+    processes = [PsProcess(num_ranks + index, PsRole.SERVER, index, have_several) for index in range(num)]
+    return [*processes, PsProcess(num_ranks + num, PsRole.SCHEDULER, 0)]
 
 
 def name_ps_processes(num_ranks: int, servers: ServerOptions | None) -> dict[int, str]:

@@ -43,6 +43,7 @@ from reigen.cluster.membership.messages import (
     MembershipNews,
     MembershipReply,
     RegisterMember,
+    ResizeServers,
 )
 from reigen.cluster.membership.table import GroupTable, MembershipTable
 from reigen.errors import ArgumentError, AuthenticationError, WireError
@@ -323,6 +324,9 @@ class ControlService:
     def on_held_keys(self, message: HeldKeys) -> None:
         """Hook: a server says which keys it holds."""
 
+    def on_resize(self, message: ResizeServers) -> None:
+        """Hook: a worker wants the servers to run in so many processes."""
+
     def on_events(self, events: Sequence[MembershipEvent]) -> None:
         """Hook: these events are about to be announced."""
 
@@ -358,6 +362,8 @@ class ControlService:
             self.on_register(message)
         elif isinstance(message, HeldKeys):
             self.on_held_keys(message)
+        elif isinstance(message, ResizeServers):
+            self.on_resize(message)
         self._send(self._members.handle(client, message, time.monotonic()))
 
     def _gone(self, client: Connection, silent: bool) -> None:

@@ -169,6 +169,7 @@ class Member:
         joined: in an elastic job, the how-manieth process it was that has joined.
         slot: the launcher's number for its place, and how often that was used before.
         has_died: the launcher says that its process has ended: it does not connect again.
+        moves: a server has said that it goes to another process.
     """
 
     role: MemberRole
@@ -190,6 +191,7 @@ class Member:
     joined: int = 0
     slot: tuple[int, int] | None = None
     has_died: bool = False
+    moves: bool = False
 
     @property
     def name(self) -> str:

@@ -80,6 +80,7 @@ class MemberLost(_MemberEvent, tag="lost", frozen=True):
         others: members of its role and host that were lost at the same time.
         is_whole_host: these are more than one, and all that the host had.
         is_silent: the host was not heard of for so long that it counts as lost.
+        is_move: it is a server that has said that it moves to another process.
     """
 
     reason: str
@@ -88,6 +89,7 @@ class MemberLost(_MemberEvent, tag="lost", frozen=True):
     others: tuple[int, ...] = ()
     is_whole_host: bool = False
     is_silent: bool = False
+    is_move: bool = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -284,6 +286,20 @@ class HeldKeys(_Message, tag=26, frozen=True):
     text: str
 
 
+class MoveServer(_Message, tag=28, frozen=True):
+    """Departure of a server whose place another process is about to take."""
+
+
+class ResizeServers(_Message, tag=27, frozen=True):
+    """Request of a worker that the servers of an elastic job run in so many processes.
+
+    ``request`` is its number among the sender's, by which it is answered.
+    """
+
+    num: Count
+    request: Count
+
+
 class StatusQuery(_Message, tag=25, frozen=True):
     """Query of members that have not come, and the number of those silent for so many seconds."""
 
@@ -358,13 +374,19 @@ class StatusReply(_Message, tag=36, frozen=True):
     num_silent: int = 0
 
 
+class ResizeAccepted(_Message, tag=37, frozen=True):
+    """Answer to ResizeServers: the launcher has the request."""
+
+    request: Count
+
+
 MemberMessage = (
     RegisterMember | MemberHeartbeat | LeaveJob | AbortMessage
-    | EnterBarrier | StatusQuery | HeldKeys
+    | EnterBarrier | StatusQuery | HeldKeys | ResizeServers | MoveServer
 )  # fmt: skip
 MembershipReply = (
     MemberAssigned | MemberRefused | ServerList | MembershipNews
-    | BarrierOver | StatusReply
+    | BarrierOver | StatusReply | ResizeAccepted
 )  # fmt: skip
 
 MEMBER_CODEC: MessageCodec[MemberMessage] = MessageCodec(MemberMessage, MAX_MESSAGE_BYTES)

@@ -16,6 +16,7 @@ C. *Loss.* A connection that ends without Leave or Abort may be made again withi
    any; then the member counts as lost, and at once if another process comes for its number, or the launcher says that
    its process has ended. A member that says nothing
    for the heartbeat's timeout counts as lost, too. All are told (`MemberLost`).
+   A server that has said so (`MoveServer`) moves to another process, which comes for its number at once.
 D. *Return.* A lost member that says something is there again, the same process; another process that registers for the
    number of a lost one takes its place (``is_recovery``) and goes on with barriers where the others are. All are told:
    `MemberReturned`. One that was away says whom it holds for lost (`RegisterMember.lost`), and hears
@@ -105,7 +106,10 @@ from reigen.cluster.membership.messages import (
     MembershipEvent,
     MembershipNews,
     MembershipReply,
+    MoveServer,
     RegisterMember,
+    ResizeAccepted,
+    ResizeServers,
     ServerList,
     StatusQuery,
     StatusReply,
@@ -470,7 +474,7 @@ class MembershipTable:
             self._member_of.pop(member.owner)
             self._refuse(member.owner, f"another process has become {member.name}")
         member.state, member.loss, member.is_recovery = MemberState.PRESENT, None, is_recovery
-        member.has_died = False
+        member.has_died = member.moves = False
         member.incarnation = message.incarnation
         self.epoch += 1
         _drop_connections(self._duplicate_connections, member)
@@ -572,6 +576,10 @@ class MembershipTable:
                 self._announce(*self._held.add_abort(self._abort, self._now + member.policy.hold_seconds))
         elif isinstance(message, EnterBarrier) and member.role == "worker":
             self._enter_barrier(owner, message)
+        elif isinstance(message, MoveServer):
+            member.moves = member.role == "server" and member.policy.on_loss is LossPolicy.WAIT
+        elif isinstance(message, ResizeServers):
+            self._reply(owner, ResizeAccepted(message.request))
         elif isinstance(message, StatusQuery):
             members, since = self._members.values(), self._now - message.seconds
             silent = [m for m in members if m.state is MemberState.PRESENT and m.heard_at < since]
@@ -625,8 +633,9 @@ class MembershipTable:
         policy, will_return = member.policy, is_awaited and member.policy.on_loss is LossPolicy.WAIT
         self._deadlines.set(member, self._now + policy.return_seconds if will_return else NEVER)
         member.loss = MemberLost(
-            member.role, member.number, member.host, reason, will_return, member.incarnation, is_silent=is_silent
-        )
+            member.role, member.number, member.host, reason, will_return, member.incarnation, is_silent=is_silent,
+            is_move=is_awaited and member.moves,
+        )  # fmt: skip
         self._announce(*self._held.add_loss(member, member.loss, self._now))
 
     def _forget(self, member: Member) -> None:

@@ -33,6 +33,8 @@ from reigen.cluster.membership.messages import (
     MembershipNews,
     MembershipReply,
     RegisterMember,
+    ResizeAccepted,
+    ResizeServers,
     SavedJob,
     ServerInfo,
     ServerList,
@@ -73,6 +75,7 @@ class JobView:
         status: answers to queries, by seconds of silence.
         asked: queries without an answer, which another service is asked again.
         held_keys: what a server has said of its keys last.
+        resizes: requests for another number of server processes without an answer, by their numbers.
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class JobView:
         self.status: dict[float, StatusReply] = {}
         self.asked: set[float] = set()
         self.held_keys: HeldKeys | None = None
+        self.resizes: dict[int, ResizeServers] = {}
+        self._num_resizes = 0
 
     @property
     def name(self) -> str:
@@ -145,6 +150,12 @@ class JobView:
         entry = barrier, self._entered[barrier]
         self._waiting[entry] = EnterBarrier(*entry)
         return entry
+
+    def resize_servers(self, num: int) -> ResizeServers:
+        """Ask for another number of server processes; returns the message, which `resizes` has until the answer."""
+        self._num_resizes += 1
+        message = self.resizes[self._num_resizes] = ResizeServers(num, self._num_resizes)
+        return message
 
     def give_up(self, entry: BarrierEntry) -> EnterBarrier:
         """Give up a barrier; returns the message to the service, which decides."""
@@ -193,6 +204,8 @@ class JobView:
         elif isinstance(message, BarrierOver):
             if (message.name, message.sequence) in self._waiting:
                 self._outcomes[message.name, message.sequence] = message
+        elif isinstance(message, ResizeAccepted):
+            self.resizes.pop(message.request, None)
         else:
             self.status[message.seconds] = message
         return []
@@ -211,6 +224,7 @@ class JobView:
             return []
         again: list[MemberMessage] = [*self._barriers(), *map(StatusQuery, sorted(self.asked))]
         again += [] if self.held_keys is None else [self.held_keys]
+        again += self.resizes.values()
         return [*again, LeaveJob()] if self.has_left else again
 
     def _refuse(self, message: MemberRefused) -> None:

@@ -193,6 +193,20 @@ class DistStore(KVStore):
             raise ArgumentError(f"num_dead_nodes() takes seconds, 0 or more, got {timeout!r}")
         return self._member.num_dead_nodes(float(timeout))
 
+    def resize_servers(self, num: int) -> None:
+        self._check()
+        if not self._member.servers_move:
+            raise UnsupportedError(
+                "resize_servers(): the servers of this job stay where they are. Start an elastic job in which they may "
+                "move: reigen run -np 4 --min-np 2 -s 2 --max-servers 4"
+            )
+        if isinstance(num, bool) or not isinstance(num, int) or not 1 <= num <= self._member.num_servers:
+            raise ArgumentError(
+                f"resize_servers({num!r}): it must be a number of processes from 1 to {self._member.num_servers}, "
+                "which is --max-servers"
+            )
+        self._member.resize_servers(num, time.monotonic() + self._config.deadline_seconds)
+
     def leave(self) -> None:
         """Leave, behind the requests that were begun.
 

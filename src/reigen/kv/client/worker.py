@@ -586,7 +586,8 @@ class KVWorker:
                 if not event.will_return:
                     raise PeerLostError(f"{event}")
                 self._awaited.add(event.number)
-                _log.warning("%s; it will be started again", event)
+                what = "it moves to another process" if event.is_move else "it will be started again"
+                _log.log(logging.INFO if event.is_move else logging.WARNING, "%s; %s", event, what)
 
     def _run(self) -> None:
         """Drive the connections while no caller does: the store's thread."""

@@ -20,6 +20,7 @@ from reigen.cluster.environ import (
     ELASTIC_TIMEOUT_VARIABLE,
     FIRST_WORKERS_VARIABLE,
     INCARNATION_VARIABLE,
+    MAX_SERVERS_VARIABLE,
     PORT_IS_HELD_VARIABLE,
     RENDEZVOUS_VARIABLE,
     SLOT_VARIABLE,
@@ -58,6 +59,7 @@ class ProcessConfig:
         first_workers: with how many workers an elastic job begins; ``num_workers`` is how many it may have.
         slot: of a worker of an elastic job: the launcher's number for its place, and how often that was used before.
         elastic_timeout_seconds: how long a scheduler waits for workers when all of an elastic job are lost.
+        servers_move: the servers of an elastic job move from process to process (`kv.server.server_process`).
     """
 
     role: KVRole
@@ -75,6 +77,7 @@ class ProcessConfig:
     first_workers: int = 1
     slot: tuple[int, int] | None = None
     elastic_timeout_seconds: float | None = None
+    servers_move: bool = False
 
     @property
     def is_elastic(self) -> bool:
@@ -121,6 +124,8 @@ def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole
     number, origin = _task_number(environ, role, num_workers, num_servers)
     if role == "worker" and config.kv_on_worker_loss == LossPolicy.ELASTIC.value:
         number = None  # the scheduler knows which places are free
+    if role == "server" and environ.get(MAX_SERVERS_VARIABLE):
+        number = None  # it is that of a process, which has several servers
     which = _parse_number(number, origin, num_servers if role == "server" else num_workers, problems)
     interval, timeout = config.kv_heartbeat_seconds, config.kv_heartbeat_timeout_seconds
     if 0 < timeout <= interval:
@@ -149,6 +154,7 @@ def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole
         _read_first_workers(environ, num_workers),
         _read_slot(environ),
         _read_seconds(environ.get(ELASTIC_TIMEOUT_VARIABLE, "")),
+        bool(environ.get(MAX_SERVERS_VARIABLE)),
     )
 
 

@@ -31,6 +31,7 @@ from reigen.cluster.membership.messages import (
     MembershipEvent,
     MembershipReply,
     RegisterMember,
+    ResizeServers,
     WorkerRoster,
     format_members,
 )
@@ -94,7 +95,7 @@ class Scheduler(ControlService):
             settings.num_workers,
             settings.num_servers,
             policy=LossPolicy(config.kv_on_worker_loss),
-            servers_return=config.kv_snapshot_dir is not None or config.kv_replicas > 1,
+            servers_return=config.kv_snapshot_dir is not None or config.kv_replicas > 1 or settings.servers_move,
             heartbeat_timeout_seconds=heartbeat_timeout or math.inf,
             return_seconds=settings.elastic_timeout_seconds or config.start_timeout_seconds,
             start_seconds=config.start_timeout_seconds,
@@ -270,13 +271,18 @@ class Scheduler(ControlService):
             return
         self._report(b"holds %d %s\n" % (message.server, text.encode(errors="replace")))
 
+    def on_resize(self, message: ResizeServers) -> None:
+        """Tell the launcher, which starts and ends processes."""
+        self._report(b"servers %d\n" % message.num)
+
     def on_events(self, events: Sequence[MembershipEvent]) -> None:
         """Log them, and tell the launcher which workers have left."""
         for event in events:
             if not self._settings.is_elastic and isinstance(event, MemberLeft) and event.role == "worker":
                 self._report(b"%d\n" % event.number)
             if not isinstance(event, JobEnded):
-                _log.log(logging.WARNING if isinstance(event, MemberLost) else logging.INFO, "%s", event)
+                is_loss = isinstance(event, MemberLost) and not event.is_move
+                _log.log(logging.WARNING if is_loss else logging.INFO, "%s", event)
 
     def _report_worker(self, event: MembershipEvent) -> None:
         """Tell the launcher of an elastic job which slots' processes have joined and left."""

@@ -115,6 +115,7 @@ class SchedulerClient:
         job: its number, not 0: the same for all schedulers that it has.
         is_recovery: this process takes the place of one that was lost.
         is_elastic: workers come and go.
+        servers_move: servers move from process to process.
         num_workers, num_servers: how many the job was started with; of an elastic job, how many workers it may have.
         incarnation: of this process, never 0.
         secret: the job's 32 bytes.
@@ -151,7 +152,7 @@ class SchedulerClient:
             is_restart=settings.is_restart,
             slot=settings.slot if settings.is_elastic and self.role == "worker" else None,
         )
-        self.is_elastic = settings.is_elastic
+        self.is_elastic, self.servers_move = settings.is_elastic, settings.servers_move
         self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
         self._config, self._deadline = config, deadline
         self._locator = SchedulerLocator(settings)
@@ -283,12 +284,34 @@ class SchedulerClient:
             self._view.held_keys = messages.HeldKeys(self.number, text)
             self._post(self._view.held_keys)
 
+    def resize_servers(self, num: int, deadline: float) -> None:
+        """Have the launcher run the servers in so many processes; returns when it has the request.
+
+        Raises:
+            DeadlineError: the scheduler does not answer. The request may have come to it.
+            PeerLostError: the job is over.
+        """
+        with self._changed:
+            view = self._view
+            message = view.resize_servers(num)
+            self._post(message)
+            self._await(lambda: message.request not in view.resizes, deadline)
+            if view.resizes.pop(message.request, None) is None:
+                return
+            self._raise_failure()
+            raise DeadlineError(f"resize_servers({num}): {self._locator.description} does not answer")
+
     def leave(self) -> None:
         """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""
         with self._changed:
             if not self._view.has_left:
                 self._view.has_left = True
                 self._post(messages.LeaveJob())
+
+    def move(self) -> None:
+        """Tell the others that another process is about to become this server, behind `close`."""
+        with self._changed:
+            self._post(messages.MoveServer())
 
     def close(self) -> None:
         """End the connection: without `leave` before it, this node is lost for the others. Repeatable."""

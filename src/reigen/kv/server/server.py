@@ -14,6 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -52,7 +53,7 @@ from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
 from reigen.kv.server.snapshots import SnapshotDirectory, SnapshotStorage
 from reigen.kv.server.stalls import StallReporter
-from reigen.kv.server.store import ServerContext, ServerRoster, ServerStore, describe_keys
+from reigen.kv.server.store import ServerContext, ServerRoster, ServerStore, describe_keys, is_at_rest, store_facts
 from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena, explain_mapping_failure
 from reigen.net.auth import Identity, ProcessRole
@@ -134,14 +135,19 @@ class KVServer:
         config: the knobs; those of the parameter server begin with ``kv_``.
         listening: from `open_listening_socket`; its address is what the scheduler tells workers. It is closed with the
             server.
+        handover: directory by which a server that keeps no snapshots moves to another process; empty: it does not.
+
+    Attributes:
+        is_released: another process may take this server (`release`).
 
     Raises:
         ConfigError: snapshots cannot be kept where they should be.
         WireError: this server takes another's place, and its snapshots are damaged.
     """
 
-    def __init__(self, member: SchedulerClient, config: Config, listening: socket.socket) -> None:
-        self._member, self._config = member, config
+    def __init__(self, member: SchedulerClient, config: Config, listening: socket.socket, handover: str = "") -> None:
+        self._member, self._config, self._handover = member, config, handover
+        self.is_released = self._must_release = False
         self._is_elastic = LossPolicy(config.kv_on_worker_loss) is LossPolicy.ELASTIC
         self._directory: SnapshotDirectory | None
         self._copies: ServerCopies | None
@@ -200,16 +206,26 @@ class KVServer:
         self._early_events: list[MembershipEvent] = []
         if snapshots is not None:
             self._restore(snapshots)
+        elif handover and member.is_recovery:
+            with closing(self._open_handover()) as storage:
+                self._restore(storage)
+                storage.remove()
 
     def serve(self) -> int:
-        """Serve until the scheduler says that the job is over; returns the exit code for the process."""
+        """Serve until the scheduler says that the job is over; returns the exit code for the process.
+
+        Or until another process is to take this server: `is_released` says so, and the code is 0.
+        """
         self._loop.watch(self._events.fileno(), self._handle_membership_events)
         self._loop.watch(self._workers.fileno(), self._workers.collect)
         self._handle_membership_events()
         try:
             with ignore_float_errors():
-                while self._exit_code is None:
+                while self._exit_code is None and not self._must_release:
                     self._turn()
+                if self._exit_code is None:
+                    self._hand_over()
+                    return 0
             if self._copies is not None:
                 self._copies.give_up()
             self._workers.close()  # which may be saving
@@ -217,6 +233,40 @@ class KVServer:
         finally:
             self.close()
         return self._exit_code
+
+    def release(self) -> None:
+        """Have `serve` return, so that another process can take this server. Any thread may call this."""
+        self._must_release = True
+        self._loop.wake()
+
+    def _hand_over(self) -> None:
+        """Stop between two requests, and leave all that this server holds where the next process finds it.
+
+        What has come and was not applied is not acknowledged: workers send it again. What was, is in the values.
+        """
+        self._listener.close()
+        self._loop.unwatch(self._events.fileno())
+        for client in self._connections:
+            self._loop.unwatch(client.line)
+        stores = self._stores.values()
+        while self._workers.num_running or not all(map(is_at_rest, stores)):
+            self._loop.wait(_TICK_SECONDS)
+        if self._directory is None:
+            with closing(self._open_handover()) as storage:
+                for store in stores:
+                    for shard in store.shards.values():
+                        shard.applied = shard.engine.state()
+                        storage.save_shard(store.number, shard.id, shard.pack())
+                    storage.save_store(store.number, store_facts(store))
+        for client in self._connections:  # whose ends are no worker's
+            if client.connection is not None:
+                client.connection.end()
+                client.connection = None
+        self._member.move()
+        self.is_released = True
+
+    def _open_handover(self) -> SnapshotDirectory:
+        return SnapshotDirectory(self._handover, self._member.secret, self._member.job, self._member.number)
 
     def close(self) -> None:
         """End all connections and threads. May be called twice."""

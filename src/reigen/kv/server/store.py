@@ -617,12 +617,7 @@ class ServerStore:
         if snapshots is None or not self.must_save or self.is_saving:
             return
         self.must_save = False
-        staleness = None if math.isinf(self.staleness) else int(self.staleness)
-        missed = tuple(self.losses) if self.context.policy is LossPolicy.CONTINUE else ()
-        facts = StoreSnapshot(
-            staleness, self.settings.state(), self.declarations.initialised(), tuple(sorted(self.left)), missed,
-            dict(self.incarnations), tuple(sorted(self.context.roster.excluded)), self.leases.state(),
-        )  # fmt: skip
+        facts = store_facts(self)
 
         def done(error: BaseException | None) -> None:
             self.is_saving = False
@@ -665,6 +660,21 @@ class ServerStore:
             shard.restore(snapshot, arrays, self.settings.optimizer)
             self.shards[shard.id] = shard
             self.declarations.remember(shard.key, shard.spec)
+
+
+def store_facts(store: ServerStore) -> StoreSnapshot:
+    """Return the facts of a store that are no shard's, for a snapshot."""
+    staleness = None if math.isinf(store.staleness) else int(store.staleness)
+    missed = tuple(store.losses) if store.context.policy is LossPolicy.CONTINUE else ()
+    return StoreSnapshot(
+        staleness, store.settings.state(), store.declarations.initialised(), tuple(sorted(store.left)), missed,
+        dict(store.incarnations), tuple(sorted(store.context.roster.excluded)), store.leases.state(),
+    )  # fmt: skip
+
+
+def is_at_rest(store: ServerStore) -> bool:
+    """Return whether each value is that of its engine's state, and nothing is being computed or saved."""
+    return not store.is_saving and not any(shard.is_busy or shard.queue for shard in store.shards.values())
 
 
 def describe_keys(names: Collection[int | str]) -> str:

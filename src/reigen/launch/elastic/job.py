@@ -25,7 +25,8 @@ f. With parameter servers, which are started with the first processes, what is t
    dies, be it all of them. A server or the scheduler that is killed is started again, as often as ``restarts`` allows
    (RestartProcess); where it may not be, or ends with an error, the job ends. The servers end by themselves when the
    workers have, which the scheduler tells them, and are asked to only when no process is left. Where the program
-   announces views, too, members are those of its views.
+   announces views, too, members are those of its views. Which of several processes has which servers, where these move,
+   is decided in `launch.elastic.server_placement`.
 
 Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
 a view it is the end of a program that does not know of elastic jobs. A process that its fellows excluded (exit code 75)
@@ -46,6 +47,13 @@ from reigen.cluster.membership.views.history import ChangeNote
 from reigen.cluster.membership.views.planning import STATE_LOST_TEXT
 from reigen.errors import format_ranks
 from reigen.launch.elastic.options import ElasticOptions
+from reigen.launch.elastic.server_placement import (
+    ForgetCommands,
+    PlacementInstruction,
+    ServerPlacement,
+    StartServerProcess,
+    TellServerProcess,
+)
 from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
 from reigen.launch.elastic.stragglers import StragglerEjection
 from reigen.launch.elastic.view_line import ChangeLines
@@ -199,6 +207,19 @@ class WorkerDeparted(JobMessage, frozen=True):
     incarnation: int
 
 
+class ServersWanted(JobMessage, frozen=True):
+    """Worker wants the servers to run in so many processes."""
+
+    num: int
+
+
+class ServerProcessReport(JobMessage, frozen=True):
+    """Words of a server process: ``ready``, ``leaving``, ``released SERVER`` or ``failed SERVER REASON``."""
+
+    process: int
+    text: str
+
+
 class TimePassed(JobMessage, frozen=True):
     """Something may be due."""
 
@@ -251,9 +272,11 @@ ElasticEvent = (
     | WorkerEntered
     | WorkersBegan
     | WorkerDeparted
+    | ServersWanted
+    | ServerProcessReport
     | TimePassed
 )
-ElasticInstruction = CallHost | StartSlots | StartServers | SayToUser
+ElasticInstruction = CallHost | StartSlots | StartServers | PlacementInstruction | SayToUser
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +316,7 @@ class ElasticJobState(JobState):
         now: when the job begins.
         servers: numbers of parameter servers and their scheduler, which is the last, above all slots.
         restarts: how often each of these may be started again.
+        placement: of servers in processes; None: each has one of its own.
     """
 
     def __init__(
@@ -302,8 +326,10 @@ class ElasticJobState(JobState):
         now: float,
         servers: Sequence[int] = (),
         restarts: Mapping[int, int] | None = None,
+        placement: ServerPlacement | None = None,
     ) -> None:
         super().__init__(0)
+        self.placement = placement
         self._allowed = dict(restarts or {})
         self._restarted = dict.fromkeys(self._allowed, 0)
         self._num_ranks = min(servers, default=sys.maxsize)
@@ -348,7 +374,7 @@ class ElasticJobState(JobState):
         if isinstance(event, MemberFinished) and self.slots.has(event.slot):
             self.finished.add(event.slot)
         if self.phase is not JobPhase.RUNNING:
-            return [] if isinstance(event, ElasticEvent) else list(self.handle(event))
+            return _answer_late(event) if isinstance(event, ElasticEvent) else list(self.handle(event))
         if (of_servers := self._servers_changed(event)) is not None:
             return of_servers
         instructions = self._say_lines(event)
@@ -375,6 +401,8 @@ class ElasticJobState(JobState):
                 | WorkerEntered()
                 | WorkersBegan()
                 | WorkerDeparted()
+                | ServersWanted()
+                | ServerProcessReport()
             ):
                 pass
             case _:
@@ -558,6 +586,18 @@ class ElasticJobState(JobState):
         """Handle events of servers and their workers; None: it is another event."""
         if isinstance(event, WorkerEntered | WorkersBegan | WorkerDeparted):
             return self._workers_changed(event) + self._decide()
+        if isinstance(event, ServersWanted | ServerProcessReport) and self.placement is not None:
+            if isinstance(event, ServersWanted):
+                return _note_started(self.running, self._num_ranks, self.placement.resize(event.num))
+            if not event.text.startswith("failed "):
+                return _note_started(
+                    self.running, self._num_ranks, self.placement.handle_report(event.process, event.text)
+                )
+            if self.finished:  # the job was over before
+                return []
+            number, reason = self._num_ranks + event.process, event.text.split(" ", 2)[2]
+            self.failure = self.failure or JobFailure(number, 1, self._num_running, cause=reason)
+            return list(self._stop())
         if isinstance(event, ProcessExited) and event.rank in self._servers:
             return self._server_ended(event)
         return None
@@ -591,12 +631,25 @@ class ElasticJobState(JobState):
 
     def _server_ended(self, event: ProcessExited) -> list[JobInstruction | ElasticInstruction]:
         """Handle the end of a server or of the scheduler, while the job runs."""
+        placement = self.placement if event.rank != self._scheduler else None
+        process = event.rank - self._num_ranks
         if was_killed(event.exit_code) and (again := self._restart(event)) is not None:
-            return [again]
+            if placement is None:
+                return [again]
+            return [
+                ForgetCommands(process),
+                again,
+                *_note_started(self.running, self._num_ranks, placement.process_ended(process, is_restarted=True)),
+            ]
         times = self._restarted.get(event.rank, 0)
         self.running.discard(event.rank)
         if event.exit_code == 0:  # all workers have left
-            return self._decide()
+            if placement is None or placement.servers_of(process):
+                return self._decide()
+            instructions = _note_started(
+                self.running, self._num_ranks, placement.process_ended(process, is_restarted=False)
+            )
+            return [SayToUser(f"server process {process} has left"), *instructions, *self._decide()]
         self.failure = self.failure or JobFailure(
             event.rank, event.exit_code, self._num_running, num_restarts=times, cause=event.cause
         )
@@ -712,7 +765,7 @@ class ElasticJobState(JobState):
         """Decide when a member has finished."""
         self._short_since = self._orphaned_since = self._doomed_since = None
         if not self._num_running:
-            return list(self._ended(set(), None))
+            return [*self._ended(set(), None), *_closings(self.placement)]
         others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
         instructions = self._ask_to_leave(others) if others else []
         return instructions + self._kill_late()
@@ -780,7 +833,12 @@ class ElasticJobState(JobState):
             self.members = tuple(slot.id for slot in first)
             self.has_begun, self._short_since, self._orphaned_since = True, None, None
             if self._servers:
-                self.running |= self._servers
+                processes = None if self.placement is None else self.placement.processes
+                self.running |= {
+                    number
+                    for number in self._servers
+                    if processes is None or number == self._scheduler or number - self._num_ranks in processes
+                }
                 instructions.append(StartServers(len(first)))
             instructions.append(StartSlots(tuple(_start_of(slot, len(first)) for slot in first)))
         if candidates := self._occupy(self._options.max_processes):
@@ -864,6 +922,30 @@ def members_in_order(members: Collection[tuple[int, int]]) -> tuple[int, ...]:
 def _say(text: str) -> list[JobInstruction | ElasticInstruction]:
     """Tell the user, if there is something to tell."""
     return [SayToUser(text)] if text else []
+
+
+def _note_started(
+    running: set[int], first: int, instructions: Iterable[PlacementInstruction]
+) -> list[JobInstruction | ElasticInstruction]:
+    """Count server processes that are about to be started as running; ``first``: the number of the first one."""
+    noted: list[JobInstruction | ElasticInstruction] = []
+    for one in instructions:
+        if isinstance(one, StartServerProcess):
+            running.add(first + one.process)
+        noted.append(one)
+    return noted
+
+
+def _answer_late(event: ElasticEvent) -> list[JobInstruction | ElasticInstruction]:
+    """Answer a server process that begins, or is asked to leave, when the job ends."""
+    if not isinstance(event, ServerProcessReport) or event.text not in {"ready", "leaving"}:
+        return []
+    return [TellServerProcess(event.process, "end")]
+
+
+def _closings(placement: ServerPlacement | None) -> list[TellServerProcess]:
+    """Have server processes end with their servers, which end by themselves, once no other process is left."""
+    return [] if placement is None else [TellServerProcess(one, "close") for one in sorted(placement.processes)]
 
 
 def _ask_to_end(numbers: Iterable[int]) -> list[JobInstruction]:

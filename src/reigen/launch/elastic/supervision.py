@@ -59,6 +59,8 @@ from reigen.launch.elastic.job import (
     MemberStraggles,
     PauseAnnounced,
     SayToUser,
+    ServerProcessReport,
+    ServersWanted,
     SlotStart,
     StartServers,
     StartSlots,
@@ -71,6 +73,13 @@ from reigen.launch.elastic.job import (
 )
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.places import PlacedStart, make_voter_memory, place_starts, plan_starts
+from reigen.launch.elastic.server_controls import ServerControls
+from reigen.launch.elastic.server_placement import (
+    ForgetCommands,
+    ServerPlacement,
+    StartServerProcess,
+    TellServerProcess,
+)
 from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
 from reigen.launch.hosts import HostAssignment, HostInfo, choose_own_address
 from reigen.launch.job_state import JobPhase, ProcessExited
@@ -167,7 +176,13 @@ class ElasticSupervision:
         numbers = [process.number for process in self._ps_processes]
         policy = choose_restart_policy(options.first_ps_number, options.servers, environ, is_elastic=True)
         chance = random.SystemRandom().random
-        self.job = ElasticJobState(elastic, chance, time.monotonic(), numbers, policy.restarts)
+        self._controls, placement = None, None
+        if options.servers is not None and options.servers.max_num is not None:
+            self._controls = ServerControls(environ)
+            placement = ServerPlacement(options.servers.max_num, options.servers.num)
+        #: server processes before they are started, by number
+        self._server_specs: dict[int, ProcessSpec] = {}
+        self.job = ElasticJobState(elastic, chance, time.monotonic(), numbers, policy.restarts, placement)
         self._announced: deque[tuple[str, bytes]] = deque(maxlen=_MAX_ANNOUNCEMENTS)
         self._services: JobServices | None = None
         self._heard_at: Callable[[int], float] = lambda agent: -inf
@@ -209,6 +224,8 @@ class ElasticSupervision:
             self._discovery.close()
         if self._calls is not None:
             self._calls.close()
+        if self._controls is not None:
+            self._controls.close()
         if self._voter >= 0:
             os.close(self._voter)
             self._voter = -1
@@ -435,6 +452,15 @@ class ElasticSupervision:
                     self._advance(host)
             case StartServers(num_workers):
                 self._start_servers(num_workers)
+            case StartServerProcess(process):
+                self._owner.say(f"server process {process} is started")
+                self._start_server_processes([self._server_specs[self._options.first_ps_number + process]])
+            case TellServerProcess(process, text):
+                assert self._controls is not None, "servers move"
+                self._controls.tell(process, text)
+            case ForgetCommands(process):
+                assert self._controls is not None, "servers move"
+                self._controls.forget(process)
             case StartSlots(starts):
                 self._start(starts)
 
@@ -606,8 +632,27 @@ class ElasticSupervision:
         services = replace(self._services, ps_job=replace(self._services.ps_job, first_workers=num_workers))
         places = HostAssignment("", True, (), ps_processes=tuple(self._ps_processes))
         specs, _ = plan_host(places, self._options.processes, services, self._environ)
+        self._server_specs = {spec.number: spec for spec in specs}
+        self._start_server_processes([spec for spec in specs if spec.number in self.job.running])
+
+    def _start_server_processes(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start servers, and the scheduler if it is one of these."""
         self._owner.start_slots("localhost", [spec.number for spec in specs])
+        if self._controls is not None:
+            specs = [self._controls.attach(spec) for spec in specs]
+            for process, control in self._controls.open_now():
+                self._owner.loop.watch(control, partial(self._read_server_process, process))
         self._owner.start_all(specs)
+
+    def _read_server_process(self, process: int) -> None:
+        if self._controls is not None:
+            for text in self._controls.read(process):
+                self._owner.handle(ServerProcessReport(process, text))
+
+    def read_server_processes(self) -> None:
+        """Handle the reports of server processes."""
+        for process in [] if self._controls is None else self._controls.processes:
+            self._read_server_process(process)
 
     def _variables_of(self, host: str) -> Mapping[str, str | None]:
         """Return variables of a host's ranks, above all others; None removes one."""
@@ -681,6 +726,8 @@ def parse_worker_report(text: bytes) -> list[ElasticEvent]:
                 events.append(WorkerEntered(int(slot), int(incarnation)))
             case [b"left", slot, incarnation]:
                 events.append(WorkerDeparted(int(slot), int(incarnation)))
+            case [b"servers", num]:
+                events.append(ServersWanted(int(num)))
     return events
 
 

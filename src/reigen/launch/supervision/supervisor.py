@@ -41,6 +41,7 @@ from reigen.launch.elastic.job import (
 )
 from reigen.launch.elastic.options import ElasticOptions
 from reigen.launch.elastic.places import without_elastic_variables
+from reigen.launch.elastic.server_placement import ForgetCommands, StartServerProcess, TellServerProcess
 from reigen.launch.elastic.supervision import ElasticSupervision, parse_worker_report
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.hosts import HostInfo
@@ -263,10 +264,11 @@ def _add_scheduler(
     address = split_address(services.rendezvous)[0]
     # the user knows best which address is this host's; that is true of one host
     own = environ.get(NODE_HOST_VARIABLE, address) if address == _LOOPBACK else address
-    ps_job = PsJobSpec(address, port, options.num_ranks, options.servers.num, is_held)
+    ps_job = PsJobSpec(address, port, options.num_ranks, options.servers.num_in_job, is_held)
     if (elastic := options.elastic) is not None:
         timeout = elastic.timeout_seconds
         ps_job = replace(ps_job, num_workers=elastic.max_ranks, is_elastic=True, elastic_timeout_seconds=timeout)
+        ps_job = replace(ps_job, servers_move=options.servers.max_num is not None)
     return replace(services, ps_job=ps_job, node_host=own)
 
 
@@ -636,7 +638,15 @@ class Supervisor:
 
     def _execute(self, instruction: job_state.JobInstruction | ElasticInstruction) -> None:
         match instruction:
-            case SayToUser() | CallHost() | StartSlots() | StartServers():
+            case (
+                SayToUser()
+                | CallHost()
+                | StartSlots()
+                | StartServers()
+                | StartServerProcess()
+                | ForgetCommands()
+                | TellServerProcess()
+            ):
                 assert self._elastic is not None, "the job is elastic"
                 self._elastic.execute(instruction)
             case job_state.RestartProcess(number, _, exit_code, cause):
@@ -703,6 +713,7 @@ class Supervisor:
                 self._scheduler_pipes.announce_deaths([self._job.slots[event.rank].id])
         if self._elastic is not None:  # what it has said before its end
             self._elastic.read_announcements()
+            self._elastic.read_server_processes()
         self._handle(event)
 
     def _read_departures(self) -> None:
@@ -714,6 +725,8 @@ class Supervisor:
                 continue
             for number in text.split():
                 self._handle(job_state.PsWorkerLeft(int(number)))
+        if self._elastic is not None and self._elastic.job.placement is not None:  # of processes with several servers
+            return
         self._held_keys |= {
             self._options.first_ps_number + server: keys for server, keys in self._scheduler_pipes.held.items()
         }
