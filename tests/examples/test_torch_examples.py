@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,13 @@ def test_kvstore_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
         run("kvstore.py", "--kvstore", "ring", np=2),
         run("kvstore.py", "--kvstore", "dist_sync", np=4, servers=2),
     )
+
+
+def test_sample_leases_trains_on_each_image_once_an_epoch() -> None:
+    printed = run("sample_leases.py", "--epochs", 6, "--goal", 0.85, np=3, servers=2)
+    found = re.findall(r"^worker \d: (\d+) images, test accuracy 0\.\d", printed, re.MULTILINE)
+    assert len(found) == 3
+    assert sum(map(int, found)) == 6 * 1437
 
 
 def test_elastic_learns_the_same_if_no_process_dies() -> None:

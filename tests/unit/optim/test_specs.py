@@ -161,7 +161,7 @@ def test_code_is_no_optimizer() -> None:
 
     with pytest.raises(ConfigError, match="never as code"):
         create(Mine)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="beside a sgd optimizer"):
+    with pytest.raises(ConfigError, match="given with a sgd optimizer"):
         create(SGD(), momentum=0.9)
     with pytest.raises(ConfigError, match="no schedule of reigen"):
         SGD(lr_scheduler=lambda n: 0.1)  # type: ignore[arg-type]

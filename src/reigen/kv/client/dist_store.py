@@ -72,8 +72,7 @@ class DistStore(KVStore):
         self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
         self._factory = RequestFactory(self._worker)
         self._key_init = KeyInitializer(self._worker, self._factory, config)
-        rejoin = None if math.isinf(self.staleness) else self._rejoin
-        self._leaser = SampleLeaser(self._worker, self._factory, rejoin)
+        self._leaser = SampleLeaser(self._worker, self._factory)
         self.started = member.counters.started
         add_source(member.counters)
         add_source(self)
@@ -175,7 +174,7 @@ class DistStore(KVStore):
                 "rounds wait for a worker for which there are no samples. Use dist_async, or divide the samples with "
                 "reigen.data"
             )
-        return self._leaser.leases(plan, first, stop)
+        return self._leaser.leases(plan, first, stop, None if math.isinf(self.staleness) else self._rejoin)
 
     def _rejoin(self) -> None:
         """Take part in rounds again."""

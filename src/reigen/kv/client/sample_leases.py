@@ -25,17 +25,25 @@ class SampleLeaser:
     Args:
         worker: its connections.
         factory: marks what is pushed during a lease.
-        rejoin: has this worker take part in rounds again, behind `KVWorker.goodbye`; None: there is nobody who would
-            wait for its pushes while it waits for samples.
     """
 
-    def __init__(self, worker: KVWorker, factory: RequestFactory, rejoin: Callable[[], None] | None) -> None:
-        self._worker, self._factory, self._rejoin = worker, factory, rejoin
+    def __init__(self, worker: KVWorker, factory: RequestFactory) -> None:
+        self._worker, self._factory = worker, factory
         self._is_leasing = False
         self._sent_floor = 0
 
-    def leases(self, plan: SamplePlan, first: int, stop: int) -> Iterator[SampleLease]:
-        """Yield leases until all batches from ``first`` to ``stop`` (exclusive) are committed, by whichever worker."""
+    def leases(
+        self, plan: SamplePlan, first: int, stop: int, rejoin: Callable[[], None] | None
+    ) -> Iterator[SampleLease]:
+        """Yield leases until all batches from ``first`` to ``stop`` (exclusive) are committed, by whichever worker.
+
+        Args:
+            plan: of the batches.
+            first: number of a batch.
+            stop: number behind the last one.
+            rejoin: has this worker take part in rounds again, after `KVWorker.goodbye`; None: no other worker would
+                wait for its pushes while it waits for samples.
+        """
         if self._is_leasing:
             raise ArgumentError("this store leases samples already: end that loop before the next one begins")
         order, commits = BatchOrder(plan), None
@@ -43,7 +51,7 @@ class SampleLeaser:
         self._is_leasing, is_held = True, False
         try:
             while True:
-                found = self._next({**about, "commits": commits})
+                found = self._next({**about, "commits": commits}, rejoin)
                 if found is None:
                     return
                 batch, number = found
@@ -59,18 +67,18 @@ class SampleLeaser:
             if is_held and not self._worker.has_failed:
                 self._worker.command("return_samples", {}, [_LEDGER_SERVER])
 
-    def _next(self, arguments: dict[str, Any]) -> tuple[int, int] | None:
+    def _next(self, arguments: dict[str, Any], rejoin: Callable[[], None] | None) -> tuple[int, int] | None:
         """Return the next batch and the number of its plan, or None when all are committed."""
-        state, batch, floor, number = self._ask({**arguments, "waits": self._rejoin is None})
+        state, batch, floor, number = self._ask({**arguments, "waits": rejoin is None})
         if state == "wait":  # others wait for no pushes of this worker meanwhile
-            assert self._rejoin is not None
+            assert rejoin is not None
             self._worker.goodbye(None)
             try:
                 state, batch, floor, number = self._ask({**arguments, "commits": None, "waits": True})
             finally:
                 if not self._worker.has_failed:
                     self._worker.command("rejoin_rounds", {})
-                    self._rejoin()
+                    rejoin()
         if not 0 <= floor - self._sent_floor < _FLOOR_BATCHES:
             self._sent_floor = floor
             self._worker.command("sample_floor", {"plan": number, "floor": floor})
