@@ -83,7 +83,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path):
     broken = whole.replace(b"header", b"HEADER")
     for content in (b"", b"no checkpoint", whole[: len(whole) // 2], whole[:-10], other.getvalue(), broken):
         path.write_bytes(content)
-        with pytest.raises(ArgumentError, match=r"job\.npz cannot be read as the checkpoint of a job: .*begin anew"):
+        with pytest.raises(ArgumentError, match=r"job\.npz cannot be read as the checkpoint of a job: .*start over"):
             make().load(path)
     path.write_bytes(whole)
     assert make().load(path)

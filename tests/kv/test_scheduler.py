@@ -205,7 +205,7 @@ def test_a_scheduler_that_stops_is_told_by_the_deadline_and_may_go_on() -> None:
         assert "does not answer; whether others have passed it is not known" in text
         scheduler.signal(signal.SIGCONT)
         assert workers[0].ask("dead 60") == 0  # the scheduler hears this behind its having given up
-        assert "nobody passes it" in ended(workers[1].ask("barrier b"), "DeadlineError")  # the first gave it up
+        assert "no process passes it" in ended(workers[1].ask("barrier b"), "DeadlineError")  # the first gave it up
         workers[0].tell("barrier b")
         assert workers[1].ask("barrier b") == "done"
         workers[0].hear()
