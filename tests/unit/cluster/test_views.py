@@ -994,6 +994,29 @@ def test_who_has_come_while_others_wait_ends_with_them() -> None:
     assert others.handle(Received(member(0), over)) == [], "there are enough by now"
 
 
+def test_who_hears_that_the_wait_is_over_before_it_waits_ends_when_it_would_wait() -> None:
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    over = WaitOver(1, "no more came")
+    newcomer = ElasticMember(member(2), view)
+    newcomer.start()
+    newcomer.handle(LayoutsBuilt(1))
+    newcomer.handle(Received(member(0), ViewGo(1)))
+    assert newcomer.state is ElasticState.ROLLING
+    assert newcomer.handle(Received(member(0), over)) == [], "the state is still being brought to it"
+    *_, end = newcomer.handle(Rolled(1))
+    assert end == EndProcess(1, "3 rank(s) are left, steps need 4, and no more came in 600 s (HOROVOD_ELASTIC_TIMEOUT)")
+
+
+def test_who_hears_in_a_change_that_the_wait_is_over_only_finds_out_who_is_stuck() -> None:
+    view = msgspec.structs.replace(make_view(3), min_size=4)
+    each = waiting(1, view)
+    each.handle(Received(member(0), RevokeView(1)))
+    over = WaitOver(1, "no more came")
+    assert each.handle(Received(member(2), over)) == [StartTimer(ViewTimer.CHANGE, 10.0)]
+    *_, end = wait_in_next_view(each)
+    assert end.exit_code == 1
+
+
 def test_the_time_for_more_members_begins_anew_when_there_were_enough() -> None:
     view = msgspec.structs.replace(make_view(3), min_size=4)
     for fires in (False, True):

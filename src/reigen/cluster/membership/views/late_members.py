@@ -131,6 +131,10 @@ class MemberShortage:
         """Take note that the timer has ended; one of a shortage that is over means nothing."""
         self.has_expired = self._goes_on
 
+    def join(self) -> None:
+        """Take note that another member has waited as long as it may."""
+        self._goes_on = self.has_expired = True
+
     def limit_change(self, seconds: float, stuck_seconds: float) -> StartTimer:
         """Return the timer of a change: when the time to wait is over, it may only find out who is stuck."""
         return StartTimer(ViewTimer.CHANGE, min(seconds, 2 * stuck_seconds) if self.has_expired else seconds)

@@ -659,14 +659,25 @@ class ElasticMember:
             ElasticState.STOPPED, 1, f"no view could follow view {self.view.epoch}: {why} ({missing or 'all answer'})"
         )
 
-    def _on_wait_timeout(self) -> list[MemberAction]:
-        self._shortage.expire()
+    def _on_wait_timeout(self, heard: WaitOver | None = None) -> list[MemberAction]:
+        """Give up waiting for more members: the time is over here, or the message ``heard`` says so.
+
+        Who builds the view, or is in a change, looks first whether there are enough after all.
+        """
+        if heard is None:
+            self._shortage.expire()
+        elif heard.epoch == self.view.epoch and self.state not in _STEPPING | {ElasticState.PAUSED}:
+            self._shortage.join()
+        else:
+            return []
         if not self._shortage.has_expired:
             return []
         if self.state is ElasticState.CHANGING:
             return [self._shortage.limit_change(self._timeouts.change, self._timeouts.stuck)]
         if self.state is not ElasticState.WAITING:
             return []
+        if heard is not None:
+            return self._end(ElasticState.STOPPED, 1, heard.reason)
         reason = self._shortage.explain(self.view.size, self._least_size)
         over = _send_to_others(self.view, self.me, WaitOver(self.view.epoch, reason))
         return [*over, *self._end(ElasticState.STOPPED, 1, reason)]
@@ -718,11 +729,7 @@ class ElasticMember:
             else []
         ),
         StateLost: _on_state_lost,
-        WaitOver: lambda self, message, _: (
-            self._end(ElasticState.STOPPED, 1, message.reason)
-            if message.epoch == self.view.epoch and self.state is ElasticState.WAITING
-            else []
-        ),
+        WaitOver: lambda self, message, _: self._on_wait_timeout(message),
         MemberReady: _on_ready,
     }
     _TIMER_HANDLERS: ClassVar[dict[ViewTimer, Callable[[ElasticMember], list[MemberAction]]]] = {

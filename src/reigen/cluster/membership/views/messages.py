@@ -24,7 +24,8 @@ h. A process that wants to become a member, and has a copy of the state, sends R
 i. Where every member leaves there is no next view: the leader says so (AllLeave), and all end. So it is where all are
    dead who held the state (StateLost). As long as one of these is only silent, it is waited for.
 j. Where members are too few for a step they wait for others, all of them as long as the one that has waited longest: it
-   says so (WaitOver), and who has come since ends with it. The time is counted from the change that ended the steps.
+   says so (WaitOver), and who has come since ends with it; who is still building that view, when it would wait. The
+   time is counted from the change that ended the steps.
 """
 
 from __future__ import annotations
