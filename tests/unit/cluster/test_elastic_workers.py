@@ -98,6 +98,16 @@ def test_it_begins_with_fewer_where_some_of_the_first_ones_have_ended() -> None:
     assert job.told("w5")[-1] == WorkerRoster((0,), is_open=True, incarnations=(6,))
 
 
+def test_one_whose_process_has_ended_does_not_count_though_its_connection_lasts() -> None:
+    job = Job("s0", "w5")
+    job.take(job.table.note_death(6, job.now))
+    job.table.first_workers = 1
+    job.take(job.table.tick(job.now))
+    assert not any(isinstance(each, WorkerRoster) and each.is_open for each in job.told("s0"))
+    job.come("w6")
+    assert any(isinstance(each, WorkerRoster) and each.is_open for each in job.told("s0"))
+
+
 def test_it_begins_with_the_servers() -> None:
     job = Job("w5", "w6")
     assert job.told("w5")[-1] == MemberReturned("worker", 1, "h", 7, is_new=True)

@@ -1,4 +1,4 @@
-"""A scheduler that is started when its job is over: it is there for the servers that have not been told."""
+"""A scheduler at the begin and the end of its job: whom it waits for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from reigen.cluster.environ import ROSTER_FD_VARIABLE
+from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, ROSTER_FD_VARIABLE
 from reigen.cluster.inherited_files import describe_inherited
 from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
@@ -27,7 +27,7 @@ from reigen.config import load_config
 from reigen.kv.membership import scheduler as schedulers
 from reigen.kv.membership.environment import read_process_config
 from reigen.kv.membership.roster_record import RosterRecord
-from reigen.kv.membership.scheduler import Scheduler
+from reigen.kv.membership.scheduler import Scheduler, count_awaited
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, open_connection
 from tests.kv.jobs import Port
@@ -42,9 +42,28 @@ EVENTS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("ended", "registered", "num"),
+    [
+        ({}, [], 3),
+        ({1: 0}, [(0, 0), (1, 0)], 2),
+        ({0: 0, 1: 0, 2: 0}, [], 1),
+        ({1: 0}, [(1, 0), (1, 1)], 3),  # another process has come in its place, and is one of the three
+        ({1: 1}, [(1, 0), (1, 1)], 2),
+        ({3: 0}, [(3, 0)], 3),  # not one of the first
+    ],
+)
+def test_a_job_begins_without_the_first_processes_that_have_ended(
+    ended: dict[int, int], registered: list[tuple[int, int]], num: int
+) -> None:
+    assert count_awaited(3, ended, registered) == num
+
+
 def test_it_waits_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says that it runs, but not again before that was read: the pipe would be full at some time."""
     monkeypatch.setattr(schedulers, "_LINGER_SECONDS", 0.0)
-    file = os.memfd_create("reigen-roster")
+    monkeypatch.setattr(schedulers, "_REPORT_SECONDS", 0.001)
+    file, (reader, writer) = os.memfd_create("reigen-roster"), os.pipe()
     with closing(RosterRecord(os.dup(file))) as before:
         before.append(EVENTS)
     with closing(Port()) as port, ExitStack() as stack:
@@ -58,9 +77,13 @@ def test_it_waits_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
             "REIGEN_RENDEZVOUS": "127.0.0.1:1",
             "REIGEN_KV_ON_WORKER_LOSS": "elastic",
             ROSTER_FD_VARIABLE: describe_inherited(file),
+            DEPARTURE_FD_VARIABLE: describe_inherited(writer),
         }
+        stack.callback(os.close, reader)
+        stack.callback(os.close, writer)
         settings = read_process_config(variables, load_config(variables))
         scheduler = stack.enter_context(closing(Scheduler(settings, variables)))
+        assert os.read(reader, 100) == b"joined 0 0\nopen\nleft 0 0\n"
         codes: list[int] = []
         thread = threading.Thread(target=lambda: codes.append(scheduler.serve()))
         thread.start()
@@ -72,6 +95,7 @@ def test_it_waits_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
             with closing(open_connection(settings.scheduler, settings.secret, me, MAX_MESSAGE_BYTES, deadline)) as line:
                 assert ended_by(line, number, settings.job, deadline) == OVER
         thread.join(60.0)
+        assert os.read(reader, 100) == b"alive\n"
     assert codes == [0]
 
 

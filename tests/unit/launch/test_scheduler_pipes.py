@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 
 from reigen.cluster.inherited_files import find_inherited
 from reigen.launch.elastic.supervision import parse_worker_report
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import PsProcess, PsRole
-from reigen.launch.supervision.scheduler_pipes import SchedulerPipes
+from reigen.launch.supervision.scheduler_pipes import LOOK_SECONDS, SchedulerPipes
 
 SCHEDULER = ProcessSpec(None, (), {"A": "b"}, PsProcess(7, PsRole.SCHEDULER, 0))
 
@@ -38,16 +37,41 @@ def test_keys_are_noted_and_are_no_report_of_workers() -> None:
     pipes.close()
 
 
-def test_the_scheduler_is_heard() -> None:
-    pipes = SchedulerPipes()
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_silence_of_the_scheduler_is_counted_from_its_latest_word() -> None:
+    clock = Clock()
+    pipes = SchedulerPipes(clock)
     reports, *_ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
+    clock.now += 5.0
     assert list(pipes.read()) == []
-    assert pipes.heard_at is None
+    assert pipes.look() is None, "it was not heard yet"
     os.write(reports, b"alive\n")
-    before = time.monotonic()
+    clock.now += 0.75
     assert [*map(parse_worker_report, pipes.read())] == [[]]
-    assert pipes.heard_at is not None
-    assert before <= pipes.heard_at <= time.monotonic()
+    assert pipes.look() == 0.0
+    for seconds in (0.5, 1.0, 1.5):
+        clock.now += 0.5
+        assert pipes.look() == seconds
+    os.write(reports, b"open\n")
+    assert list(pipes.read()) == [b"open\n"]
+    assert pipes.silent_seconds == 0.0
+    pipes.close()
+
+
+def test_time_in_which_the_launcher_was_stopped_is_no_silence_of_the_scheduler() -> None:
+    clock = Clock()
+    pipes = SchedulerPipes(clock)
+    reports, *_ = pipes.attach(SCHEDULER, is_elastic=True).descriptors
+    os.write(reports, b"alive\n")
+    list(pipes.read())
+    clock.now += 3600.0
+    assert pipes.look() == LOOK_SECONDS
     pipes.close()
 
 

@@ -777,7 +777,9 @@ class MembershipTable:
         """Step L."""
         states = {member.state for member in self._of_role["worker"]}
         lost = [member for member in _lost_members(self._members) if member.is_final]
-        num_come = sum(one.state in {MemberState.PRESENT, MemberState.LEFT} for one in self._of_role["worker"])
+        present = [one for one in self._of_role["worker"] if one.state is MemberState.PRESENT]
+        num_come = sum(not one.has_died for one in present)
+        num_come += sum(one.state is MemberState.LEFT for one in self._of_role["worker"])
         is_complete = self._is_open and not self._unheard
         has_absent = any(server.state is MemberState.ABSENT for server in self._of_role["server"])
         if not self._has_opened and is_complete and num_come >= self.first_workers:

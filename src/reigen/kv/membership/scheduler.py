@@ -8,12 +8,14 @@ reads that in the record that the one before it has left (`kv.membership.roster_
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
 import secrets
+import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -170,7 +172,8 @@ class Scheduler(ControlService):
         if not self._settings.is_elastic or self._left_fd < 0:
             return math.inf
         if (now := time.monotonic()) >= self._next_report_at:
-            self._report(b"alive\n")
+            if not _has_unread(self._left_fd):  # else that is heard, and a pipe that is full would lose the next report
+                self._report(b"alive\n")
             self._next_report_at = now + _REPORT_SECONDS
         return self._next_report_at
 
@@ -260,6 +263,7 @@ class Scheduler(ControlService):
             self._slots[message.incarnation] = message.slot
             if message.slot[1] <= self._ended.get(message.slot[0], -1):  # what it has sent is still read
                 self._late.append(message.incarnation)
+            self._count_awaited()
         which = "" if message.number < 0 else f" {message.number}"
         where = f", which listens at {message.address}" if message.address else ""
         _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)
@@ -315,9 +319,13 @@ class Scheduler(ControlService):
         for incarnation, (slot, attempt) in list(self._slots.items()):
             if attempt <= self._ended.get(slot, -1):
                 self._send(self._table.note_death(incarnation, time.monotonic()))
-        if not self._is_open:  # the others need not wait for those of the first workers that have ended
-            self._table.first_workers = max(1, self._settings.first_workers - len(self._ended))
-            self._send(self._table.tick(time.monotonic()))
+        self._count_awaited()
+        self._send(self._table.tick(time.monotonic()))
+
+    def _count_awaited(self) -> None:
+        """Let the others not wait for those of the first workers that have ended."""
+        first = self._settings.first_workers
+        self._table.first_workers = count_awaited(first, self._ended, self._slots.values())
 
     def _report(self, line: bytes) -> None:
         if self._left_fd >= 0:
@@ -326,6 +334,27 @@ class Scheduler(ControlService):
 
     def on_refusal(self, reason: str) -> None:
         _log.warning("a process was refused: %s", reason)
+
+
+def _has_unread(pipe: int) -> bool:
+    """Return whether something is in a pipe that its reader has not read."""
+    with contextlib.suppress(OSError):
+        return any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
+    return False
+
+
+def count_awaited(num_first: int, ended: Mapping[int, int], registered: Collection[tuple[int, int]]) -> int:
+    """Return how many workers an elastic job begins with, of whose first processes some have ended.
+
+    One that has ended is not waited for; the process that is started in its place counts when it has come.
+
+    Args:
+        num_first: number of the first processes, which have the first slots.
+        ended: by slot, the latest incarnation of which no process is left.
+        registered: slots and incarnations of processes that have come.
+    """
+    followed = {slot for slot, incarnation in registered if incarnation > ended.get(slot, -1)}
+    return max(1, num_first - sum(slot < num_first and slot not in followed for slot in ended))
 
 
 def _open_record(settings: ProcessConfig, descriptor: int) -> RosterRecord | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,6 +18,8 @@ from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import PsRole
 
 _READ_BYTES = 1 << 16
+#: How often this process looks whether the scheduler is silent.
+LOOK_SECONDS = 1.0
 
 
 class SchedulerPipes:
@@ -25,14 +27,19 @@ class SchedulerPipes:
 
     And the memory in which the latter keeps its record for the scheduler that follows it.
 
+    Args:
+        clock: a steady one, in seconds.
+
     Attributes:
         held: by server, the keys of which it holds something, in words.
-        heard_at: when the present scheduler was heard last (``time.monotonic()``); None: it was not heard yet.
+        silent_seconds: for how long the present scheduler has been silent while this process ran, at the latest look;
+            None: it was not heard yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.held: dict[int, str] = {}
-        self.heard_at: float | None = None
+        self.silent_seconds: float | None = None
+        self._clock, self._looked_at = clock, clock()
         self._reports, self._reports_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._deaths_reader, self._deaths = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._roster = os.memfd_create("reigen-roster", os.MFD_CLOEXEC)
@@ -56,11 +63,22 @@ class SchedulerPipes:
         with suppress(BlockingIOError):
             while True:
                 lines = os.read(self._reports, _READ_BYTES).splitlines(keepends=True)
-                self.heard_at = time.monotonic()
+                self.silent_seconds, self._looked_at = 0.0, self._clock()
                 for line in [line for line in lines if line.startswith(b"holds ")]:
                     _, server, text = line.decode(errors="replace").rstrip("\n").split(" ", 2)
                     self.held[int(server)] = text
                 yield b"".join(line for line in lines if not line.startswith(b"holds "))
+
+    def look(self) -> float | None:
+        """Return `silent_seconds` now. Between two looks no more than `LOOK_SECONDS` counts.
+
+        Where more passes, this process was stopped or did not get a processor, and so perhaps was the scheduler.
+        """
+        now = self._clock()
+        if self.silent_seconds is not None:
+            self.silent_seconds += min(now - self._looked_at, LOOK_SECONDS)
+        self._looked_at = now
+        return self.silent_seconds
 
     def announce_deaths(self, ended: Iterable[tuple[int, int]]) -> None:
         """Report that an elastic job's processes have ended: no connection of them is to be waited for.

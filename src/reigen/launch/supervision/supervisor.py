@@ -62,7 +62,7 @@ from reigen.launch.ps_processes import (
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
-from reigen.launch.supervision.scheduler_pipes import SchedulerPipes
+from reigen.launch.supervision.scheduler_pipes import LOOK_SECONDS, SchedulerPipes
 from reigen.launch.supervision.spawn import reserve_port
 from reigen.launch.supervision.watchdog import PASSED_SIGNALS, STOP_SIGNALS, run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
@@ -73,6 +73,8 @@ from reigen.resources.limits import explain_limit
 _SHUTDOWN_SECONDS = 5.0
 #: Seconds that client processes have to end by themselves when the job could not be started, or is given up.
 _LAST_SECONDS = 2.5
+#: A scheduler, which writes twice a second, is not killed for a shorter silence.
+_LEAST_SILENCE_SECONDS = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -593,16 +595,18 @@ class Supervisor:
 
         It may be stopped: its connections last, and whoever waits for it would never look for another one.
         """
-        scheduler, limit = max(self._names, default=-1), self._options.network.peer_timeout_seconds
+        scheduler = max(self._names, default=-1)
+        limit = max(self._options.network.peer_timeout_seconds, _LEAST_SILENCE_SECONDS)
         if scheduler not in self._job.running or not self._job.may_restart(scheduler):
             return None
-        if self._scheduler_pipes.heard_at is not None and time.monotonic() >= self._scheduler_pipes.heard_at + limit:
-            self._read_departures()  # this process may have been stopped itself
-        if self._scheduler_pipes.heard_at is None or self._job.phase is not job_state.JobPhase.RUNNING:
+        if (silent_seconds := self._scheduler_pipes.look()) is not None and silent_seconds >= limit:
+            self._read_departures()  # it may have been heard meanwhile
+            silent_seconds = self._scheduler_pipes.silent_seconds
+        if silent_seconds is None or self._job.phase is not job_state.JobPhase.RUNNING:
             return None
-        if (left := self._scheduler_pipes.heard_at + limit - time.monotonic()) > 0:
-            return left
-        self._scheduler_pipes.heard_at = None
+        if silent_seconds < limit:
+            return min(limit - silent_seconds, LOOK_SECONDS)
+        self._scheduler_pipes.silent_seconds = None
         self.say(f"{self._describe(scheduler)}: nothing was heard of it for {limit:g} s; it is killed")
         self._execute(job_state.SignalProcesses((scheduler,), signal.SIGKILL))
         return None
@@ -657,7 +661,7 @@ class Supervisor:
                 # for a scheduler: the one before it may have read of some
                 ended = self._job.slots.ended() if isinstance(self._job, ElasticJobState) else ()
                 self._scheduler_pipes.announce_deaths(ended)
-                self._scheduler_pipes.heard_at = None
+                self._scheduler_pipes.silent_seconds = None
                 next(group for group in self._groups if self._of(group, [number])).execute(instruction)
             case job_state.SignalProcesses(ranks, signum):
                 if signum in PASSED_SIGNALS:
