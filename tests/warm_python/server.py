@@ -62,8 +62,10 @@ def guard(client: socket.socket) -> dict[str, Any]:
     for _, _, data in ancillary:
         numbers.frombytes(data)
     length, text = int.from_bytes(head, "big"), b""
-    while len(text) < length:
-        text += client.recv(length - len(text))
+    while len(text) < length or not head:
+        if not (read := client.recv(length - len(text)) if head else b""):
+            os._exit(0)  # the client was killed
+        text += read
     about: dict[str, Any] = json.loads(text)
     pid = os.fork()
     if pid == 0:
@@ -80,8 +82,9 @@ def guard(client: socket.socket) -> dict[str, Any]:
         client.sendall(b"%d\n" % pid)
     select.select([process, client], [], [])
     if not select.select([process], [], [], 0)[0]:  # the client was killed
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        for kill in (os.kill, os.killpg):  # it may not have its session yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
