@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import reigen.jax as rj
 from reigen import context
 from reigen.elastic import membership
+from reigen.errors import ArgumentError
 from tests.multiprocess.launcher import until
 from tests.torch.elastic_membership import WrittenViews
 
@@ -81,3 +84,12 @@ def commits_what_fails(directory: str) -> float:
 def test_a_commit_keeps_no_array_whose_program_fails(rank_pool, tmp_path):
     """JAX copies an array whose program is still running into another one that will fail, too."""
     assert rank_pool(2).run(commits_what_fails, str(tmp_path), init=True) == [1.0, 1.0]
+
+
+def test_a_plain_loop_with_warm_spares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "elastic_job", lambda: SimpleNamespace(has_warm_spares=True, step_state=None))
+    optimizer = rj.distributed(optax.sgd(0.1))
+    ones = jnp.ones(3)
+    for step in (lambda: rj.grad(jnp.sum)(ones), lambda: optimizer.update(ones, optimizer.init(ones), ones)):
+        with pytest.raises(ArgumentError, match=r"Start this job with --spares N: its spares get the state when"):
+            step()

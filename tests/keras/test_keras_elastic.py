@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import reigen.keras as hvd
 from reigen import context
 from reigen.elastic import membership
-from reigen.errors import CollectiveError
+from reigen.errors import ArgumentError, CollectiveError
 from tests.keras import keras_models as models
 from tests.torch.elastic_membership import WrittenViews
 
@@ -83,3 +85,15 @@ def trains() -> Any:
 def test_ranks_come_and_an_error_goes_back(keras_pools):
     every = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(1, BATCHES + 1)]
     assert keras_pools(2).run(trains) == [every, every]
+
+
+def test_a_plain_loop_with_warm_spares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd.init()
+    try:
+        variable, optimizer = keras.Variable([1.0]), hvd.DistributedOptimizer(keras.optimizers.SGD())
+        monkeypatch.setattr(context, "elastic_job", lambda: SimpleNamespace(has_warm_spares=True, step_state=None))
+        with pytest.raises(ArgumentError, match=r"Start this job with --spares N: its spares get the state when"):
+            optimizer.apply([variable.value], [variable])
+    finally:
+        monkeypatch.undo()
+        hvd.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import reigen.tensorflow as hvd
 from reigen import context
 from reigen.api import job
 from reigen.elastic import membership
+from reigen.errors import ArgumentError
 from tests.tensorflow.tf_training import LR, Net, alone, assert_close, batches, loss_of, mine
 from tests.torch.elastic_membership import WrittenViews
 
@@ -160,3 +162,12 @@ def candidate_traces() -> None:
 
 def test_a_candidate_that_traces_its_step_stays_one(rank_pool):
     rank_pool(1).run(candidate_traces)
+
+
+def test_a_plain_loop_with_warm_spares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "elastic_job", lambda: SimpleNamespace(has_warm_spares=True, step_state=None))
+    variable = tf.Variable([1.0])
+    with tf.GradientTape() as tape:
+        loss = variable * 2.0
+    with pytest.raises(ArgumentError, match=r"Start this job with --spares N: its spares get the state when"):
+        hvd.DistributedGradientTape(tape).gradient(loss, [variable])

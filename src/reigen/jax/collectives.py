@@ -13,6 +13,7 @@ from reigen.api.collectives import Collectives, Form, Implementation
 from reigen.api.compression import as_compressor
 from reigen.api.operations import ALLREDUCE, Collective, as_group
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.elastic import membership
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError
 from reigen.jax.adapter import JaxAdapter, dtype_of, is_communicable
@@ -104,9 +105,10 @@ def reduce_gradients(
         compression: in which type they travel.
 
     Raises:
-        ArgumentError, UnsupportedTypeError: an argument is wrong here; nothing was sent.
+        ArgumentError, UnsupportedTypeError: an argument is wrong here, or the job has warm spares; nothing was sent.
         CollectiveError: it failed; inside a program JAX raises it, as a JaxRuntimeError, where a result is needed.
     """
+    membership.check_plain_step()
     if not gradients:
         return []
     prepared = [_prepare(gradient, True, compression) for gradient in gradients]

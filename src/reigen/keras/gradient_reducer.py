@@ -13,6 +13,7 @@ from reigen import context as contexts
 from reigen.api.compression import CastCompression
 from reigen.api.gradients.gradient_agreement import GradientKind, agree_on_gradients
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.elastic import membership
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError
 from reigen.keras.backend import load_backend
@@ -101,9 +102,10 @@ class GradientReducer:
         """Return the gradients with zeros for those that are missing here, and not elsewhere.
 
         Raises:
-            ArgumentError: a gradient has come that no rank had the first time.
+            ArgumentError: a gradient has come that no rank had the first time; or the job has warm spares.
             MismatchError: the ranks' variables differ.
         """
+        membership.check_plain_step()
         found, self._variables = list(gradients), list(variables)
         backend = load_backend()
         if not self._is_shared():

@@ -102,9 +102,11 @@ class GradientReducer:
             name: the names of the operations begin with it.
 
         Raises:
+            ArgumentError: the job has warm spares.
             FailedPreconditionError: ranks have gradients for different variables, or of different kinds, dtypes or
                 shapes; on every rank.
         """
+        membership.check_plain_step()
         results, variables, size = list(gradients), list(variables), self.num_ranks
         if not results or self._is_alone():
             return list(map(self._as_asked, results, variables))
