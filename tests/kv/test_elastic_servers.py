@@ -250,7 +250,8 @@ def test_workers_that_come_later_have_the_values_of_the_others(tmp_path: Path, l
     ledger.check()
 
 
-def test_a_function_returns_the_results_of_all_workers() -> None:
-    code = "import tests.kv.elastic_function as program; program.main()"
+@pytest.mark.parametrize("main", ["main", "main_with_more_servers"])
+def test_a_function_returns_the_results_of_all_workers(main: str) -> None:
+    code = f"import tests.kv.elastic_function as program; program.{main}()"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (status.returncode, status.stdout) == (0, "[(0, 3, 15.0), (1, 3, 15.0), (2, 3, 15.0)]\n"), status.stderr

@@ -95,3 +95,40 @@ def test_servers_and_workers_are_killed_at_once(tmp_path: Path, ledger: Ledger, 
     assert status == 0, err
     assert err.count("killed by SIGKILL; it is started again") == KILLS
     check(ledger, epochs)
+
+
+@pytest.mark.parametrize("kind", ["dist_async", "dist_sync"])
+def test_the_scheduler_is_killed_alone_and_with_a_worker(ledger: Ledger, kind: str) -> None:
+    with start(ledger, kind, EPOCHS) as job:
+        for also in (0, 1):
+            pushes_more(ledger, 100)
+            pids = [*processes_of(job, "scheduler"), ledger.pid(training(ledger)[0])]
+            for pid in pids[: 1 + also]:
+                os.kill(pid, signal.SIGKILL)
+            until(lambda: processes_of(job, "scheduler") not in ([], pids[:1]))  # noqa: B023  it is called here
+        pushes_more(ledger, 100)
+        (ledger.directory / "hurry").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    assert err.count("scheduler: killed by SIGKILL; it is started again") == 2
+    check(ledger, EPOCHS)
+
+
+@pytest.mark.parametrize("kind", ["dist_async", "dist_sync"])
+def test_servers_move_while_samples_are_leased(ledger: Ledger, kind: str) -> None:
+    """Server 0, which has the ledger of leases, too; a worker is killed meanwhile."""
+    with start(ledger, kind, EPOCHS, "--max-servers", "3") as job:
+        pushes_more(ledger, 100)
+        first = processes_of(job, "server")
+        os.kill(first[1], signal.SIGTERM)
+        until(lambda: processes_of(job, "server") == first[:1])
+        pushes_more(ledger, 100)
+        os.kill(first[0], signal.SIGTERM)
+        os.kill(ledger.pid(training(ledger)[0]), signal.SIGKILL)
+        until(lambda: len(processes_of(job, "server")) == 1 and processes_of(job, "server") != first[:1])
+        pushes_more(ledger, 100)
+        (ledger.directory / "hurry").touch()
+        status, _, err = job.finish()
+    assert status == 0, err
+    assert "server process 0 has left" in err
+    check(ledger, EPOCHS)

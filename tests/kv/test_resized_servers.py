@@ -28,6 +28,14 @@ def wish(ledger: Ledger, num: int) -> None:
     (ledger.directory.parent / "servers").rename(ledger.directory / "servers")
 
 
+def handover_of(job: Launcher) -> Path:
+    """The job's own directory by which servers are handed over."""
+    pid = processes_of(job, "server")[0]
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    (text,) = [each for each in variables if each.startswith(b"REIGEN_KV_HANDOVER_DIR=")]
+    return Path(os.fsdecode(text.partition(b"=")[2]))
+
+
 def resize(ledger: Ledger, job: Launcher, num: int) -> None:
     """Waits until there are so many server processes, and for pushes behind that."""
     wish(ledger, num)
@@ -49,9 +57,12 @@ def finish(ledger: Ledger, job: Launcher) -> str:
 def test_servers_grow_and_shrink_under_pushes(ledger: Ledger, kind: str) -> None:
     with start(ledger, kind, *MOVING) as job:
         pushes_more(ledger, 3, 20)
+        handover = handover_of(job)
+        assert handover.stat().st_mode & 0o777 == 0o700
         for num in (3, 4, 1, 2):
             resize(ledger, job, num)
         err = finish(ledger, job)
+    assert not handover.exists()
     assert "server process 2 is started" in err
     assert "server process 2 has left" in err
     assert "warning" not in err, "it is no loss"
@@ -100,8 +111,10 @@ def test_a_process_that_is_sent_sigterm_hands_over_its_servers(ledger: Ledger) -
 def test_a_process_that_dies_without_snapshots_ends_the_job(ledger: Ledger) -> None:
     with start(ledger, "dist_sync", *MOVING) as job:
         pushes_more(ledger, 3, 20)
+        handover = handover_of(job)
         os.kill(processes_of(job, "server")[0], signal.SIGKILL)
         status, _, err = job.finish()
+    assert not handover.exists()
     assert status == 128 + signal.SIGKILL
     assert "reigen run: server process 0 failed first: killed by SIGKILL" in err
     assert "REIGEN_KV_SNAPSHOT_DIR" in err
@@ -110,10 +123,12 @@ def test_a_process_that_dies_without_snapshots_ends_the_job(ledger: Ledger) -> N
 def test_a_job_that_is_stopped_while_servers_move_ends_soon(ledger: Ledger) -> None:
     with start(ledger, "dist_sync", *MOVING) as job:
         pushes_more(ledger, 3, 20)
+        handover = handover_of(job)
         wish(ledger, 4)
         until(lambda: len(processes_of(job, "server")) == 4)
         os.kill(job.supervisor(), signal.SIGTERM)
         status, _, _ = job.finish()
+    assert not handover.exists()
     assert status == 128 + signal.SIGTERM
 
 

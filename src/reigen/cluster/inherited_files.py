@@ -44,6 +44,6 @@ def find_inherited(environ: Mapping[str, str], variable: str, purpose: str) -> i
     with suppress(OSError):  # there is no /proc
         file = os.readlink(f"/proc/self/fd/{descriptor}")
     raise ConfigError(
-        f"{variable}={text}: this descriptor is not {purpose}, but {file}: a script that starts the scheduler must "
+        f"{variable}={text}: this descriptor is not {purpose}, but {file}: a script that starts this process must "
         "leave descriptors open"
     )

@@ -64,6 +64,7 @@ def run(
     metrics_port: int | str | None = None,
     metrics_file: str | os.PathLike[str] | None = None,
     spares: int | str | None = None,
+    max_servers: int | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -118,6 +119,8 @@ def run(
         spares: of an elastic job: how many more processes are started, which wait to take the places of those that
             die; ``"1:warm"``: they make the steps of a ``Job`` of `reigen.torch.elastic` meanwhile, without samples, so
             that they have its state.
+        max_servers: of an elastic job: the greatest number of processes in which its servers run; there are as many
+            servers. They begin in ``num_servers`` processes, and ``kv.resize_servers`` changes that number.
 
     Returns:
         The values that the processes returned, by rank; of an elastic job, those of the last members.

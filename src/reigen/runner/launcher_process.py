@@ -91,7 +91,7 @@ def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Ma
         grace_seconds=settings.grace_seconds,
         inherited=inherited,
         hosts=settings.hosts,
-        servers=ServerOptions(settings.num_servers, replicas=settings.replicate_servers)
+        servers=ServerOptions(settings.num_servers, replicas=settings.replicate_servers, max_num=settings.max_servers)
         if settings.num_servers
         else None,
         elastic=settings.elastic,

@@ -32,6 +32,7 @@ class RunSettings(msgspec.Struct, frozen=True):
         elastic: what makes the job elastic; None: it is not.
         num_servers: parameter servers that run beside the ranks.
         replicate_servers: 2: what a server holds is in the memory of another one, too; None: as in the environment.
+        max_servers: of an elastic job: the greatest number of server processes; None: they stay as many.
         metrics_port, dashboard: addresses at which they are served; None: nowhere.
         metrics_file: where metrics are written; None: nowhere.
     """
@@ -52,6 +53,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     elastic: ElasticOptions | None = None
     num_servers: int = 0
     replicate_servers: int | None = None
+    max_servers: int | None = None
     metrics_port: str | None = None
     metrics_file: str | None = None
     dashboard: str | None = None
@@ -100,6 +102,7 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         elastic=elastic,
         num_servers=check_num_servers(arguments["num_servers"]),
         replicate_servers=_check_replicas(arguments["replicate_servers"], arguments["num_servers"]),
+        max_servers=_check_max_servers(arguments, is_elastic=elastic is not None),
         metrics_port=metrics["metrics_port"],
         metrics_file=metrics["metrics_file"],
         dashboard=metrics["dashboard"],
@@ -150,6 +153,24 @@ def _check_replicas(replicas: int | None, num_servers: int) -> int | None:
             "copy of each, and needs two or more; 1 is the default"
         )
     return replicas
+
+
+def _check_max_servers(arguments: Mapping[str, Any], *, is_elastic: bool) -> int | None:
+    given, num_servers = arguments["max_servers"], check_num_servers(arguments["num_servers"])
+    if given is None:
+        return None
+    try:
+        most = operator.index(given)
+    except TypeError:
+        raise ConfigError(f"max_servers must be a number of server processes, not {given!r}") from None
+    if not is_elastic or not num_servers or most < max(num_servers, 2):
+        raise ConfigError(
+            f"max_servers={given!r} with num_servers={num_servers}: it is for elastic jobs (min_num_proc) with "
+            "servers, and at least num_servers, and 2"
+        )
+    if arguments["replicate_servers"] == 2:
+        raise ConfigError("max_servers and replicate_servers=2: servers that move have no copies in others' memory")
+    return most
 
 
 def _check_metrics(arguments: Mapping[str, Any], launcher: str) -> dict[str, str | None]:

@@ -325,6 +325,9 @@ def test_shares_of_a_host_do_not_depend_on_how_many_are_started() -> None:
 
 def test_a_job_within_an_elastic_job_is_its_own() -> None:
     assert without_elastic_variables({"REIGEN_SLOT": "1", "HOROVOD_ELASTIC": "1", "HOME": "/"}) == {"HOME": "/"}
+    assert without_elastic_variables({"REIGEN_MAX_SERVERS": "4", "HOME": "/"}) == {"HOME": "/"}, "its servers stay"
+    assert not without_elastic_variables({"REIGEN_KV_ON_WORKER_LOSS": "elastic"}), "nor do its workers come and go"
+    assert without_elastic_variables({"REIGEN_KV_ON_WORKER_LOSS": "wait"}), "that is the user's"
 
 
 def test_the_voters_memory_is_inherited() -> None:

@@ -216,6 +216,14 @@ def test_elastic_jobs():
         ({"start_timeout": 0}, "greater than 0, not 0"),
         ({"num_servers": "one"}, "num_servers must be a number of servers, not 'one'"),
         ({"num_servers": -1}, "num_servers must be at least 0, not -1"),
+        ({"num_servers": 1, "max_servers": 2}, "max_servers=2 with num_servers=1: it is for elastic jobs"),
+        ({"min_num_proc": 1, "max_servers": 2}, "max_servers=2 with num_servers=0: it is for elastic jobs"),
+        ({"min_num_proc": 1, "num_servers": 3, "max_servers": 2}, "max_servers=2 with num_servers=3: .* at least"),
+        ({"min_num_proc": 1, "num_servers": 1, "max_servers": "2"}, "a number of server processes, not '2'"),
+        (
+            {"min_num_proc": 1, "num_servers": 2, "max_servers": 2, "replicate_servers": 2},
+            "max_servers and replicate_servers=2",
+        ),
     ],
 )
 def test_what_makes_no_sense(changes, message):

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 
 from reigen.cluster.environ import HANDOVER_VARIABLE, SERVER_CONTROL_VARIABLE
+from reigen.cluster.inherited_files import find_inherited
 from reigen.context import report_metrics
 from reigen.errors import ConfigError, ReigenError
 from reigen.kv.membership.discovery import choose_listen_host
@@ -112,9 +113,11 @@ class ServerProcess:
     """
 
     def __init__(self, settings: ProcessConfig, environ: Mapping[str, str]) -> None:
-        if SERVER_CONTROL_VARIABLE not in environ:
+        control = find_inherited(environ, SERVER_CONTROL_VARIABLE, "the socket to the launcher")
+        if control < 0:
             raise ConfigError(
-                f"{SERVER_CONTROL_VARIABLE} is not set: servers that move (--max-servers) are started by `reigen run`"
+                f"{SERVER_CONTROL_VARIABLE} is not set, or its descriptor is closed: servers that move (--max-servers) "
+                "are started by `reigen run`, and a script in between must leave descriptors open"
             )
         if settings.config.kv_replicas > 1:
             raise ConfigError(
@@ -123,12 +126,13 @@ class ServerProcess:
             )
         self._settings, self._environ = settings, environ
         self._handover = environ.get(HANDOVER_VARIABLE, "")
-        self._control = socket.socket(fileno=int(environ[SERVER_CONTROL_VARIABLE]))
+        self._control = socket.socket(fileno=control)
         self._control.setblocking(False)
         self._loop = EventLoop()
         self._servers: dict[int, _PlacedServer] = {}
         self._is_noticed = self._is_closing = False
         self._exit_code: int | None = None
+        self._worst = 0  # of the exit codes of servers
 
     def run(self) -> int:
         """Run servers until the job is over, or this process is not needed any more; returns the exit code."""
@@ -163,7 +167,8 @@ class ServerProcess:
                 if word == "take":
                     self._take(int(numbers[0]), int(numbers[1]))
                 elif word == "release":
-                    self._servers[int(numbers[0])].release()
+                    if (server := self._servers.get(int(numbers[0]))) is not None:  # its job is not over
+                        server.release()
                 elif word == "close":
                     self._is_closing = True
                 else:
@@ -192,8 +197,6 @@ class ServerProcess:
                 self._worst = max(self._worst, server.exit_code)
         if self._is_closing and not self._servers:
             self._exit_code = self._worst
-
-    _worst = 0
 
     def _end(self) -> None:
         """End now; where servers are still here as SIGTERM would have ended it."""

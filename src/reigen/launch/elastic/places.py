@@ -10,10 +10,13 @@ from reigen.cluster.environ import (
     CANDIDATE_VARIABLE,
     ELASTIC_TIMEOUT_VARIABLE,
     ELASTIC_VARIABLE,
+    HANDOVER_VARIABLE,
     INCARNATION_VARIABLE,
+    MAX_SERVERS_VARIABLE,
     MAX_SIZE_VARIABLE,
     MIN_SIZE_VARIABLE,
     RANK_VARIABLES,
+    SERVER_CONTROL_VARIABLE,
     SLOT_VARIABLE,
     STRAGGLER_VARIABLE,
     VOTER_FD_VARIABLE,
@@ -32,6 +35,7 @@ from reigen.launch.local_plan import (
     plan_host,
     replace_variables,
 )
+from reigen.launch.ps_processes import WORKER_LOSS_VARIABLE
 
 #: Size of the memory of a machine's voter.
 VOTER_BYTES = 128 << 10
@@ -40,9 +44,12 @@ _ELASTIC_VARIABLES = frozenset(
         CANDIDATE_VARIABLE,
         ELASTIC_TIMEOUT_VARIABLE,
         ELASTIC_VARIABLE,
+        HANDOVER_VARIABLE,
         INCARNATION_VARIABLE,
+        MAX_SERVERS_VARIABLE,
         MAX_SIZE_VARIABLE,
         MIN_SIZE_VARIABLE,
+        SERVER_CONTROL_VARIABLE,
         SLOT_VARIABLE,
         STRAGGLER_VARIABLE,
         VOTER_FD_VARIABLE,
@@ -73,7 +80,11 @@ class PlacedStart:
 
 def without_elastic_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those of an elastic job that this process may be part of."""
-    return {name: text for name, text in environ.items() if name not in _ELASTIC_VARIABLES}
+    return {
+        name: text
+        for name, text in environ.items()
+        if name not in _ELASTIC_VARIABLES and (name, text) != (WORKER_LOSS_VARIABLE, "elastic")
+    }
 
 
 def place_starts(

@@ -6,6 +6,7 @@ launcher holds both ends: a process that is started again inherits the same one.
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reigen.cluster.environ import HANDOVER_VARIABLE, SERVER_CONTROL_VARIABLE
+from reigen.cluster.inherited_files import describe_inherited
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import SNAPSHOT_VARIABLE, PsRole
 
@@ -32,10 +34,9 @@ class ServerControls:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._ends: dict[int, tuple[socket.socket, socket.socket]] = {}
         self._new: list[int] = []
+        self._needs_directory = not environ.get(SNAPSHOT_VARIABLE)
+        #: made with the first process
         self._directory = ""
-        if not environ.get(SNAPSHOT_VARIABLE):
-            where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-            self._directory = tempfile.mkdtemp(prefix="reigen-handover-", dir=where)
 
     @property
     def processes(self) -> Sequence[int]:
@@ -54,8 +55,11 @@ class ServerControls:
             self._new.append(process)
         self.forget(process)
         descriptor = self._ends[process][1].fileno()
-        variables = {SERVER_CONTROL_VARIABLE: str(descriptor)}
-        if self._directory:
+        variables = {SERVER_CONTROL_VARIABLE: describe_inherited(descriptor)}
+        if self._needs_directory:
+            if not self._directory:
+                where = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
+                self._directory = tempfile.mkdtemp(prefix="reigen-handover-", dir=where)
             variables[HANDOVER_VARIABLE] = self._directory
         return replace(spec, environ={**spec.environ, **variables}, descriptors=(*spec.descriptors, descriptor))
 
