@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -51,10 +50,6 @@ def join_as_worker(environ: Mapping[str, str], knobs: Mapping[str, object]) -> S
     return _join_job(settings, "", environ)
 
 
-#: New objects after which Python looks for cycles; requests under way are among them.
-_OBJECTS_TILL_COLLECTION = 20_000
-
-
 def run_role(environ: Mapping[str, str], config: Config, role: KVRole) -> int:
     """`reigen server` and `reigen scheduler`: serve; returns the exit code.
 
@@ -91,7 +86,7 @@ def _run_role(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
 
 
 def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
-    from reigen.kv.server.server import KVServer
+    from reigen.kv.server.server import KVServer, limit_garbage_collection
     from reigen.kv.server.snapshots import find_saved_jobs
     from reigen.net.listener import open_listening_socket
 
@@ -113,11 +108,9 @@ def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
             if earlier := [f"{each.job:016x}" for each in saved if each.job != member.job]:
                 text = "%s has snapshots of earlier jobs with this secret, which this one does not read: job-*-%s"
                 _log.warning(text, directory, ", ".join(earlier))
-            # What was imported stays, and what serves requests leaves no cycles: there is little to be collected.
             add_source(server)
             report_metrics(environ, settings.config, "server")
-            gc.freeze()
-            gc.set_threshold(_OBJECTS_TILL_COLLECTION)
+            limit_garbage_collection()
             try:
                 return server.serve()
             finally:

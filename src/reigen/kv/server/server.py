@@ -7,6 +7,7 @@ whose handshake no HELLO comes. A worker that sends what is no message loses its
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -107,6 +108,19 @@ class _ClientConnection:
         if header.store != self.connection.store:
             raise WireError(f"{line.name}: a request for store {header.store} on a connection for another one")
         self.handler.arrived(self.connection, header, np.frombuffer(body, np.uint8))
+
+
+#: New objects after which Python looks for cycles; requests under way are among them.
+_OBJECTS_TILL_COLLECTION = 20_000
+
+
+def limit_garbage_collection() -> None:
+    """Have Python look for cycles rarely.
+
+    Imported modules stay, and serving requests leaves no cycles.
+    """
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_TILL_COLLECTION)
 
 
 def _open_storage(member: SchedulerClient, config: Config) -> tuple[SnapshotDirectory | None, ServerCopies | None]:

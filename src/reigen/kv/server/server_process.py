@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ from reigen.errors import ConfigError, ReigenError
 from reigen.kv.membership.discovery import choose_listen_host
 from reigen.kv.membership.environment import ProcessConfig
 from reigen.kv.membership.scheduler_client import SchedulerClient
-from reigen.kv.server.server import KVServer
+from reigen.kv.server.server import KVServer, limit_garbage_collection
 from reigen.kv.server.snapshots import find_saved_jobs
 from reigen.net.event_loop import EventLoop
 from reigen.net.listener import open_listening_socket
@@ -34,8 +33,6 @@ from reigen.observe.metrics import add_source, finish_reporting
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 12
-#: New objects after which Python looks for cycles; see `kv.run_role`.
-_OBJECTS_TILL_COLLECTION = 20_000
 
 
 class _PlacedServer(threading.Thread):
@@ -138,8 +135,7 @@ class ServerProcess:
         """Run servers until the job is over, or this process is not needed any more; returns the exit code."""
         signal.signal(signal.SIGTERM, self._on_notice)
         report_metrics(self._environ, self._settings.config, "server")
-        gc.freeze()
-        gc.set_threshold(_OBJECTS_TILL_COLLECTION)
+        limit_garbage_collection()
         self._loop.watch(self._control, self._read)
         self._say("ready")
         while self._exit_code is None:
