@@ -151,7 +151,7 @@ def candidate_traces() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "is_candidate", lambda: True)
-        patch.setattr(context, "elastic_job", object)
+        patch.setattr(context, "elastic_job", lambda: SimpleNamespace(has_warm_spares=False))
         patch.setattr(job, "change_view", lambda: joined.append(None))
         assert step().numpy().tolist() == [2.0, 4.0]
         graph = tf.function(step).get_concrete_function().graph
