@@ -31,6 +31,7 @@ import msgspec
 from reigen.backends.shm.region_cache import RegionCache, reserve_region
 from reigen.cluster.environ import JobInfo
 from reigen.cluster.host_discovery import HostLayout, host_identity
+from reigen.cluster.membership.elastic.build_failures import BuildFailures
 from reigen.cluster.membership.elastic.directory import meet_first_view
 from reigen.cluster.membership.elastic.driver import DRIVER_TIMEOUTS, ViewDriver, first_outcome
 from reigen.cluster.membership.elastic.host_page import HostPage
@@ -54,7 +55,7 @@ from reigen.cluster.topology import Topology
 from reigen.config import Config
 from reigen.engine.counters import EngineCounters
 from reigen.engine_factory import JobRendezvous
-from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, JobLeft, PeerLostError
+from reigen.errors import ArgumentError, JobLeft, PeerLostError
 from reigen.net.interfaces import choose_address
 from reigen.resources.limits import explain_limit
 from reigen.startup import job_tls, join_rendezvous
@@ -64,8 +65,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: How often in a row a view is built anew that cannot be built though its members are there.
-_MAX_FAILED_BUILDS = 3
 #: In the names of hosts in views, before what distinguishes hosts of one name.
 _MARK = "@"
 #: A member that leaves names the second step from now on, behind the one that is under way.
@@ -279,7 +278,7 @@ class ElasticJob(Generic[_Context]):
         self._entered: View | None = None
         self._kept: View | None = None
         self._error: BaseException | None = None
-        self._num_failed_builds = 0
+        self._build_failures = BuildFailures()
         #: the latest step that the program has applied; whether it has the state at all
         self._step, self._has_state = 0, False
         self.epoch = 0
@@ -596,16 +595,13 @@ class ElasticJob(Generic[_Context]):
         """React to a view that cannot be built: its members try the next one, unless that is of no use."""
         _log.debug("view %d cannot be built: %s", view.epoch, error)
         with self._changed:
-            if self._wanted is not view:
-                return
-            self._num_failed_builds += 1
-            # Members know the secret: one with whom a handshake fails has most likely died in it.
-            may_pass = isinstance(error, CollectiveError | AuthenticationError)
-            if not may_pass or self._num_failed_builds >= _MAX_FAILED_BUILDS:
+            is_wanted = self._wanted is view
+            if self._build_failures.add(error, view.ranks[self._place.member], is_wanted=is_wanted):
                 self._error = error
                 self._changed.notify_all()
                 return
-        self._driver.request_change(f"view {view.epoch} cannot be built: {error}", view.epoch)
+        if is_wanted:
+            self._driver.request_change(f"view {view.epoch} cannot be built: {error}", view.epoch)
 
     def _rendezvous_of(self, view: View) -> JobRendezvous:
         """Return the rendezvous of a view's members."""
@@ -635,7 +631,8 @@ class ElasticJob(Generic[_Context]):
         """Let steps be run in a view."""
         self._note_change(view)
         with self._changed:
-            self._running, self._run_at, self._num_failed_builds = view, time.monotonic(), 0
+            self._running, self._run_at = view, time.monotonic()
+            self._build_failures.clear()
             self._changed.notify_all()
 
     def _note_change(self, view: View) -> None:

@@ -6,6 +6,7 @@ launcher holds both ends: a process that is started again inherits the same one.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ from reigen.launch.ps_processes import SNAPSHOT_VARIABLE, PsRole
 
 _MOST_BYTES = 1 << 12
 _SHARED_MEMORY = Path("/dev/shm")
+_DIRECTORY_PREFIX = "reigen-handover-"
 
 
 class ServerControls:
@@ -36,7 +38,7 @@ class ServerControls:
         self._new: list[int] = []
         self._needs_directory = not environ.get(SNAPSHOT_VARIABLE)
         #: made with the first process
-        self._directory = ""
+        self._directory: _HandoverDirectory | None = None
 
     @property
     def processes(self) -> Sequence[int]:
@@ -57,10 +59,9 @@ class ServerControls:
         descriptor = self._ends[process][1].fileno()
         variables = {SERVER_CONTROL_VARIABLE: describe_inherited(descriptor)}
         if self._needs_directory:
-            if not self._directory:
-                where = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
-                self._directory = tempfile.mkdtemp(prefix="reigen-handover-", dir=where)
-            variables[HANDOVER_VARIABLE] = self._directory
+            if self._directory is None:
+                self._directory = _HandoverDirectory()
+            variables[HANDOVER_VARIABLE] = str(self._directory.path)
         return replace(spec, environ={**spec.environ, **variables}, descriptors=(*spec.descriptors, descriptor))
 
     def open_now(self) -> Iterator[tuple[int, socket.socket]]:
@@ -93,6 +94,52 @@ class ServerControls:
             for end in ends:
                 end.close()
         self._ends.clear()
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = ""
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
+
+
+class _HandoverDirectory:
+    """A new private directory, in shared memory if there is some; the launcher holds it locked (flock).
+
+    Directories of launchers that were killed are removed first: nobody holds their locks.
+
+    Attributes:
+        path: of the directory.
+    """
+
+    def __init__(self) -> None:
+        where = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+        for path in where.glob(f"{_DIRECTORY_PREFIX}*"):
+            if (descriptor := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(descriptor)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=where))
+            descriptor = _lock(self.path)
+            if descriptor is not None and self.path.exists():  # no other launcher came between
+                self._descriptor = descriptor
+                return
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def remove(self) -> None:
+        """Remove it, with everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    """Return a directory of this user's, opened and locked, or None if it is another user's or is locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
