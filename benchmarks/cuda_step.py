@@ -116,7 +116,11 @@ def make_table(
         lines[_MODELS.get(model, model)] = line | {_RATIO: Quantity(statistics.median(quotients))}
     columns = [*(Column(name, "ms") for name in _COLUMNS), Column(_RATIO)]
     command = f"python -m benchmarks.cuda_step --rounds {options.rounds} --steps {options.steps}"
-    gpu = f"{hvd.size()} ranks, {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    gpu = ""
+    if torch.cuda.is_available():
+        is_shared = hvd.local_size() > torch.cuda.device_count()
+        where = f"ranks share an {torch.cuda.get_device_name()}, and NCCL uses sockets" if is_shared else "ranks, {}"
+        gpu = f"{hvd.size()} {where.format(torch.cuda.get_device_name())}"
     conditions = f"{gpu}; medians of {options.rounds} turns of {options.steps} steps, of the slower rank"
     return make_record(
         f"reigen run -np {hvd.size()} {command}",

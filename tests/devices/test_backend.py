@@ -63,6 +63,41 @@ def test_where_nobody_is_lost_the_library_is_heard(failing: DeviceBackend, monke
     assert str(failing.look()) == "cuda:0 has failed: connection closed"
 
 
+class Work:
+    """A collective that is complete; who asks for its error is counted."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.error, self.num_asked = error, 0
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> RuntimeError | None:
+        self.num_asked += 1
+        return self.error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("NCCL")])
+def test_an_error_is_asked_for_when_a_complete_collectives_event_does_not_pass(
+    error: RuntimeError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(backend, "_NAMING_SECONDS", 0.0)
+    monkeypatch.setattr(backend.time, "monotonic", lambda: now)
+    device: Any = Failing()
+    device.passed = lambda: False
+    works = [Work(), Work(error)]
+    new = DeviceBackend(NullBackend(), [0])
+    assert new.takes(device, DTYPES["float32"])
+    new.launch([DeviceArray(device, (1,), DTYPES["float32"], None)], lambda _: works, 1000.0)
+    for now in (100.0, 100.9):
+        assert new.look() is None
+    assert [work.num_asked for work in works] == [0, 0]
+    now = 101.1
+    found = new.look()
+    assert (None if found is None else str(found)) == (None if error is None else "a collective on cuda:0 failed: NCCL")
+
+
 def test_after_an_abort_that_failed_too_every_operation_raises_the_first_error(failing: DeviceBackend) -> None:
     failing.abort(CollectiveError("the first"))
     failing.abort(CollectiveError("the second"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ class Stream:
     def __init__(self, handle: int) -> None:
         self.handle = handle
         self.waited: list[int] = []
+        #: how many calls have enqueued work of the device's
+        self.num_calls = 0
 
     def record(self) -> int:
         return self.handle
@@ -24,23 +27,73 @@ class Stream:
     def wait(self, event: int) -> None:
         self.waited.append(event)
 
+    def run(self, work: Callable[[], None]) -> None:
+        self.num_calls += 1
+        work()
+
+
+class Memory:
+    """The memory of gradients of 1, 2, ... elements, on a device whose current stream is ``device.now``."""
+
+    def __init__(self, num_streams: int, *shapes: int) -> None:
+        self.streams = [Stream(number) for number in range(num_streams)]
+        self.device: Any = SimpleNamespace(kind="cuda", now=self.streams[0])
+        self.device.current = lambda: self.device.now
+        self.device.empty = lambda shape, dtype: as_device_array(self.device, torch.empty(shape, dtype=torch.uint8))
+        parameters = [torch.zeros(shape) for shape in shapes]
+        self.places = BucketViews(parameters)
+        lender = TorchDeviceTensorAdapter(lambda _: self.device)
+        self.memory = DeviceBucketMemory(self.places, self.device, lender)
+        specs = [ParameterSpec(parameter.numel(), 4, "float32") for parameter in parameters]
+        self.memory.allocate_for_pass(plan_buckets(specs, list(range(len(shapes))), 1 << 20, ()))
+        self.submitted: list[Any] = []
+
+    def submit(self) -> None:
+        """Submit the bucket, of which there is one."""
+        reduce_group: Any = SimpleNamespace(reduce=lambda array, dtype, part, *, blocking: self.submitted.append(array))
+        self.memory.fill([0])
+        self.memory.reduce(reduce_group, 0, "0", blocking=False)
+
+    def gradients(self) -> list[list[float]]:
+        return [place.tolist() for place in self.places.tensors if place is not None]
+
 
 def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
-    streams = [Stream(number) for number in range(3)]
-    device: Any = SimpleNamespace(kind="cuda", now=streams[0])
-    device.current = lambda: device.now
-    device.empty = lambda shape, dtype: as_device_array(device, torch.empty(shape, dtype=torch.uint8))
-    parameters = [torch.zeros(4), torch.zeros(2)]
-    places = BucketViews(parameters)
-    memory = DeviceBucketMemory(places, device, TorchDeviceTensorAdapter(lambda _: device))
-    memory.allocate_for_pass(
-        plan_buckets([ParameterSpec(p.numel(), 4, "float32") for p in parameters], [0, 1], 1 << 20, ())
-    )
-    for stream in streams:
-        device.now = stream
-        memory.filled()
-    submitted: list[Any] = []
-    reduce_group: Any = SimpleNamespace(reduce=lambda array, dtype, part, *, blocking: submitted.append(array))
-    memory.reduce(reduce_group, 0, "0", blocking=False)
-    assert streams[2].waited == [0, 1]
-    assert [array.ready for array in submitted] == [2]
+    job = Memory(3, 4, 2, 1)
+    for number, stream in enumerate(job.streams):
+        job.device.now = stream
+        job.memory.put(number, torch.full_like(job.places.own(number), number + 1.0))
+    job.submit()
+    assert job.streams[2].waited == [0, 1]
+    assert [array.ready for array in job.submitted] == [2]
+    assert [stream.num_calls for stream in job.streams] == [1, 1, 1], "each copies what it has made"
+    assert job.gradients() == [[1.0] * 4, [2.0] * 2, [3.0]]
+
+
+def test_gradients_of_a_bucket_are_copied_in_one_call_that_is_no_change_of_the_users() -> None:
+    job = Memory(1, 4, 2, 1)
+    versions = [place._version for place in job.places.tensors if place is not None]
+    job.memory.put(0, torch.ones(4))
+    job.memory.put(1, None)
+    job.memory.put(2, torch.tensor([7.0]).to(torch.float16))
+    job.submit()
+    assert job.streams[0].num_calls == 1
+    assert job.gradients() == [[1.0] * 4, [0.0] * 2, [7.0]]
+    assert [place._version for place in job.places.tensors if place is not None] == [
+        versions[0],
+        versions[1] + 1,  # zeros where there was no gradient
+        versions[2],
+    ]
+
+
+def test_gradients_of_an_abandoned_pass_are_what_backward_made() -> None:
+    job = Memory(2, 4, 2)
+    job.memory.put(0, torch.ones(4))
+    job.device.now = job.streams[1]
+    job.memory.abandon()
+    assert job.gradients()[0] == [1.0] * 4
+    job.memory.put(0, torch.full((4,), 2.0))
+    job.memory.put(1, torch.full((2,), 3.0))
+    job.submit()
+    assert job.gradients() == [[2.0] * 4, [3.0] * 2]
+    assert job.streams[1].waited == [], "a stream of the pass before is waited for"

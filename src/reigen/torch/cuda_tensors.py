@@ -4,8 +4,6 @@ Work of the calling thread goes into torch's current stream, that of the backend
 Memory that the backend makes comes from torch's allocator while the side stream is current, so it belongs to that
 stream, and is marked as used by the stream of whoever receives it. Memory that is lent is kept by the backend until it
 has been used. The devices are connected by process groups of torch.distributed (`reigen.torch.process_group`).
-
-Written against torch's documented interface; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -87,6 +85,8 @@ class CudaDevice:
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         #: without an UUID (torch before 2.3): what this process sees, and which of it this is
         self.identity = f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{index}" if uuid is None else str(uuid)
+        #: by handle; that a stream is current is asked for each gradient, and making torch's object is what takes long
+        self._streams: dict[int, CudaStream] = {}
         make_stream: Any = torch.cuda.Stream
         #: the stream for collectives
         self.side = CudaStream(make_stream(index))
@@ -100,7 +100,11 @@ class CudaDevice:
         return connect_nccl(store, rank, size, torch.device(self.name))
 
     def current(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self._index))
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = CudaStream(torch.cuda.current_stream(self._index))
+        return stream
 
     def aside(self) -> AbstractContextManager[object]:
         within: AbstractContextManager[object] = torch.cuda.stream(self.side.stream)

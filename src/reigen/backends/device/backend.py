@@ -39,17 +39,36 @@ _log = logging.getLogger(__name__)
 #: Seconds that an error of the library's is kept back, until the rank at fault is known.
 _NAMING_SECONDS = 5.0
 _POLL_SECONDS = 2e-3
+#: Seconds for which the library calls a collective complete, and its event has not passed, before its error is asked
+#: for. Of one that did not fail the event passes sooner; and torch warns when it is asked for the first time.
+_LAG_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class _PendingOperation:
-    """Operation that was enqueued, with its collectives and the memory that it needs."""
+    """Operation that was enqueued, with its collectives and the memory that it needs.
+
+    Attributes:
+        completed_since: when one of its collectives was first seen to be complete, well or not.
+    """
 
     backend: DeviceBackend
     ended: DeviceEvent
     deadline: float
     memory: Sequence[DeviceArray]
     works: Sequence[DeviceWork]
+    completed_since: float | None = None
+
+    def exception(self, now: float) -> BaseException | None:
+        """Return why it has failed, if it has."""
+        completed = [work for work in self.works if work.is_completed()]
+        if not completed:
+            return None
+        if self.completed_since is None:
+            self.completed_since = now
+        if now < self.completed_since + _LAG_SECONDS:
+            return None
+        return next((error for work in completed if (error := work.exception()) is not None), None)
 
 
 @dataclass(slots=True)
@@ -217,15 +236,15 @@ class DeviceBackend:
 
     def _find_error(self) -> CollectiveError | None:
         operations = self._shared.operations
-        name = self._shared.device and self._shared.device.name
+        name, now = self._shared.device and self._shared.device.name, time.monotonic()
         try:
             self._drop_completed()
-            for work in (work for operation in operations for work in operation.works):
-                if work.is_completed() and (error := work.exception()) is not None:
+            for operation in operations:
+                if (error := operation.exception(now)) is not None:
                     return CollectiveError(f"a collective on {name} failed: {error}")
         except RuntimeError as error:
             return CollectiveError(f"{name} has failed: {error}")
-        if operations and time.monotonic() >= operations[0].deadline:
+        if operations and now >= operations[0].deadline:
             return DeadlineError(
                 f"a collective on {name} did not end in time: a rank has not enqueued it, or its GPU is busy with "
                 "something that does not end"

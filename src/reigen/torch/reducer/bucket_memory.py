@@ -108,8 +108,17 @@ class BucketMemory:
         """Lay them out for one pass, in memory that the gradients keep alive for as long as it is needed."""
         self._lay_out(plan, np.empty(plan.nbytes, np.uint8))
 
-    def filled(self) -> None:
-        """The calling thread has filled a place, or enqueued work that does."""
+    def put(self, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Put a dense gradient into its place, zeros where there is none: by when its bucket is submitted."""
+        if gradient is not None:
+            self._places.fill(parameter, gradient)
+        else:
+            place = self._places.tensors[parameter]
+            assert place is not None
+            place.zero_()
+
+    def abandon(self) -> None:
+        """Nobody will submit the buckets of this pass that have not been: gradients stay what they are."""
 
     def reduce(self, reduce_group: ReduceGroup, bucket: int, part: str, *, blocking: bool) -> Handle | None:
         """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
@@ -186,7 +195,11 @@ class ShardedBucketMemory(BucketMemory):
 
 
 class DeviceBucketMemory(BucketMemory):
-    """Ordinary memory of the device on which all parameters are."""
+    """Ordinary memory of the device on which all parameters are.
+
+    Gradients are copied when a bucket is submitted, all that have come in one call: to start a copy of one takes the
+    processor longer than the GPU needs for it.
+    """
 
     def __init__(self, places: BucketViews, device: TorchDevice, lender: TorchDeviceTensorAdapter) -> None:
         super().__init__(places)
@@ -194,6 +207,9 @@ class DeviceBucketMemory(BucketMemory):
         self._device, self._lender = device, lender
         #: the streams by which places were filled in this pass: usually one
         self._producers: dict[int, DeviceStream] = {}
+        #: places and gradients that are to be copied there, by the last of these streams
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
 
     def holds(self, parameter: torch.Tensor) -> bool:
         return True
@@ -208,9 +224,37 @@ class DeviceBucketMemory(BucketMemory):
         self._plan = plan
         self._places.lay_out_on_device(plan, memory)
 
-    def filled(self) -> None:
+    def put(self, parameter: int, gradient: torch.Tensor | None) -> None:
         stream = self._device.current()
-        self._producers[stream.handle] = stream
+        handle = stream.handle
+        if handle not in self._producers or handle != next(reversed(self._producers)):
+            self._copy()
+            self._producers.pop(handle, None)  # the last one is the current one
+            self._producers[handle] = stream
+        if gradient is None:
+            super().put(parameter, None)
+        else:
+            # Not to the tensor that p.grad is by now: this is no change of the user's.
+            self._targets.append(self._places.own(parameter))
+            self._sources.append(gradient)
+
+    def fill(self, buckets: Iterable[int]) -> None:
+        self._copy()
+
+    def abandon(self) -> None:
+        self._copy()
+        self._producers.clear()
+
+    def release(self, reduce_group: ReduceGroup) -> None:
+        self._targets, self._sources = [], []
+        super().release(reduce_group)
+
+    def _copy(self) -> None:
+        targets, sources = self._targets, self._sources
+        if targets:
+            self._targets, self._sources = [], []
+            stream = next(reversed(self._producers.values()))
+            stream.run(lambda: torch._foreach_copy_(targets, sources))
 
     def finish(self, reduce_group: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         outcomes, failures = wait_for_all(handles)

@@ -11,7 +11,7 @@ from reigen.api.adapter import Array
 from reigen.api.gradients.bucket_plan import BucketPlan
 from reigen.torch.adapter import tensor_over
 from reigen.torch.dtypes import torch_dtype
-from reigen.torch.reducer.pending_gradient import pending
+from reigen.torch.reducer.pending_gradient import data_ptr, pending
 from reigen.types import DTYPES, DType
 
 #: Of so many bytes and more, a gradient is copied by the C library: see `BucketViews.fill`.
@@ -43,17 +43,28 @@ class BucketViews:
         #: by parameter, the place as a tensor that nobody else is given: see `intact`
         self._own: list[torch.Tensor | None] = [None] * len(parameters)
 
-    def intact(self, parameter: int) -> torch.Tensor | None:
+    def intact(self, parameter: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the view of a parameter's gradient, made anew where the last one was given other memory.
 
         That is what ``p.grad.data = ...`` does, and with it ``model.double()``, ``float()``, ``cpu()`` and ``cuda()``.
+
+        Args:
+            parameter: its number.
+            gradient: what its ``p.grad`` is.
         """
-        own, place, pending_ = self._own[parameter], self.tensors[parameter], self.pending[parameter]
-        if own is None or place is None or pending_ is None:
+        own, place = self._own[parameter], self.tensors[parameter]
+        if own is None or place is None:
             return place
-        if not place.data_ptr() == pending_.data_ptr() == own.data_ptr():
+        address = own.data_ptr()
+        if place.data_ptr() != address or (gradient is self.pending[parameter] and data_ptr(gradient) != address):
             self._put(parameter, own)
         return self.tensors[parameter]
+
+    def own(self, parameter: int) -> torch.Tensor:
+        """Return the place as a tensor whose changes are not counted as changes of the gradient."""
+        own = self._own[parameter]
+        assert own is not None
+        return own
 
     def fill(self, parameter: int, gradient: torch.Tensor) -> None:
         """Copy a dense gradient to its place.

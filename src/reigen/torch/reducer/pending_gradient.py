@@ -38,6 +38,22 @@ def pending(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if type(gradient) is PendingGradient else gradient.as_subclass(PendingGradient)
 
 
+def data_ptr(gradient: torch.Tensor) -> int:
+    """Return the address of its memory. Asking a `PendingGradient` itself takes several times as long."""
+    if type(gradient) is not PendingGradient:
+        return gradient.data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.data_ptr()
+
+
+def version(gradient: torch.Tensor) -> int:
+    """Return how often it was changed in place. Asking a `PendingGradient` itself takes several times as long."""
+    if type(gradient) is not PendingGradient:
+        return gradient._version
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient._version
+
+
 def _is_one(factor: object) -> bool:
     if isinstance(factor, torch.Tensor):
         return factor.numel() == 1 and factor.item() == 1

@@ -49,7 +49,7 @@ from reigen.torch.reducer.bucket_memory import (
     choose_bucket_memory,
 )
 from reigen.torch.reducer.bucket_views import BucketViews, strides_of
-from reigen.torch.reducer.pending_gradient import PendingGradient, pending
+from reigen.torch.reducer.pending_gradient import PendingGradient, pending, version
 from reigen.torch.sparse import SparseGradients
 from reigen.types import DTYPES, ReduceOp
 
@@ -264,6 +264,7 @@ class Reducer:
     def abandon(self) -> None:
         """Drop the handles of this pass: no caller will wait for them. The owner resets the tracker."""
         self._handles.clear()
+        self._memory.abandon()
         if self._bucket_size is not None:
             self._bucket_size.abandon()
         self._sparse.abandon()
@@ -356,13 +357,12 @@ class Reducer:
 
     def _collect(self, index: int, parameter: torch.Tensor) -> None:
         """Bring the gradient to its place; without one, zeros."""
-        place = self._places.intact(index)
         gradient = parameter.grad
+        place = self._places.intact(index, gradient)
         if place is None:
             return
         if gradient is None:
-            place.zero_()
-            self._memory.filled()
+            self._memory.put(index, None)
             if not parameter.requires_grad:
                 return  # frozen by now: the optimizer must not see a gradient
         elif not self._places.holds(index, gradient):
@@ -371,8 +371,7 @@ class Reducer:
                     self._returned_dims[index] = gradient.sparse_dim()
                 # It had a dense place before it was ever sparse, on any rank.
                 gradient = gradient.detach().to_dense()
-            self._places.fill(index, gradient)
-            self._memory.filled()
+            self._memory.put(index, gradient)
         if not self._direct[index]:
             self._mark_pending(parameter)
         else:
@@ -544,4 +543,4 @@ def _tensor_kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], l
 def gradient_version(parameter: torch.Tensor) -> tuple[int, int]:
     """Differs if ``p.grad`` has become another tensor, or has been changed in place."""
     gradient = parameter.grad
-    return id(gradient), -1 if gradient is None else gradient._version
+    return id(gradient), -1 if gradient is None else version(gradient)
