@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,19 +82,19 @@ class Work:
 def test_an_error_is_asked_for_when_a_complete_collectives_event_does_not_pass(
     error: RuntimeError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 100.0
+    clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(backend, "_NAMING_SECONDS", 0.0)
-    monkeypatch.setattr(backend.time, "monotonic", lambda: now)
+    monkeypatch.setattr(backend.time, "monotonic", lambda: clock.now)
     device: Any = Failing()
     device.passed = lambda: False
     works = [Work(), Work(error)]
     new = DeviceBackend(NullBackend(), [0])
     assert new.takes(device, DTYPES["float32"])
     new.launch([DeviceArray(device, (1,), DTYPES["float32"], None)], lambda _: works, 1000.0)
-    for now in (100.0, 100.9):
+    for clock.now in (100.0, 100.9):
         assert new.look() is None
     assert [work.num_asked for work in works] == [0, 0]
-    now = 101.1
+    clock.now = 101.1
     found = new.look()
     assert (None if found is None else str(found)) == (None if error is None else "a collective on cuda:0 failed: NCCL")
 

@@ -55,8 +55,9 @@ class BucketViews:
         own, place = self._own[parameter], self.tensors[parameter]
         if own is None or place is None:
             return place
-        address = own.data_ptr()
-        if place.data_ptr() != address or (gradient is self.pending[parameter] and data_ptr(gradient) != address):
+        address, pending_ = own.data_ptr(), self.pending[parameter]
+        is_moved = gradient is not None and gradient is pending_ and data_ptr(gradient) != address
+        if is_moved or place.data_ptr() != address:
             self._put(parameter, own)
         return self.tensors[parameter]
 
