@@ -118,7 +118,7 @@ class BucketMemory:
             place.zero_()
 
     def abandon(self) -> None:
-        """Nobody will submit the buckets of this pass that have not been: gradients stay what they are."""
+        """Leave gradients as they are, in buckets of this pass that are not going to be submitted."""
 
     def reduce(self, reduce_group: ReduceGroup, bucket: int, part: str, *, blocking: bool) -> Handle | None:
         """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
