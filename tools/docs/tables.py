@@ -25,7 +25,7 @@ PAGES = (
         ROOT / "docs" / f"{name}.md"
         for name in (
             *("index", "benchmarks", "shared-parameters", "gpu", "autotune", "compression", "hosts", "metrics"),
-            *("planner-model", "timeline-events"),
+            *("planner-model", "timeline-events", "kv-failures"),
         )
     ),
 )
@@ -240,7 +240,7 @@ def draw_headlines() -> str:
 RECORD_NAMES = (
     *("elastic-faults", "elastic-kills", "elastic-hosts", "elastic-join", "elastic-spares", "elastic-other"),
     *("shared-parameters", "shared-memory", "gpu", "autotune"),
-    *("kv-wire", "replica-check", "launchers", "engines"),
+    *("kv-wire", "leases", "server-moves", "replica-check", "launchers", "engines"),
     *("control-negotiation", "control-membership", "control-start"),
     *("compression-speed", "compression-gain"),
     *("packet-loss", "metrics-cost", "planner-accuracy", "verdicts"),

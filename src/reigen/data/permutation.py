@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 
+#: Places whose samples are computed at a time: for a batch alone, NumPy's calls would take longer than what they do.
+_NUM_PLACES = 4096
 _ROUNDS = 8
 _WORD = (1 << 64) - 1
 #: splitmix64 (Steele, Lea and Flood: Fast Splittable Pseudorandom Number Generators, 2014)
@@ -66,3 +68,25 @@ class KeyedPermutation:
             mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
             left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & self._mask)
         return (left << self._bits) | right
+
+
+class EpochOrder:
+    """Order of the samples of an epoch, of which a part that lies ahead is kept.
+
+    Attributes:
+        epoch: whose order it is.
+    """
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        self.epoch, self._length = epoch, length
+        self._permutation = KeyedPermutation(length, (seed, epoch))
+        self._first, self._kept = 0, np.empty(0, np.int64)
+
+    def samples(self, first: int, last: int) -> Indices:
+        """Return the samples at these places, in an array of the caller's own."""
+        if last - first >= _NUM_PLACES:
+            return self._permutation(np.arange(first, last, dtype=np.int64))
+        if not self._first <= first <= last <= self._first + len(self._kept):
+            end = min(first + _NUM_PLACES, self._length)
+            self._first, self._kept = first, self._permutation(np.arange(first, end, dtype=np.int64))
+        return self._kept[first - self._first : last - self._first].copy()

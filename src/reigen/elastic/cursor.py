@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reigen.data.permutation import Indices, KeyedPermutation
+from reigen.data.permutation import EpochOrder, Indices
 from reigen.errors import ArgumentError
-
-#: Places whose samples are computed at a time: for a step alone, NumPy's calls would take longer than what they do.
-_NUM_PLACES = 4096
 
 
 class SampleInterval(NamedTuple):
@@ -108,7 +105,7 @@ class Cursor:
         self.length, self.global_batch, self.per_rank_batch = length, global_batch, per_rank_batch
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch, self.position = epoch, min(position, length)
-        self._order: _EpochOrder | None = None
+        self._order: EpochOrder | None = None
 
     def next_interval(self, size: int) -> SampleInterval:
         """Return the samples of the next step; the cursor stays.
@@ -173,7 +170,7 @@ class Cursor:
         if not self.shuffle:
             return np.arange(first, last, dtype=np.int64)
         if self._order is None or self._order.epoch != interval.epoch:
-            self._order = _EpochOrder(self.length, self.seed, interval.epoch)
+            self._order = EpochOrder(self.length, self.seed, interval.epoch)
         return self._order.samples(first, last)
 
     def state_dict(self) -> dict[str, int]:
@@ -207,24 +204,6 @@ class Cursor:
 
     def _batch(self, size: int) -> int:
         return self.global_batch if self.global_batch is not None else (self.per_rank_batch or 1) * size
-
-
-class _EpochOrder:
-    """Order of the samples of an epoch, of which a part that lies ahead is kept."""
-
-    def __init__(self, length: int, seed: int, epoch: int) -> None:
-        self.epoch, self._length = epoch, length
-        self._permutation = KeyedPermutation(length, (seed, epoch))
-        self._first, self._kept = 0, np.empty(0, np.int64)
-
-    def samples(self, first: int, last: int) -> Indices:
-        """Return the samples at these places, in an array of the caller's own."""
-        if last - first >= _NUM_PLACES:
-            return self._permutation(np.arange(first, last, dtype=np.int64))
-        if not self._first <= first <= last <= self._first + len(self._kept):
-            end = min(first + _NUM_PLACES, self._length)
-            self._first, self._kept = first, self._permutation(np.arange(first, end, dtype=np.int64))
-        return self._kept[first - self._first : last - self._first].copy()
 
 
 def interval_bounds(total: int, count: int, number: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reigen.data.permutation import Indices, KeyedPermutation
+from reigen.data.permutation import EpochOrder, Indices
 from reigen.errors import ArgumentError
 from reigen.kv.consistency.sample_leases import MAX_BATCHES, SamplePlan
 
@@ -42,19 +42,17 @@ class BatchOrder:
 
     def __init__(self, plan: SamplePlan) -> None:
         self.plan = plan
-        self._epoch = -1
-        self._permutation: KeyedPermutation | None = None
+        self._order: EpochOrder | None = None
 
     def lease(self, batch: int) -> SampleLease:
         """Return a batch with its samples."""
         plan = self.plan
         epoch, start, stop = plan.bounds(batch)
-        places = np.arange(start, stop, dtype=np.int64)
         if not plan.shuffle:
-            return SampleLease(batch, epoch, places)
-        if self._permutation is None or self._epoch != epoch:
-            self._epoch, self._permutation = epoch, KeyedPermutation(plan.num_samples, (plan.seed, epoch))
-        return SampleLease(batch, epoch, self._permutation(places))
+            return SampleLease(batch, epoch, np.arange(start, stop, dtype=np.int64))
+        if self._order is None or self._order.epoch != epoch:
+            self._order = EpochOrder(plan.num_samples, plan.seed, epoch)
+        return SampleLease(batch, epoch, self._order.samples(start, stop))
 
 
 def checked_plan(

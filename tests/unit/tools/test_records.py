@@ -152,6 +152,23 @@ def test_kills_and_newcomers_are_written_as_the_page_has_them() -> None:
     assert shown.cells()[-1] == ["a usual step", "", "", "0.32 (0.30 to 0.34)"]
 
 
+def test_leases_and_moves_of_servers_are_written_as_the_page_has_them() -> None:
+    elastic_servers = pytest.importorskip("benchmarks.elastic_servers")
+    line = elastic_servers.lease_line("nothing", "4 KiB", [[0.5, 0.75], [0.25, 1.0], [1.0, 1.25]])
+    shown, published = elastic_servers.make_table("leases", [line], 3, MACHINE), read_record(RECORDS / "leases.json")
+    assert headings(shown) == headings(published)
+    assert shown.cells()[1] == ["nothing, 4 KiB", "0.50", "1.00", "0.25"]
+    assert line.title in {each.title for each in published.lines}
+    line = elastic_servers.move_line(25, [[300.0, 400.0, 100.0], [200.0, 210.0, 101.0], [250.0, 260.0, 99.0]])
+    shown, published = (
+        elastic_servers.make_table("moves", [line], 3, MACHINE),
+        read_record(RECORDS / "server-moves.json"),
+    )
+    assert headings(shown) == headings(published)
+    assert shown.cells()[1] == ["25 million parameters", "100.0", "250 (200 to 300)", "260 (210 to 400)"]
+    assert line.title in {each.title for each in published.lines}
+
+
 def test_autotuning_is_written_as_the_page_has_it() -> None:
     autotune = pytest.importorskip("benchmarks.autotune")
     points = autotune.make_grid(autotune.ParameterPoint(128 << 20, 64 << 20))
