@@ -100,7 +100,7 @@ def make_table(kind: str, lines: Sequence[Line], rounds: int, machine: Machine) 
     titles = {"leases": "values kept by, array", "moves": "size"}
     conditions = {
         "leases": f"of a batch of one of two workers; medians of {rounds} alternating turns",
-        "moves": f"two workers, two servers in 1 or 2 processes, SGD with momentum; medians of {rounds} moves (extremes)",
+        "moves": f"2 workers, 2 servers in 1 or 2 processes, SGD with momentum; medians of {rounds} moves (extremes)",
     }
     columns = [Column(name, "ms") for name in lines[0].cells]
     command = f"python -m benchmarks.elastic_servers {kind} --rounds {rounds}"
