@@ -633,6 +633,7 @@ class ElasticJob(Generic[_Context]):
         with self._changed:
             self._running, self._run_at = view, time.monotonic()
             self._build_failures.clear()
+            self._error = None  # of a view before, which it may have come too late for
             self._changed.notify_all()
 
     def _note_change(self, view: View) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from reigen.api.gradients.bucket_plan import ParameterSpec, plan_buckets
@@ -33,7 +34,7 @@ class Stream:
 
 
 class Memory:
-    """The memory of gradients of 1, 2, ... elements, on a device whose current stream is ``device.now``."""
+    """Memory of gradients of these shapes, in one bucket, on a device whose current stream is ``device.now``."""
 
     def __init__(self, num_streams: int, *shapes: int) -> None:
         self.streams = [Stream(number) for number in range(num_streams)]
@@ -48,11 +49,12 @@ class Memory:
         self.memory.allocate_for_pass(plan_buckets(specs, list(range(len(shapes))), 1 << 20, ()))
         self.submitted: list[Any] = []
 
-    def submit(self) -> None:
-        """Submit the bucket, of which there is one."""
+    def submit(self) -> list[int]:
+        """Submit the bucket; returns the parameters whose gradients were copied."""
         reduce_group: Any = SimpleNamespace(reduce=lambda array, dtype, part, *, blocking: self.submitted.append(array))
-        self.memory.fill([0])
+        copied = list(self.memory.fill([0]))
         self.memory.reduce(reduce_group, 0, "0", blocking=False)
+        return copied
 
     def gradients(self) -> list[list[float]]:
         return [place.tolist() for place in self.places.tensors if place is not None]
@@ -62,8 +64,8 @@ def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
     job = Memory(3, 4, 2, 1)
     for number, stream in enumerate(job.streams):
         job.device.now = stream
-        job.memory.put(number, torch.full_like(job.places.own(number), number + 1.0))
-    job.submit()
+        assert not job.memory.put(number, torch.full_like(job.places.own(number), number + 1.0))
+    assert job.submit() == [0, 1, 2]
     assert job.streams[2].waited == [0, 1]
     assert [array.ready for array in job.submitted] == [2]
     assert [stream.num_calls for stream in job.streams] == [1, 1, 1], "each copies what it has made"
@@ -74,9 +76,10 @@ def test_gradients_of_a_bucket_are_copied_in_one_call_that_is_no_change_of_the_u
     job = Memory(1, 4, 2, 1)
     versions = [place._version for place in job.places.tensors if place is not None]
     job.memory.put(0, torch.ones(4))
-    job.memory.put(1, None)
+    assert job.memory.put(1, None), "zeros are there at once"
     job.memory.put(2, torch.tensor([7.0]).to(torch.float16))
-    job.submit()
+    assert job.gradients()[2] == [0.0], "it is copied too early"
+    assert job.submit() == [0, 2]
     assert job.streams[0].num_calls == 1
     assert job.gradients() == [[1.0] * 4, [0.0] * 2, [7.0]]
     assert [place._version for place in job.places.tensors if place is not None] == [
@@ -86,14 +89,17 @@ def test_gradients_of_a_bucket_are_copied_in_one_call_that_is_no_change_of_the_u
     ]
 
 
-def test_gradients_of_an_abandoned_pass_are_what_backward_made() -> None:
+@pytest.mark.parametrize("end", ["abandon", "end_pass"])
+def test_nothing_of_a_pass_that_has_ended_goes_into_the_next_one(end: str) -> None:
     job = Memory(2, 4, 2)
     job.memory.put(0, torch.ones(4))
+    if end == "abandon":
+        job.memory.abandon()
+    else:
+        job.memory.end_pass(is_reduced=False)
     job.device.now = job.streams[1]
-    job.memory.abandon()
-    assert job.gradients()[0] == [1.0] * 4
-    job.memory.put(0, torch.full((4,), 2.0))
     job.memory.put(1, torch.full((2,), 3.0))
-    job.submit()
-    assert job.gradients() == [[2.0] * 4, [3.0] * 2]
+    assert job.submit() == [1]
+    assert job.gradients() == [[0.0] * 4, [3.0] * 2]
     assert job.streams[1].waited == [], "a stream of the pass before is waited for"
+    assert [stream.num_calls for stream in job.streams] == [0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import nn
 import reigen.torch as hvd
 from reigen.errors import MismatchError
 from tests.devices.torch_ranks import TorchDevice, TorchRanks
-from tests.torch.training import assert_identical_everywhere, assert_same, make_net, mine, train, whole
+from tests.torch.training import (
+    assert_identical_everywhere,
+    assert_same,
+    batches,
+    make_net,
+    mean_loss,
+    mine,
+    train,
+    whole,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -153,6 +163,44 @@ def test_training(ranks: TorchRanks, size: int, bucket_bytes: int) -> None:
             assert not parameter.numel() or parameter.grad.untyped_storage().data_ptr() in storages
 
     ranks.run(size, act, bucket_bytes=bucket_bytes)
+
+
+def test_until_its_bucket_is_submitted_a_gradient_is_what_backward_made(ranks: TorchRanks) -> None:
+    """A hook of the user's reads it, and what it changes is summed."""
+    made = make_net()
+
+    def act(device: TorchDevice) -> None:
+        model = copy.deepcopy(made)
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        parameters = dict(model.named_parameters())
+        found: dict[str, torch.Tensor] = {}
+
+        def note(name: str, parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            found[name] = parameter.grad.clone()
+            if len(found) == 1:
+                parameter.grad.mul_(2.0)
+
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(functools.partial(note, name))
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            loss = mean_loss(model, mine(x), mine(y))
+            expected = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+            found.clear()
+            mean_loss(model, mine(x), mine(y)).backward()
+            *whole, _ = found  # the last one completes the bucket: it is being reduced
+            for name in whole:
+                torch.testing.assert_close(found[name], expected[name])
+            optimizer.synchronize()
+            for name, parameter in parameters.items():
+                factor = 2.0 if name == whole[0] else 1.0
+                sums = hvd.allreduce(expected[name] * factor, op=hvd.Average, name=name)
+                torch.testing.assert_close(parameter.grad, sums)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    ranks.run(2, act, bucket_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("option", ["compression", "predivide", "layout"])

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _NAMING_SECONDS = 5.0
 _POLL_SECONDS = 2e-3
 #: Seconds for which the library calls a collective complete, and its event has not passed, before its error is asked
-#: for. Of one that did not fail the event passes sooner; and torch warns when it is asked for the first time.
+#: for. Of one that did not fail the event usually passes sooner; and torch warns when it is asked for the first time.
 _LAG_SECONDS = 1.0
 
 

@@ -6,6 +6,7 @@ launcher holds both ends: a process that is started again inherits the same one.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -111,35 +112,40 @@ class _HandoverDirectory:
     def __init__(self) -> None:
         where = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
         for path in where.glob(f"{_DIRECTORY_PREFIX}*"):
-            if (descriptor := _lock(path)) is not None:
+            with suppress(OSError):  # its launcher lives, or is another user's; or it is no directory
+                descriptor = _lock(path)
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=where))
-            descriptor = _lock(self.path)
-            if descriptor is not None and self.path.exists():  # no other launcher came between
-                self._descriptor = descriptor
+            try:
+                self._descriptor: int | None = _lock(self.path)
+            except (BlockingIOError, FileNotFoundError):  # another launcher takes it for one that was left behind
+                continue
+            except OSError:  # such a file system has no locks
+                self._descriptor = None
+            if self.path.exists():
                 return
-            if descriptor is not None:
-                os.close(descriptor)
+            self._close()
 
     def remove(self) -> None:
         """Remove it, with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._descriptor)
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
 
-def _lock(path: Path) -> int | None:
-    """Return a directory of this user's, opened and locked, or None if it is another user's or is locked."""
+def _lock(path: Path) -> int:
+    """Return a directory, opened and locked; raises OSError if it is another user's, or locked, or no directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return None
-    try:
-        if os.fstat(descriptor).st_uid == os.geteuid():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
-    return None
+        os.close(descriptor)
+        raise
+    return descriptor

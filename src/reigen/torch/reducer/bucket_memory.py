@@ -90,13 +90,18 @@ class BucketMemory:
         """Return whether the sums of this pass can be completed, as far as is known, though these ranks are lost."""
         return self._sums is not None and len(self._sums.held(lost)) == self._sums.num_buckets
 
-    def fill(self, buckets: Iterable[int]) -> None:
-        """The gradients of these buckets are complete in this pass, and are going to be reduced."""
+    def fill(self, buckets: Iterable[int]) -> Sequence[int]:
+        """The gradients of these buckets are complete in this pass, and are going to be reduced.
+
+        Returns:
+            Parameters whose gradients are in their places only now.
+        """
         if self._journal is not None:
             for bucket in buckets:
                 if bucket not in self._filled:
                     self._filled.add(bucket)
                     self._journal.buckets[bucket].fill()
+        return ()
 
     def end_pass(self, *, is_reduced: bool) -> None:
         """A pass is over."""
@@ -108,17 +113,18 @@ class BucketMemory:
         """Lay them out for one pass, in memory that the gradients keep alive for as long as it is needed."""
         self._lay_out(plan, np.empty(plan.nbytes, np.uint8))
 
-    def put(self, parameter: int, gradient: torch.Tensor | None) -> None:
-        """Put a dense gradient into its place, zeros where there is none: by when its bucket is submitted."""
+    def put(self, parameter: int, gradient: torch.Tensor | None) -> bool:
+        """Put a dense gradient, or zeros, into its place; return whether it is there before `fill` says so."""
         if gradient is not None:
             self._places.fill(parameter, gradient)
         else:
             place = self._places.tensors[parameter]
             assert place is not None
             place.zero_()
+        return True
 
     def abandon(self) -> None:
-        """Leave gradients as they are, in buckets of this pass that are not going to be submitted."""
+        """Drop gradients that are not in their places yet: their buckets are not going to be submitted."""
 
     def reduce(self, reduce_group: ReduceGroup, bucket: int, part: str, *, blocking: bool) -> Handle | None:
         """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
@@ -197,19 +203,20 @@ class ShardedBucketMemory(BucketMemory):
 class DeviceBucketMemory(BucketMemory):
     """Ordinary memory of the device on which all parameters are.
 
-    Gradients are copied when a bucket is submitted, all that have come in one call: to start a copy of one takes the
-    processor longer than the GPU needs for it.
+    Gradients are copied when a bucket is submitted, all that have come until then in one call: to start a copy of one
+    takes the processor longer than the GPU needs for it.
     """
 
     def __init__(self, places: BucketViews, device: TorchDevice, lender: TorchDeviceTensorAdapter) -> None:
         super().__init__(places)
         self.kind = device.kind
         self._device, self._lender = device, lender
-        #: the streams by which places were filled in this pass: usually one
+        #: the streams by which gradients were made or places filled in this pass: usually one; the last one comes last
         self._producers: dict[int, DeviceStream] = {}
-        #: places and gradients that are to be copied there, by the last of these streams
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
+        #: gradients of the last of these streams that are not in their places
+        self._waiting: dict[int, torch.Tensor] = {}
+        #: parameters whose gradients were copied before their buckets were submitted, since another stream came
+        self._copied: list[int] = []
 
     def holds(self, parameter: torch.Tensor) -> bool:
         return True
@@ -224,47 +231,50 @@ class DeviceBucketMemory(BucketMemory):
         self._plan = plan
         self._places.lay_out_on_device(plan, memory)
 
-    def put(self, parameter: int, gradient: torch.Tensor | None) -> None:
+    def put(self, parameter: int, gradient: torch.Tensor | None) -> bool:
         stream = self._device.current()
         handle = stream.handle
         if handle not in self._producers or handle != next(reversed(self._producers)):
             self._copy()
-            self._producers.pop(handle, None)  # the last one is the current one
+            self._producers.pop(handle, None)
             self._producers[handle] = stream
         if gradient is None:
-            super().put(parameter, None)
-        else:
-            # Not to the tensor that p.grad is by now: this is no change of the user's.
-            self._targets.append(self._places.own(parameter))
-            self._sources.append(gradient)
+            return super().put(parameter, None)
+        self._waiting[parameter] = gradient
+        return False
 
-    def fill(self, buckets: Iterable[int]) -> None:
+    def fill(self, buckets: Iterable[int]) -> Sequence[int]:
         self._copy()
+        copied, self._copied = self._copied, []
+        return copied
+
+    def end_pass(self, *, is_reduced: bool) -> None:
+        self.abandon()
 
     def abandon(self) -> None:
-        self._copy()
+        self._waiting, self._copied = {}, []
         self._producers.clear()
 
     def release(self, reduce_group: ReduceGroup) -> None:
-        self._targets, self._sources = [], []
+        self.abandon()
         super().release(reduce_group)
-
-    def _copy(self) -> None:
-        targets, sources = self._targets, self._sources
-        if targets:
-            self._targets, self._sources = [], []
-            stream = next(reversed(self._producers.values()))
-            stream.run(lambda: torch._foreach_copy_(targets, sources))
 
     def finish(self, reduce_group: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         outcomes, failures = wait_for_all(handles)
-        if outcomes:
-            self._producers.clear()
         for outcome in outcomes.values():
             assert isinstance(outcome.array, DeviceArray)
             assert outcome.array.ready is not None
             self._device.current().wait(outcome.array.ready)
         return failures
+
+    def _copy(self) -> None:
+        """Copy by the stream that has made the gradients."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            # Not to the tensor that p.grad is going to be: this is no change of the user's.
+            targets, sources = [self._places.own(parameter) for parameter in waiting], list(waiting.values())
+            next(reversed(self._producers.values())).run(lambda: torch._foreach_copy_(targets, sources))
+            self._copied += waiting
 
     def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
         """Submit it behind all streams that have filled places so far."""

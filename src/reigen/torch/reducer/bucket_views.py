@@ -55,11 +55,13 @@ class BucketViews:
         own, place = self._own[parameter], self.tensors[parameter]
         if own is None or place is None:
             return place
-        address, pending_ = own.data_ptr(), self.pending[parameter]
-        is_moved = gradient is not None and gradient is pending_ and data_ptr(gradient) != address
-        if is_moved or place.data_ptr() != address:
-            self._put(parameter, own)
-        return self.tensors[parameter]
+        address = own.data_ptr()
+        is_moved = gradient is not None and gradient is self.pending[parameter] and data_ptr(gradient) != address
+        return self.renew(parameter) if is_moved or place.data_ptr() != address else place
+
+    def renew(self, parameter: int) -> torch.Tensor:
+        """Make the views of a parameter's gradient anew; return that of `tensors`."""
+        return self._put(parameter, self.own(parameter))
 
     def own(self, parameter: int) -> torch.Tensor:
         """Return the place as a tensor whose changes are not counted as changes of the gradient."""
@@ -125,9 +127,10 @@ class BucketViews:
         """Return whether a gradient is the parameter's place itself."""
         return gradient is self.pending[parameter] or gradient is self.tensors[parameter]
 
-    def _put(self, parameter: int, own: torch.Tensor) -> None:
+    def _put(self, parameter: int, own: torch.Tensor) -> torch.Tensor:
         place = own.data  # another tensor over the same memory
         self._own[parameter], self.tensors[parameter], self.pending[parameter] = own, place, pending(place)
+        return place
 
     def forget(self, copy: bool) -> None:
         """The memory is used no more. With ``copy`` gradients that lie there are copied out, because it goes away."""

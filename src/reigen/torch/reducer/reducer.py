@@ -269,15 +269,14 @@ class Reducer:
             self._bucket_size.abandon()
         self._sparse.abandon()
         self._seen = [None] * len(self.parameters)
-        for parameter in self.parameters:
-            if type(parameter.grad) is PendingGradient:
-                parameter.grad = parameter.grad.as_subclass(torch.Tensor)
+        self._unmark_pending()
 
     def release(self) -> None:
         """Take the hooks off and give the buckets' memory back; gradients that lie there are copied out first."""
         for hook in self._hooks:
             hook.remove()
         self._forget_memory()
+        self._unmark_pending()
 
     def _follow_changes(self) -> None:
         """Begin anew, agree again and register again: after shutdown() and init(), or ``model.double()`` or ``cuda()``.
@@ -361,8 +360,9 @@ class Reducer:
         place = self._places.intact(index, gradient)
         if place is None:
             return
+        is_there = True
         if gradient is None:
-            self._memory.put(index, None)
+            is_there = self._memory.put(index, None)
             if not parameter.requires_grad:
                 return  # frozen by now: the optimizer must not see a gradient
         elif not self._places.holds(index, gradient):
@@ -371,8 +371,8 @@ class Reducer:
                     self._returned_dims[index] = gradient.sparse_dim()
                 # It had a dense place before it was ever sparse, on any rank.
                 gradient = gradient.detach().to_dense()
-            self._memory.put(index, gradient)
-        if not self._direct[index]:
+            is_there = self._memory.put(index, gradient)
+        if not (is_there and self._direct[index]):
             self._mark_pending(parameter)
         else:
             parameter.grad = place if self._options.owned else self._places.pending[index]
@@ -383,8 +383,19 @@ class Reducer:
             return
         parameter.grad = pending(gradient)
 
+    def _unmark_pending(self) -> None:
+        for parameter in self.parameters:
+            if type(parameter.grad) is PendingGradient:
+                parameter.grad = parameter.grad.as_subclass(torch.Tensor)
+
     def _submit(self, buckets: tuple[int, ...], *, in_backward: bool = False) -> None:
-        self._memory.fill(buckets)
+        for index in self._memory.fill(buckets):
+            parameter = self.parameters[index]
+            if self._direct[index]:
+                is_unchanged = self._seen[index] == gradient_version(parameter)
+                parameter.grad = self._places.pending[index]
+                if is_unchanged:
+                    self._seen[index] = gradient_version(parameter)
         if in_backward:
             kept_back = self._kept_back(buckets)
             self.tracker.failed(kept_back)
@@ -417,19 +428,22 @@ class Reducer:
             self._handles[bucket] = handle
 
     def _deliver_all(self) -> None:
-        for index, (parameter, place) in enumerate(zip(self.parameters, self._places.tensors, strict=True)):
-            gradient = parameter.grad
-            if place is None or gradient is place or not (parameter.requires_grad or gradient is not None):
-                continue
-            if index in self._returned_dims:
-                parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
-            elif self._direct[index]:
-                parameter.grad = place
-            elif gradient is None or gradient.layout is not torch.strided:
-                parameter.grad = torch.empty_like(parameter).copy_(place)
-            else:
-                whole = gradient.detach().copy_(place)
-                parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
+        with torch._C.DisableTorchFunctionSubclass():  # a `PendingGradient` would take long to say where it is
+            for index, (parameter, place) in enumerate(zip(self.parameters, self._places.tensors, strict=True)):
+                gradient = parameter.grad
+                if place is None or gradient is place or not (parameter.requires_grad or gradient is not None):
+                    continue
+                if index in self._returned_dims:
+                    parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
+                elif self._direct[index]:
+                    if gradient is not None and gradient is self._places.pending[index]:
+                        place = place if gradient.data_ptr() == place.data_ptr() else self._places.renew(index)
+                    parameter.grad = place
+                elif gradient is None or gradient.layout is not torch.strided:
+                    parameter.grad = torch.empty_like(parameter).copy_(place)
+                else:
+                    whole = gradient.detach().copy_(place)
+                    parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
 
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from reigen.errors import AuthenticationError, CollectiveError, SharedMemoryError
 
-#: How often a process fails to build views whose members are there, before it gives up.
-MAX_OWN_FAILURES = 3
-#: How often where other members are at fault: these give up before, and the next view is one without them.
-MAX_OTHERS_FAILURES = 2 * MAX_OWN_FAILURES
+#: How often a process that was in no view yet fails to build one whose members are there, before it gives up.
+MAX_NEWCOMERS_FAILURES = 3
+#: How often a process that was in one. Where all are at fault, the host having too little memory for one more, say, the
+#: newcomer gives up before.
+MAX_MEMBERS_FAILURES = 2 * MAX_NEWCOMERS_FAILURES
+#: How often where others are at fault: these give up before, and the next view is one without them.
+MAX_OTHERS_FAILURES = 2 * MAX_MEMBERS_FAILURES
 
 
 class BuildFailures:
@@ -15,6 +18,7 @@ class BuildFailures:
 
     def __init__(self) -> None:
         self._num_own = self._num_others = 0
+        self._max_own = MAX_NEWCOMERS_FAILURES
 
     def add(self, error: Exception, rank: int, *, is_wanted: bool) -> bool:
         """Count a failure; return whether the process gives up.
@@ -32,8 +36,9 @@ class BuildFailures:
             self._num_others += is_wanted
         else:
             self._num_own += is_wanted or isinstance(error, SharedMemoryError)
-        return self._num_own >= MAX_OWN_FAILURES or self._num_others >= MAX_OTHERS_FAILURES
+        return self._num_own >= self._max_own or self._num_others >= MAX_OTHERS_FAILURES
 
     def clear(self) -> None:
         """A view could be built."""
         self._num_own = self._num_others = 0
+        self._max_own = MAX_MEMBERS_FAILURES
