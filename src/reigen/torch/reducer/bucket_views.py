@@ -55,9 +55,14 @@ class BucketViews:
         own, place = self._own[parameter], self.tensors[parameter]
         if own is None or place is None:
             return place
-        address = own.data_ptr()
-        is_moved = gradient is not None and gradient is self.pending[parameter] and data_ptr(gradient) != address
-        return self.renew(parameter) if is_moved or place.data_ptr() != address else place
+        is_moved = place.data_ptr() != own.data_ptr() or self.has_moved(parameter, gradient)
+        return self.renew(parameter) if is_moved else place
+
+    def has_moved(self, parameter: int, gradient: torch.Tensor | None) -> bool:
+        """Return whether a parameter's ``p.grad`` is that of `pending`, and was given other memory."""
+        if gradient is None or gradient is not self.pending[parameter]:
+            return False
+        return data_ptr(gradient) != self.own(parameter).data_ptr()
 
     def renew(self, parameter: int) -> torch.Tensor:
         """Make the views of a parameter's gradient anew; return that of `tensors`."""

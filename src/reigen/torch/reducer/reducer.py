@@ -428,22 +428,19 @@ class Reducer:
             self._handles[bucket] = handle
 
     def _deliver_all(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # a `PendingGradient` would take long to say where it is
-            for index, (parameter, place) in enumerate(zip(self.parameters, self._places.tensors, strict=True)):
-                gradient = parameter.grad
-                if place is None or gradient is place or not (parameter.requires_grad or gradient is not None):
-                    continue
-                if index in self._returned_dims:
-                    parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
-                elif self._direct[index]:
-                    if gradient is not None and gradient is self._places.pending[index]:
-                        place = place if gradient.data_ptr() == place.data_ptr() else self._places.renew(index)
-                    parameter.grad = place
-                elif gradient is None or gradient.layout is not torch.strided:
-                    parameter.grad = torch.empty_like(parameter).copy_(place)
-                else:
-                    whole = gradient.detach().copy_(place)
-                    parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
+        for index, (parameter, place) in enumerate(zip(self.parameters, self._places.tensors, strict=True)):
+            gradient = parameter.grad
+            if place is None or gradient is place or not (parameter.requires_grad or gradient is not None):
+                continue
+            if index in self._returned_dims:
+                parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
+            elif self._direct[index]:
+                parameter.grad = self._places.renew(index) if self._places.has_moved(index, gradient) else place
+            elif gradient is None or gradient.layout is not torch.strided:
+                parameter.grad = torch.empty_like(parameter).copy_(place)
+            else:
+                whole = gradient.detach().copy_(place)
+                parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
 
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
