@@ -131,6 +131,31 @@ def gradients_are_views() -> None:
     assert all(p.grad.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())  # copies stay small
 
 
+def gives_gradients_other_memory() -> None:
+    truth, model = make_net(), make_net()
+    plain = torch.optim.SGD(truth.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    (reducer,) = optimizer._reducer.reducers
+    for step, (x, y) in enumerate(batches(5)):
+        for net, stepper, part in ((truth, plain, whole), (model, optimizer, mine)):
+            stepper.zero_grad()
+            mean_loss(net, part(x), part(y)).backward()
+        if step > 0:
+            for index, parameter in enumerate(reducer.parameters):
+                assert parameter.grad.data_ptr() == reducer._places.tensors[index].data_ptr(), "it lies elsewhere"
+        if step in (1, 2):
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad.data.clone()
+        plain.step()
+        optimizer.step()
+    assert_same(model, truth)
+
+
+def test_gradients_may_be_given_other_memory_before_the_step(rank_pool):
+    """The sums are what counts; and the next pass's gradients lie in the buckets again."""
+    rank_pool(2).run(gives_gradients_other_memory, init=True)
+
+
 def test_gradients_stay_in_registered_memory(rank_pool):
     rank_pool(2).run(gradients_are_views, init=True)
 
