@@ -8,6 +8,7 @@ not trained; ``SETTLED`` with the fields of ``STEP`` and ``DONE`` at the end. So
 applied are known, whoever died in it. Arguments: epochs, samples, seconds a step.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -15,6 +16,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from reigen.elastic import job as jobs
 from reigen.elastic.cursor import Part, SampleInterval
 from reigen.elastic.state_transfer import OverlappedTransfer
 from reigen.errors import SharedMemoryError, StepOrderError
+from reigen.net.shm_segment import ShmSegment
 from reigen.torch.elastic import training
 from reigen.torch.shared_parameters import update_chunks
 from tests.elastic.job_death import Death
@@ -129,11 +132,22 @@ def tell_transfers(job: hvd.elastic.Job) -> None:
     job.training.transfer = tell
 
 
+def grow_for(
+    segment: ShmSegment, room: int, grow: Callable[..., int], nbytes: int, what: str, *, sharers: int = 1
+) -> int:
+    """`ShmSegment.grow` on a host that has memory for so many ranks."""
+    if sharers > room:
+        raise SharedMemoryError.for_request(nbytes * sharers, nbytes * room, what)
+    return grow(segment, nbytes, what, sharers=sharers)
+
+
 def limit_resources(job: hvd.elastic.Job) -> None:
     """Leave this process few descriptors or little memory, as the environment says; have it take some in a step."""
     if left := os.environ.get("DESCRIPTORS_LEFT"):
         highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + int(left),) * 2)
+    if room := os.environ.get("ROOM_FOR"):
+        ShmSegment.grow = functools.partialmethod(grow_for, int(room), ShmSegment.grow)
     if os.environ.get("SHARED_MEMORY_FULL") == "1":
         RegionCache.create = refuse_memory
     if group := os.environ.get("CGROUP"):

@@ -25,8 +25,8 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-def start(server: ForkServer) -> ElasticProcesses:
-    return ElasticProcesses("1000", "60", "0.01", max_size=3, server=server)
+def start(server: ForkServer, **environ: str) -> ElasticProcesses:
+    return ElasticProcesses("1000", "60", "0.01", max_size=3, server=server, **environ)
 
 
 def check_others(members: list[Member], *more: Member) -> None:
@@ -78,6 +78,18 @@ def test_a_newcomer_in_a_control_group_without_memory_names_it(server: ForkServe
         said = "\n".join(newcomer.lines)
         assert "not enough shared memory for staging and control messages" in said, said
         assert str(group.limit) in said
+        check_others(members)
+
+
+def test_where_a_host_has_too_little_memory_for_one_more_the_newcomer_ends(server: ForkServer) -> None:
+    """All have too little in a view of three; the members had enough before."""
+    with start(server, ROOM_FOR="2") as job:
+        members = [*job.start_first(2)]
+        job.wait_for("STEP 3 ")
+        newcomer = job.start_candidate(2)
+        assert newcomer.wait() in {1, -signal.SIGKILL}
+        said = "\n".join(newcomer.lines)
+        assert "not enough shared memory for staging and control messages" in said, said
         check_others(members)
 
 
