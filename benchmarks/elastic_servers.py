@@ -7,7 +7,7 @@
 ``leases``: two workers take batches, for each of which they pull and push an array, with `kv.sample_leases` and
 without, alternately; on one server, on one that saves snapshots, and on two that keep copies of each other. ``moves``:
 two workers train on two servers, which run in one process or in two, alternately. Taken is what the longest round
-behind a change took more than a usual one, and all rounds together.
+behind a change took more than a usual one.
 """
 
 from __future__ import annotations
@@ -68,12 +68,11 @@ def lease_line(kept: str, size: str, turns: Sequence[Sequence[float]]) -> Line:
 
 
 def move_line(millions: int, moves: Sequence[Sequence[float]]) -> Line:
-    """Return a line of the table of moves: size of the model, (longest, all, usual) by move."""
-    longest, every, usual = (sorted(move[which] for move in moves) for which in range(3))
+    """Return a line of the table of moves: size of the model, (longest, usual) by move."""
+    longest, usual = (sorted(move[which] for move in moves) for which in range(2))
     cells: dict[str, Quantity | str] = {
         "usual round": Quantity(statistics.median(usual), 1),
         "longest round, more": Quantity(statistics.median(longest), 0, longest[0], longest[-1]),
-        "all rounds, more": Quantity(statistics.median(every), 0, every[0], every[-1]),
     }
     return Line(f"{millions} million parameters", cells)
 
@@ -99,7 +98,7 @@ def make_table(kind: str, lines: Sequence[Line], rounds: int, machine: Machine) 
     """Return what was measured, as a table."""
     titles = {"leases": "values kept by, array", "moves": "size"}
     conditions = {
-        "leases": f"of a batch of one of two workers; medians of {rounds} alternating turns",
+        "leases": f"a batch of one of 2 workers; medians of {rounds} alternating turns, *more* of the differences",
         "moves": f"2 workers, 2 servers in 1 or 2 processes, SGD with momentum; medians of {rounds} moves (extremes)",
     }
     columns = [Column(name, "ms") for name in lines[0].cells]

@@ -72,6 +72,17 @@ def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
     assert job.gradients() == [[1.0] * 4, [2.0] * 2, [3.0]]
 
 
+def test_a_stream_that_comes_again_copies_all_that_it_has_made() -> None:
+    job = Memory(2, 1, 1, 1)
+    for number in range(3):
+        job.device.now = job.streams[number % 2]
+        job.memory.put(number, torch.tensor([number + 1.0]))
+    assert sorted(job.submit()) == [0, 1, 2]
+    assert [stream.num_calls for stream in job.streams] == [1, 1]
+    assert job.streams[0].waited == [1], "the bucket is submitted before what the other stream has copied"
+    assert job.gradients() == [[1.0], [2.0], [3.0]]
+
+
 def test_gradients_of_a_bucket_are_copied_in_one_call_that_is_no_change_of_the_users() -> None:
     job = Memory(1, 4, 2, 1)
     versions = [place._version for place in job.places.tensors if place is not None]

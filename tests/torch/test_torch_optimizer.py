@@ -590,6 +590,37 @@ def made_anew() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
+def freed_in_a_step() -> None:
+    """The optimizer before is collected on rank 0 while the gradients of the second one are reduced."""
+    truth, model = make_net(), make_net()
+    gc.disable()
+    try:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer.cycle = optimizer
+        reference = torch.optim.SGD(truth.parameters(), lr=0.1)
+        train(truth, reference, whole)
+        train(model, optimizer, mine)
+        before = weakref.ref(optimizer)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, (x, y) in enumerate(batches(3)):
+            for net, stepper, part in ((truth, reference, whole), (model, optimizer, mine)):
+                stepper.zero_grad()
+                mean_loss(net, part(x), part(y)).backward()
+            if number == 1 and hvd.rank() == 0:
+                assert before() is not None
+                gc.collect()
+                assert before() is None
+            reference.step()
+            optimizer.step()
+        assert_same(model, truth)
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_is_freed_leaves_the_gradients_of_the_next_one_alone(rank_pool):
+    rank_pool(2).run(freed_in_a_step, init=True)
+
+
 def test_an_optimizer_made_anew_takes_over_from_the_one_before(rank_pool):
     rank_pool(2).run(made_anew, init=True)
 

@@ -71,7 +71,7 @@ class KeyedPermutation:
 
 
 class EpochOrder:
-    """Order of the samples of an epoch, of which a part that lies ahead is kept.
+    """Order of the samples of an epoch, of which the part that the next calls are likely to ask for is kept.
 
     Attributes:
         epoch: whose order it is.
@@ -81,12 +81,16 @@ class EpochOrder:
         self.epoch, self._length = epoch, length
         self._permutation = KeyedPermutation(length, (seed, epoch))
         self._first, self._kept = 0, np.empty(0, np.int64)
+        #: where the last call began; None: there was none
+        self._last: int | None = None
 
     def samples(self, first: int, last: int) -> Indices:
         """Return the samples at these places, in an array of the caller's own."""
-        if last - first >= _NUM_PLACES:
-            return self._permutation(np.arange(first, last, dtype=np.int64))
+        before, self._last = self._last, first
         if not self._first <= first <= last <= self._first + len(self._kept):
+            asks_again = before is None or 0 <= first - before < _NUM_PLACES // 2
+            if last - first >= _NUM_PLACES or not asks_again:
+                return self._permutation(np.arange(first, last, dtype=np.int64))
             end = min(first + _NUM_PLACES, self._length)
             self._first, self._kept = first, self._permutation(np.arange(first, end, dtype=np.int64))
         return self._kept[first - self._first : last - self._first].copy()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reigen.data.permutation import KeyedPermutation
+from reigen.data.permutation import EpochOrder, Indices, KeyedPermutation
 from reigen.elastic.cursor import Cursor, SampleInterval, interval_bounds
 from reigen.errors import ArgumentError
 
@@ -107,6 +107,25 @@ def test_samples_of_any_intervals_in_any_order_are_those_of_the_permutation(leng
         found = cursor.indices(SampleInterval(epoch, start, stop), 0, stop - start)
         assert np.array_equal(found, KeyedPermutation(length, (7, epoch))(np.arange(start, stop)))
         found[:] = -1  # it is the caller's own
+
+
+@pytest.mark.parametrize(("distance", "num_computed"), [(32, [4096]), (1024, [4096] * 16), (4096, [4096] + [32] * 63)])
+def test_no_more_places_are_computed_than_the_next_calls_are_likely_to_ask_for(
+    monkeypatch: pytest.MonkeyPatch, distance: int, num_computed: list[int]
+) -> None:
+    """64 batches of 32, the way a worker of one, 32 or 128 leases them."""
+    computed: list[int] = []
+    compute = KeyedPermutation.__call__
+
+    def count(permutation: KeyedPermutation, places: Indices) -> Indices:
+        computed.append(len(places))
+        return compute(permutation, places)
+
+    monkeypatch.setattr(KeyedPermutation, "__call__", count)
+    order = EpochOrder(1 << 20, 1, 0)
+    for batch in range(64):
+        order.samples(distance * batch, distance * batch + 32)
+    assert computed == num_computed
 
 
 def test_a_cursor_goes_on_where_another_one_was() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -211,12 +212,10 @@ class DeviceBucketMemory(BucketMemory):
         super().__init__(places)
         self.kind = device.kind
         self._device, self._lender = device, lender
-        #: the streams by which gradients were made or places filled in this pass: usually one; the last one comes last
+        #: the streams by which gradients were made or places filled in this pass: usually one
         self._producers: dict[int, DeviceStream] = {}
-        #: gradients of the last of these streams that are not in their places
-        self._waiting: dict[int, torch.Tensor] = {}
-        #: parameters whose gradients were copied before their buckets were submitted, since another stream came
-        self._copied: list[int] = []
+        #: by stream, gradients of parameters that are not in their places
+        self._waiting: dict[int, dict[int, torch.Tensor]] = {}
 
     def holds(self, parameter: torch.Tensor) -> bool:
         return True
@@ -233,26 +232,26 @@ class DeviceBucketMemory(BucketMemory):
 
     def put(self, parameter: int, gradient: torch.Tensor | None) -> bool:
         stream = self._device.current()
-        handle = stream.handle
-        if handle not in self._producers or handle != next(reversed(self._producers)):
-            self._copy()
-            self._producers.pop(handle, None)
-            self._producers[handle] = stream
+        self._producers[stream.handle] = stream
         if gradient is None:
             return super().put(parameter, None)
-        self._waiting[parameter] = gradient
+        self._waiting.setdefault(stream.handle, {})[parameter] = gradient
         return False
 
     def fill(self, buckets: Iterable[int]) -> Sequence[int]:
-        self._copy()
-        copied, self._copied = self._copied, []
-        return copied
+        """Copy all gradients that have come, by the streams that have made them, and return their parameters."""
+        waiting, self._waiting = self._waiting, {}
+        for handle, gradients in waiting.items():
+            # Not to the tensors that p.grad is going to be: this is no change of the user's.
+            targets = [self._places.own(parameter) for parameter in gradients]
+            self._producers[handle].run(partial(torch._foreach_copy_, targets, list(gradients.values())))
+        return [parameter for gradients in waiting.values() for parameter in gradients]
 
     def end_pass(self, *, is_reduced: bool) -> None:
         self.abandon()
 
     def abandon(self) -> None:
-        self._waiting, self._copied = {}, []
+        self._waiting.clear()
         self._producers.clear()
 
     def release(self, reduce_group: ReduceGroup) -> None:
@@ -266,15 +265,6 @@ class DeviceBucketMemory(BucketMemory):
             assert outcome.array.ready is not None
             self._device.current().wait(outcome.array.ready)
         return failures
-
-    def _copy(self) -> None:
-        """Copy by the stream that has made the gradients."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            # Not to the tensor that p.grad is going to be: this is no change of the user's.
-            targets, sources = [self._places.own(parameter) for parameter in waiting], list(waiting.values())
-            next(reversed(self._producers.values())).run(lambda: torch._foreach_copy_(targets, sources))
-            self._copied += waiting
 
     def _submit(self, reduce_group: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle:
         """Submit it behind all streams that have filled places so far."""

@@ -269,14 +269,15 @@ class Reducer:
             self._bucket_size.abandon()
         self._sparse.abandon()
         self._seen = [None] * len(self.parameters)
-        self._unmark_pending()
+        for parameter in self.parameters:
+            if type(parameter.grad) is PendingGradient:
+                parameter.grad = parameter.grad.as_subclass(torch.Tensor)
 
     def release(self) -> None:
         """Take the hooks off and give the buckets' memory back; gradients that lie there are copied out first."""
         for hook in self._hooks:
             hook.remove()
         self._forget_memory()
-        self._unmark_pending()
 
     def _follow_changes(self) -> None:
         """Begin anew, agree again and register again: after shutdown() and init(), or ``model.double()`` or ``cuda()``.
@@ -383,15 +384,10 @@ class Reducer:
             return
         parameter.grad = pending(gradient)
 
-    def _unmark_pending(self) -> None:
-        for parameter in self.parameters:
-            if type(parameter.grad) is PendingGradient:
-                parameter.grad = parameter.grad.as_subclass(torch.Tensor)
-
     def _submit(self, buckets: tuple[int, ...], *, in_backward: bool = False) -> None:
         for index in self._memory.fill(buckets):
             parameter = self.parameters[index]
-            if self._direct[index]:
+            if self._direct[index] and parameter.grad is not None:
                 is_unchanged = self._seen[index] == gradient_version(parameter)
                 parameter.grad = self._places.pending[index]
                 if is_unchanged:

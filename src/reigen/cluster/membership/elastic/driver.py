@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reigen.cluster.membership.elastic.build_failures import MAX_OTHERS_FAILURES
 from reigen.cluster.membership.elastic.directory import ViewDirectory
 from reigen.cluster.membership.elastic.links import LIMIT_ERRNOS, MemberLinks, first_reachable
 from reigen.cluster.membership.elastic.messages import (
@@ -90,8 +91,8 @@ DRIVER_TIMEOUTS = ViewTimeouts(stuck=10.0, kill=0.2)
 _FINISH_SECONDS, _CLOSE_SECONDS = 1.0, 5.0
 #: Of a grace, how much is left when others wait no longer for the step at which this process was to leave.
 _LAST_SECONDS, _LAST_SHARE = 1.0, 0.25
-#: Views in a row that this process could not begin to run; one more ends it.
-MAX_FAILED_VIEWS = 8
+#: Views in a row that this process could not begin to run; one more ends it. Whoever is at fault has ended by then.
+MAX_FAILED_VIEWS = MAX_OTHERS_FAILURES + 4
 #: Members of another host that are asked for its voter's answer at once; any of them has it.
 NUM_WAYS_TO_VOTER = 2
 #: Reason of a change for which all stop behind one step.
