@@ -148,6 +148,7 @@ class FailingBuilds:
 
     def __init__(self) -> None:
         self.job = make_job(UpdatingProgram())
+        self.job._place = cast("Any", SimpleNamespace(member="this"))
         self.requests: list[int] = []
         self.job._driver.request_change = lambda _, epoch: self.requests.append(epoch)  # type: ignore[method-assign]
 
@@ -158,7 +159,7 @@ class FailingBuilds:
             raise error
 
         self.job._rendezvous_of = meet  # type: ignore[method-assign]
-        self.job._wanted = view = cast("View", SimpleNamespace(epoch=epoch))
+        self.job._wanted = view = cast("View", SimpleNamespace(epoch=epoch, ranks={"this": 0}))
         self.job._build(view, lambda: pytest.fail("it has been built"))
         assert self.job._error in (None, error)
         return self.job._error is None and self.requests[-1] == epoch
