@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -84,6 +85,30 @@ def open_to_append(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: i
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.open(path, flags, mode, dir_fd=dir_fd)
+
+
+def open_locked(path: str | os.PathLike[str], flags: int, *, mode: int = 0o600) -> int:
+    """Open a file or a directory, and lock it (flock) against other processes for as long as it is open.
+
+    Args:
+        path: of the file. No link is followed.
+        flags: of `os.open`.
+        mode: permissions of a new file, less the umask.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def privacy_problem(status: os.stat_result, *, is_parent: bool = False) -> str | None:

@@ -15,7 +15,7 @@ import pytest
 import reigen
 from benchmarks.harness.report import Document
 from reigen.errors import LaunchError
-from reigen.files import check_can_be_written, open_replacement, privacy_problem, write_atomically
+from reigen.files import check_can_be_written, open_locked, open_replacement, privacy_problem, write_atomically
 from reigen.launch.output.output_files import OutputFile
 from reigen.observe.trace_writer import TraceFile
 
@@ -212,6 +212,23 @@ def test_a_trace_that_cannot_take_its_place_leaves_nothing_open(
         trace(tmp_path / "t.json")
     assert list(tmp_path.iterdir()) == []
     assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_CREAT, os.O_RDONLY | os.O_DIRECTORY], ids=["file", "directory"])
+def test_a_lock_is_held_by_one_and_until_it_is_closed(tmp_path: Path, flags: int) -> None:
+    path = tmp_path if flags & os.O_DIRECTORY else tmp_path / "lock"
+    held = open_locked(path, flags)
+    with pytest.raises(BlockingIOError):
+        open_locked(path, flags)
+    os.close(held)
+    os.close(open_locked(path, flags))
+
+
+def test_what_is_locked_is_not_reached_through_a_link(mine: Path, tmp_path: Path) -> None:
+    for link, flags in ((tmp_path / "file", os.O_WRONLY | os.O_CREAT), (tmp_path / "folder", os.O_DIRECTORY)):
+        link.symlink_to(mine if link.name == "file" else mine.parent)
+        with pytest.raises(OSError, match=str(link)):
+            open_locked(link, flags)
 
 
 def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:

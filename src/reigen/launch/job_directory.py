@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -24,7 +23,7 @@ from typing import Self
 import msgspec
 
 from reigen.errors import ConfigError, LaunchError
-from reigen.files import open_to_append, privacy_problem, write_atomically
+from reigen.files import open_locked, privacy_problem, write_atomically
 
 _RECORD, _LOCK = "job", "lock"
 AGENT_LOG = "agent.log"
@@ -228,10 +227,4 @@ def remove_directory(directory: Path) -> None:
 
 
 def _lock(directory: Path) -> int:
-    descriptor = open_to_append(directory / _LOCK, mode=0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return open_locked(directory / _LOCK, os.O_WRONLY | os.O_CREAT)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 
 from reigen.cluster.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.errors import ConfigError, ReigenError, WireError
-from reigen.files import Buffer, privacy_problem, write_atomically
+from reigen.files import Buffer, open_locked, privacy_problem, write_atomically
 from reigen.kv.consistency.sample_leases import LedgerState
 from reigen.kv.protocol import KeySpec, ShardRange
 from reigen.kv.server.shard import ShardId, ShardSnapshot
@@ -221,19 +220,16 @@ def _check_private(path: Path) -> None:
 
 
 def _lock_directory(path: Path) -> int:
-    """Return the directory, opened and locked for as long as it is open."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Return the directory, opened and locked for as long as it is open; -1 on a file system without locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return open_locked(path, os.O_RDONLY | os.O_DIRECTORY)
     except BlockingIOError:
-        os.close(descriptor)
         raise ConfigError(
             f"another process still saves the snapshots in {path}, and is perhaps stopped: end it before its place is "
             "taken"
         ) from None
     except OSError as error:
         if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
-            os.close(descriptor)
             raise
-        _log.info("%s cannot be locked: %s", path, error.strerror)  # such a file system has no locks
-    return descriptor
+        _log.info("%s cannot be locked: %s", path, error.strerror)
+    return -1

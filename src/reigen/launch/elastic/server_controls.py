@@ -6,8 +6,6 @@ launcher holds both ends: a process that is started again inherits the same one.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from reigen.cluster.environ import HANDOVER_VARIABLE, SERVER_CONTROL_VARIABLE
 from reigen.cluster.inherited_files import describe_inherited
+from reigen.files import open_locked
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.ps_processes import SNAPSHOT_VARIABLE, PsRole
 
@@ -112,14 +111,16 @@ class _HandoverDirectory:
     def __init__(self) -> None:
         where = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
         for path in where.glob(f"{_DIRECTORY_PREFIX}*"):
-            with suppress(OSError):  # its launcher lives, or is another user's; or it is no directory
-                descriptor = _lock(path)
+            with suppress(OSError):  # its launcher lives; or it is no directory
+                if path.lstat().st_uid != os.geteuid():
+                    continue
+                descriptor = open_locked(path, os.O_RDONLY | os.O_DIRECTORY)
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=where))
             try:
-                self._descriptor: int | None = _lock(self.path)
+                self._descriptor: int | None = open_locked(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except (BlockingIOError, FileNotFoundError):  # another launcher takes it for one that was left behind
                 continue
             except OSError:  # such a file system has no locks
@@ -136,16 +137,3 @@ class _HandoverDirectory:
     def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
-
-
-def _lock(path: Path) -> int:
-    """Return a directory, opened and locked; raises OSError if it is another user's, or locked, or no directory."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
