@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -20,11 +23,23 @@ settings.register_profile("again", settings.get_profile("explore"), derandomize=
 settings.load_profile("again")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell ignores SIGINT in what it starts in its background, nohup SIGHUP; whatever that starts inherits it."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    if (directory := getattr(config, "workerinput", {}).get("warm_python")) is not None:  # a worker of xdist
+        warm_python.join_session(directory, os.getppid())
+    else:
+        directory = tempfile.mkdtemp(prefix="reigen-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(directory))
+        warm_python.join_session(directory, os.getpid())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers of xdist share what the first process of the session has made."""
+    node.workerinput["warm_python"] = str(warm_python.current_session().directory)
 
 
 #: Tests whose rank processes need a framework, by the beginnings of their files' names.
@@ -91,7 +106,6 @@ def pools() -> Iterator[PoolCache]:
     cache = PoolCache()
     yield cache
     cache.close(kill=True)
-    warm_python.close_all()
 
 
 @pytest.fixture
@@ -103,7 +117,7 @@ def rank_pool(pools: PoolCache) -> Callable[[int], RankPool]:
 @pytest.fixture(autouse=True)
 def no_leaks(pools: PoolCache, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves threads, descriptors, child processes or shared memory."""
-    with LeakCheck(keep=lambda: pools.resources | warm_python.resources()) as check:
+    with LeakCheck(keep=lambda: pools.resources) as check:
         yield
         if request.node.stash.get(_failed, False):
             check.forgive()  # the traceback keeps everything alive

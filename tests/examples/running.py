@@ -17,7 +17,7 @@ import pytest
 
 from reigen.testing.environment import clean_environment
 from tests.multiprocess.launcher import launched, until
-from tests.warm_python import warm_python
+from tests.warm_python import current_session
 
 ROOT = Path(__file__).parents[2]
 #: PyTorch's scripts find torchvision's operators there, where those of its library cannot be loaded.
@@ -37,33 +37,24 @@ LIBRARIES = (
     "optax",
     "mxnet",
 )
-VARIABLES = {
+_VARIABLES = {
     "PYTHONPATH": f"{ROOT / 'tests' / 'quick_python'}:{ROOT / 'src'}:{OPERATORS}",
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "TORCHDYNAMO_DISABLE": "1",  # otherwise torchvision's replacement of roi_align is compiled first
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "XLA_FLAGS": "--xla_backend_optimization_level=0",  # it compiles much longer than it computes
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 
 
-#: Imported once for all processes of a framework but the first; importing them starts no threads.
+#: Imported once for all processes of a framework but each script's first; importing them starts no threads.
 MODULES = {
-    "torch": ["torch"],
+    "torch": ["torch", "torchvision"],
     "tensorflow": ["tensorflow", "keras"],
-    "jax": ["jax", "optax", "flax"],
-    "keras": ["keras"],
+    "jax": ["jax", "optax", "flax", "tensorflow"],  # which reads images
+    "keras": ["keras", "tensorflow"],
 }
-#: Framework, Keras's backend and script, where tests start so many processes that imports are most of the work.
-MANY = {
-    *(("jax", "", f"{name}.py") for name in ("digits", "flax_digits", "gpt", "cifar10_vgg11", "recommender")),
-    ("keras", "torch", "cifar10_vgg11.py"),
-    ("tensorflow", "", "sync_batch_norm.py"),
-    ("torch", "", "kvstore.py"),
-}
-#: Framework, Keras's backend and script of what this session's tests have begun; workers of xdist have each a session.
-_begun: set[tuple[str, str, str]] = set()
-
 #: `reigen launch`: servers and the scheduler run the script, too.
 LAUNCH = ("launch", "--launcher", "local", "--no-prefix", "-n")
 #: A ResNet that is trained for so short a time that the number of ranks does not show; bfloat16 has three digits.
@@ -71,6 +62,15 @@ SMALL_RESNET = ["--layers", 6, "--dtype", "float32", "--num-images", 32, "--batc
 SMALL_RESNET += ["--lr", 1, "--goal", 0]
 #: A line of a script's while it trains: how fast, how well, and for how long.
 PROGRESS = re.compile(r"^(?=.*[\d.] samples/s)(?=.*loss -?[\d.]+\d)(?=.*ETA \d)", re.MULTILINE)
+
+
+def example_environment(backend: str = "") -> dict[str, str]:
+    """Return the environment of a process that runs an example; ``backend`` is Keras's.
+
+    What XLA compiles for one, JAX's cache has for those that compute the same.
+    """
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(current_session().directory / "jax")}
+    return clean_environment() | _VARIABLES | cache | ({"KERAS_BACKEND": backend} if backend else {})
 
 
 def run(
@@ -89,7 +89,7 @@ def run(
     """
     started = [sys.executable, "-m", "reigen", *launcher, str(np)]
     started += ["-s", str(servers)] if servers else []
-    environ = clean_environment() | VARIABLES | ({"KERAS_BACKEND": backend} if backend else {})
+    environ = example_environment(backend)
     command = [*(started if np > 1 or servers else []), *_python(framework, backend, script, environ)]
     done = subprocess.run(
         [*command, str(ROOT / "examples" / framework / script), *map(str, options)],
@@ -106,19 +106,18 @@ def run(
 
 def _python(framework: str, backend: str, script: str, environ: dict[str, str]) -> list[str]:
     """Return Python as a user starts it when a script runs for the first time; then one whose imports are done."""
-    is_first = (framework, backend, script) not in _begun
-    _begun.add((framework, backend, script))
-    if is_first or (framework, backend, script) not in MANY:
+    session, name = current_session(), "-".join(filter(None, (framework, backend)))
+    if session.is_first(f"{name}-{script}"):
         return [sys.executable]
     modules = ["sklearn.datasets", *MODULES[backend or framework], *(MODULES["keras"] if backend else ())]
-    return warm_python(f"{framework} {backend}", [*modules, f"reigen.{framework}"], environ)
+    return session.command(name, [*modules, f"reigen.{framework}"], environ)
 
 
 def run_elastic_and_kill_rank_0(directory: Path, framework: str, backend: str = "") -> str:
     """Return the output of a framework's elastic.py on three ranks, of which one dies early."""
     output = directory / "output"
     program = ["-np", "3", "--min-np", "2", sys.executable, str(ROOT / "examples" / framework / "elastic.py")]
-    environ = VARIABLES | ({"KERAS_BACKEND": backend} if backend else {})
+    environ = example_environment(backend)
     with output.open("wb") as file, launched(*program, stdout=file, stderr=subprocess.STDOUT, env=environ) as launcher:
         until(lambda: "epoch   2/" in output.read_text(), DEADLINE_SECONDS)
         found = [line.split() for line in output.read_text().splitlines() if " is rank 0 of 3" in line]
@@ -136,7 +135,7 @@ def run_notebook(framework: str, backend: str = "") -> str:
     cells = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(cells)],
-        env=clean_environment() | VARIABLES | ({"KERAS_BACKEND": backend} if backend else {}),
+        env=example_environment(backend),
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
@@ -149,7 +148,7 @@ def run_notebook(framework: str, backend: str = "") -> str:
 def printed_help(scripts: list[Path]) -> dict[str, str]:
     """Return what scripts print with --help: those whose libraries are installed here."""
     command = [sys.executable, "-m", "tests.examples.helping", *map(str, scripts)]
-    environ = clean_environment() | VARIABLES | {"COLUMNS": "200", "KERAS_BACKEND": "tensorflow"}
+    environ = example_environment("tensorflow") | {"COLUMNS": "200"}
     done = subprocess.run(
         command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
     )

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from reigen.testing.environment import clean_environment
 from tests.examples.mnist_files import write_digits
 from tests.examples.running import (
     DEADLINE_SECONDS,
     LAUNCH,
     ROOT,
     SMALL_RESNET,
-    VARIABLES,
     assert_same,
+    example_environment,
     run,
     run_elastic_and_kill_rank_0,
     run_notebook,
@@ -156,7 +155,7 @@ def test_join(backend: str) -> None:
 def test_sync_batch_norm_refuses_a_keras_without_the_hook() -> None:
     program = "import runpy, sys, keras; del keras.layers.BatchNormalization._moments; sys.path[0] = sys.argv[1]; "
     program += "sys.argv[1:] = []; runpy.run_path(sys.path[0] + '/sync_batch_norm.py', run_name='__main__')"
-    environ = clean_environment() | VARIABLES | {"KERAS_BACKEND": "jax"}
+    environ = example_environment("jax")
     command = [sys.executable, "-c", program, str(ROOT / "examples" / "keras")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert done.returncode == 2

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from reigen.testing.environment import clean_environment
 from tests.examples.mnist_files import write_digits
-from tests.examples.running import LAUNCH, ROOT, VARIABLES, assert_same, figure, run
+from tests.examples.running import LAUNCH, ROOT, assert_same, example_environment, figure, run
 
 pytestmark = pytest.mark.timeout(1800)
 HAS_COCO = importlib.util.find_spec("pycocotools") is not None
@@ -206,7 +205,7 @@ def test_mask_rcnn() -> None:
 @pytest.mark.skipif(not HAS_COCO, reason="needs pycocotools")
 def test_average_precision_is_1_for_what_is_there_and_falls_with_what_is_not(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.examples.perfect_detections", str(tmp_path)]
-    environ = clean_environment() | VARIABLES
+    environ = example_environment()
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found, moved, half, nothing = json.loads(done.stdout)

@@ -1,4 +1,6 @@
-"""Imports modules once, and forks a process whenever a client asks: `server.py LISTENER ALIVE MODULE...`.
+"""Imports modules once, and forks a process whenever a client asks: `server.py LISTENER SESSION MODULE...`.
+
+The process that is started ends at once; its child is the server, and ends with the session, a process (pidfd).
 
 a. A client (`client.py`) connects, and sends what its process is to have: arguments, environment, descriptors.
 b. The server forks a guardian, which forks the process, and tells the client its number.
@@ -37,19 +39,19 @@ def import_all(names: list[str]) -> None:
         raise SystemExit(f"cannot fork, for an imported module has started threads: {sorted(others)}")
 
 
-def serve(listener: socket.socket, alive: int) -> dict[str, Any]:
+def serve(listener: socket.socket, session: int) -> dict[str, Any]:
     """Return, in each forked process, what its client has sent; the server itself does not return."""
     while True:
-        ready, _, _ = select.select([listener, alive], [], [])
+        ready, _, _ = select.select([listener, session], [], [])
         with contextlib.suppress(ChildProcessError):  # there is no guardian
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if alive in ready:
+        if session in ready:
             os._exit(0)
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            os.close(alive)
+            os.close(session)
             return guard(client)
         client.close()
 
@@ -124,6 +126,8 @@ def become(about: dict[str, Any]) -> types.CodeType:
         return compile(file.read(), sys.argv[0], "exec")
 
 
+if os.fork():
+    os._exit(0)
 import_all(sys.argv[3:])
 gc.collect()
 gc.freeze()
