@@ -9,6 +9,7 @@
 #   make test-engines     the tests of reigen.ray, reigen.spark, reigen.dask and of YARN, in the same environment (Spark needs Java)
 #   make test-integrations  the tests with Lightning, Hugging Face's libraries, TensorBoard and notebooks, of the examples that need more than torch, and their pages' programs
 #   make lint       everything that reads the code without running it
+#   make nightly-tests    tests that are marked nightly: further variations, with every framework, of what the others show
 #   make nightly-elastic  a million schedules of faults for elastic jobs, simulated; goes on where it was interrupted
 #   make nightly-faults   an hour of kills, stops and cuts of all roles of elastic jobs, on this host and on three stand-in ones
 #   make environments  what tests and documentation need; not with -j: each builds the same source tree
@@ -44,7 +45,7 @@ pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo docs environments test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-elastic nightly-faults bench bench-all bench-network clean
+.PHONY: demo docs environments test test-all test-engines test-frameworks test-integrations test-mxnet lint nightly-tests nightly-elastic nightly-faults bench bench-all bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -123,19 +124,25 @@ test: lint
 endif
 
 test-all: $(VENV)/.stamp-dev docs test-mxnet test-frameworks test-engines test-integrations
-	$(call pytest,$(BIN)/python,-m slow -n $(SLOW_TEST_JOBS))
+	$(call pytest,$(BIN)/python,-m "slow and not nightly" -n $(SLOW_TEST_JOBS))
+
+FRAMEWORKS_TESTS := tests/tensorflow tests/keras tests/jax $(wildcard tests/examples) tests/docs/test_docs_programs.py
 
 test-mxnet: $(MXNET_VENV)/.stamp
 	$(call pytest,$(MXNET_VENV)/bin/python,tests/mxnet tests/docs/test_docs_programs.py)
 
 test-frameworks: $(FRAMEWORKS_VENV)/.stamp
-	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/tensorflow tests/keras tests/jax $(wildcard tests/examples) tests/docs/test_docs_programs.py)
+	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,-m "not nightly" $(FRAMEWORKS_TESTS))
 
 test-engines: $(FRAMEWORKS_VENV)/.stamp
-	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,tests/engines)
+	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,-m "not nightly" tests/engines)
 
 test-integrations: $(INTEGRATIONS_VENV)/.stamp
 	$(call pytest,$(INTEGRATIONS_VENV)/bin/python,$(wildcard tests/examples) tests/integrations tests/docs/test_docs_programs.py)
+
+nightly-tests: $(VENV)/.stamp-dev $(FRAMEWORKS_VENV)/.stamp
+	$(call pytest,$(BIN)/python,-m nightly -n $(SLOW_TEST_JOBS))
+	$(call pytest,$(FRAMEWORKS_VENV)/bin/python,-m nightly $(FRAMEWORKS_TESTS) tests/engines)
 
 SCHEDULES ?= 1000000
 nightly-elastic: $(VENV)/.stamp-dev

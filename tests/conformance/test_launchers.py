@@ -110,6 +110,7 @@ def test_a_launcher_of_somebody_else():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_launcher_whose_agents_dial_back():
     outcome = check_launcher(
@@ -124,6 +125,7 @@ def test_a_launcher_whose_agents_dial_back():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_nodes_that_start_themselves():
     leave_out = {

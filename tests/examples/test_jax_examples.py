@@ -82,6 +82,7 @@ def test_vgg11_learns_the_same_by_servers_by_allreduce_and_alone() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_vgg11_reaches_its_goal() -> None:
     assert "ring, 2 worker(s)" in run("cifar10_vgg11.py", "--num-images", 320, framework="jax", np=2)
 
@@ -117,6 +118,7 @@ def test_join() -> None:
     assert "bit-identical on all ranks: yes" in printed
 
 
+@pytest.mark.nightly
 def test_elastic_learns_the_same_if_no_process_dies() -> None:
     options = ["--epochs", 5]
     assert_same(
@@ -143,6 +145,7 @@ def test_recommender() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_the_notebook() -> None:
     printed = run_notebook("jax")
     assert "epoch 10/10" in printed

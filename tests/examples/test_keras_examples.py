@@ -60,12 +60,14 @@ def test_vgg11_learns_the_same_alone_by_allreduce_and_by_servers() -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_vgg11_on_other_backends(backend: str) -> None:
     printed = run("cifar10_vgg11.py", "--num-images", 320, framework="keras", backend=backend, np=2)
     assert f"{backend}, ring, 2 rank(s)" in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_vgg11_by_servers_on_other_backends(backend: str) -> None:
     options = ["--num-images", 64, "--epochs", 1, "--goal", 0, "--kvstore", "dist_sync"]
@@ -84,6 +86,7 @@ def test_resnet_goes_on_from_a_checkpoint_with_more_ranks_as_if_nothing_had_been
     assert_same("last epoch's loss", 1e-3, alone, ended)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_resnet_on_other_backends_in_mixed_precision_with_synthetic_images(backend: str) -> None:
     options = ["--layers", 10, "--synthetic", "--num-images", 16, "--batch", 16, "--micro-batch", 4, "--epochs", 1]
@@ -109,11 +112,12 @@ def test_gpt() -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_elastic_reaches_its_accuracy_though_a_process_dies(backend: str, tmp_path: Path) -> None:
     assert "test accuracy 0.9" in run_elastic_and_kill_rank_0(tmp_path, "keras", backend)
 
 
+@pytest.mark.nightly
 def test_elastic_learns_the_same_if_no_process_dies() -> None:
     options = ["--epochs", 5]
     assert_same(
@@ -136,14 +140,14 @@ def test_sync_batch_norm() -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.nightly), "jax"])
 def test_adasum(backend: str) -> None:
     options = ["--epochs", 3, "--goal", 0.85]
     printed = run("adasum.py", *options, framework="keras", backend=backend, np=2)
     assert f"{backend}, Adasum, 2 rank(s)" in printed
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.nightly), "jax"])
 def test_join(backend: str) -> None:
     """Its progress counts the images of all ranks, and ends at 100 %."""
     printed = run("join.py", "--epochs", 3, "--goal", 0.85, framework="keras", backend=backend, np=2)
@@ -173,6 +177,7 @@ def test_recommender() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_the_notebook() -> None:
     printed = run_notebook("keras", backend="torch")
     assert "epoch 10/10" in printed

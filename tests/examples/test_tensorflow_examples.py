@@ -27,6 +27,7 @@ def test_resnet_in_mixed_precision_with_synthetic_images() -> None:
     assert "1 rank(s), ResNet-10, bfloat16" in run("imagenet_resnet50.py", *options, framework="tensorflow")
 
 
+@pytest.mark.nightly
 def test_resnet_reaches_a_goal_in_mixed_precision() -> None:
     """A tenth of the images are of each class."""
     options = ["--layers", 10, "--epochs", 3, "--drop-epochs", 2, "--micro-batch", 16, "--goal", 0.7]
@@ -88,6 +89,7 @@ def test_gpt() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_elastic_learns_the_same_if_no_process_dies() -> None:
     options = ["--epochs", 5]
     assert_same(

@@ -29,6 +29,8 @@ COMBINATIONS = {
     "oldest jax": (["reigen[jax]", "optax", "jax==0.6.2", "jaxlib==0.6.2"], [("jax_step.py", "")]),
     "torch": (["reigen[keras,torch]"], [("keras_fit.py", "torch")]),
 }
+#: Their versions are in the environment of the frameworks' other tests.
+USED_BY_OTHER_TESTS = {"tensorflow", "jax"}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,10 @@ def constraints(requirements: list[str], path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize(
+    "combination",
+    [pytest.param(each, marks=[pytest.mark.nightly] * (each in USED_BY_OTHER_TESTS)) for each in COMBINATIONS],
+)
 def test_two_ranks_train(combination: str, wheels: Path, environment: Path, tmp_path: Path) -> None:
     requirements, programs = COMBINATIONS[combination]
     python = environment / "bin" / "python"

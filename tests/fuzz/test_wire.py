@@ -90,6 +90,7 @@ def test_no_script_breaks_a_promise(target):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_script_breaks_a_promise_when_looked_for_longer(target):
     LONG(given(SCRIPTS)(TARGETS[target]))()
@@ -116,6 +117,7 @@ def test_a_rendezvous_that_is_attacked_serves_the_others(victim):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rendezvous_that_is_attacked_for_longer_serves_the_others(victim):
     @settings(LONG, max_examples=1500)
     @given(SCRIPTS)

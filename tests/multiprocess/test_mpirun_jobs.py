@@ -122,7 +122,7 @@ def test_a_script_may_end_mpi_itself(name: str, tmp_path: Path) -> None:
     assert ended.stdout.count("finalized") == 2
 
 
-@pytest.mark.parametrize(("name", "hosts"), [(PYPI, 2), (DEBIAN, 1), (MPICH, 2)])
+@pytest.mark.parametrize(("name", "hosts"), [pytest.param(PYPI, 2, marks=pytest.mark.nightly), (DEBIAN, 1), (MPICH, 2)])
 def test_shared_parameters(name: str, hosts: int, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(sharing_script.__file__))]
     if hosts == 2:

@@ -42,7 +42,9 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize(("program", "options"), [(WORKS, ()), (SERVED, ("-s", "1"))])
+@pytest.mark.parametrize(
+    ("program", "options"), [(WORKS, ()), pytest.param(SERVED, ("-s", "1"), marks=pytest.mark.nightly)]
+)
 def test_a_job_in_which_nobody_says_anything_for_long_goes_on(
     make_hosts: MakeHosts, program: str, options: tuple[str, ...]
 ) -> None:

@@ -41,7 +41,7 @@ def assert_trained(out: str, size: int, least_accuracy: float = 0.8) -> None:
     assert float(found[1]) > least_accuracy
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_suites(size: int) -> None:
     _, err = ran(size, "-m", "unittest", "suite_tensorflow", "suite_keras")
     assert len(re.findall(r"^OK", err, re.MULTILINE)) == size
@@ -87,7 +87,7 @@ def test_fit_of_tf_keras(keras: dict[str, str], size: int) -> None:
     assert out.count(f"rate={0.001 * size:.4f} version=0.28.1") == size
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_fit_of_keras(backend: str) -> None:
     out, _ = ran(2, "keras_mnist.py", environ={"KERAS_BACKEND": backend})
     assert_trained(out, 2, 0.5)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context, record
+from tensorflow.python.framework import ops
 
 from reigen.api.adapter import Array, TensorAdapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
@@ -76,9 +77,10 @@ class TensorFlowAdapter(TensorAdapter[tf.Tensor]):
         return as_storage(found), isinstance(found, np.ndarray)
 
     def wrap(self, array: Array, like: tf.Tensor | None) -> tf.Tensor:
-        if like is None:
-            return tf.constant(array)
-        return tf.constant(from_storage(array, self.dtype(like)))
+        here = context.context()
+        here.ensure_initialized()
+        # tf.constant() would copy the array first, lest somebody writes to it
+        return ops.EagerTensor(array if like is None else from_storage(array, self.dtype(like)), here.device_name, None)
 
     def write(self, tensor: tf.Tensor, array: Array) -> None:
         raise AssertionError("a tensor of TensorFlow cannot be written")

@@ -25,7 +25,7 @@ from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError
 from reigen.tensorflow import graph
 from reigen.tensorflow.adapter import DTYPE_OF, TensorFlowAdapter, as_any_tensor, dtype_of
-from reigen.tensorflow.compression import COMPRESSION_NAMES
+from reigen.tensorflow.compression import COMPRESSION_NAMES, Compression
 from reigen.types import ReduceOp
 
 #: bytes from which a result is written into memory of TensorFlow's, instead of being copied there
@@ -43,9 +43,11 @@ class TensorFlowCollectives(Collectives[tf.Tensor]):
             if not collective.reduces:
                 return self.run(collective, grouped, value, argument, name, process_set)
             compression = as_compressor(next(each for each in extra if hasattr(each, "compress")), COMPRESSION_NAMES)
-            group = as_group(value) if grouped else [value]
+            group = as_group(value) if grouped else (value,)
             if any(isinstance(each, tf.IndexedSlices) for each in group) and collective is ALLREDUCE:
                 results = self._reduce_mixed(group, argument, name, process_set, compression)
+            elif compression is Compression.none:
+                return self.run(collective, grouped, group if grouped else value, argument, name, process_set)
             else:
                 results = self._reduce_compressed(collective, grouped, group, argument, name, process_set, compression)
             return results if grouped else results[0]

@@ -55,7 +55,7 @@ def spark() -> Iterator[SparkSession]:
         yield session
 
 
-@pytest.fixture(scope="module", params=["torch", "tensorflow"])
+@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.nightly), "tensorflow"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[str, PoolBackend]]:
     environment = {"KERAS_BACKEND": request.param, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     with RankPool(2, env=environment) as pool:
