@@ -8,15 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from reigen.api.collectives import Collectives, Form, Implementation
 from reigen.api.compression import as_compressor
+from reigen.api.device_tensors import InputTensor
 from reigen.api.operations import ALLREDUCE, Collective, as_group
 from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.backends.device import HostOrDeviceArray
+from reigen.context import CollectiveResult, Context
 from reigen.elastic import membership
 from reigen.engine.operation_builders import ReductionSpec
 from reigen.errors import ArgumentError
-from reigen.jax.adapter import JaxAdapter, dtype_of, is_communicable
+from reigen.jax.adapter import JaxAdapter, dtype_of, empty_aligned, is_communicable
 from reigen.jax.compression import COMPRESSION_NAMES, Compression, Compressor
 from reigen.jax.primitive import run_collective
 from reigen.jax.tracing import is_traced
@@ -46,6 +50,8 @@ class JaxCollectives(Collectives[jax.Array]):
         compression: Compressor = Compression.none,
     ) -> Any:
         """Run a blocking form: of an array, of a pytree as one group, or (``grouped``) of a list of arrays."""
+        if collective.in_place and not grouped and compression is Compression.none and _is_plain(value):
+            return self.start(collective, value, argument, name, process_set, blocking=True).wait()
         number = process_set_number(process_set)
         if collective.parse is not None:
             argument = collective.parse(_ADAPTER, argument)
@@ -69,6 +75,14 @@ class JaxCollectives(Collectives[jax.Array]):
             results = run_collective(collective, arrays, argument, name, number, grouped=grouped or is_tree)
         restored = [restore(result) for result, (_, restore) in zip(results, prepared, strict=True)]
         return restored if tree is None else jax.tree.unflatten(tree, restored)
+
+    def _receiver(
+        self, job: Context, given: InputTensor[jax.Array], out: jax.Array | None
+    ) -> tuple[HostOrDeviceArray, Callable[[CollectiveResult], jax.Array]]:
+        source = given.source
+        if out is not None or not given.aliases or not isinstance(source, np.ndarray):
+            return super()._receiver(job, given, out)
+        return empty_aligned(source.shape, source.dtype), given.result
 
     def _run_each(
         self, collective: Collective, arrays: Sequence[Any], argument: Any, name: str | None, process_set: ProcessSet
@@ -116,6 +130,12 @@ def reduce_gradients(
     number = process_set_number(process_set)
     results = run_collective(ALLREDUCE, arrays, reduction, name, number, grouped=True)
     return [restore(result) for result, (_, restore) in zip(results, prepared, strict=True)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether it is an array with contents, of a type that travels, that becomes no part of a program."""
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_array and is_communicable(value.dtype) and not is_traced()
 
 
 def _prepare(value: Any, reduces: bool, compression: Compressor) -> tuple[Any, Restore]:
