@@ -2,7 +2,7 @@
 #   make demo       train a small network on real images with two processes
 #   make test       lint, types, import contracts, size report, and tests of everything that are not marked slow
 #   make test T=tests/unit/engine   all tests of a directory, a file or (T="-k bfloat16 tests/unit") a name, slow or not
-#   make test-all   the rest: the documentation site, which a test looks at in a browser; tests that are marked slow, those of reigen.mxnet, .tensorflow, .keras, .jax, .ray, .spark and .dask, and the next ones
+#   make test-all   the rest: the documentation site, which a test looks at in a browser; tests that are marked slow (but not nightly), those of reigen.mxnet, .tensorflow, .keras, .jax, .ray, .spark and .dask, and the next ones
 #   RETRY=1         with the targets above: up to three tests that fail are run once more, one at a time
 #   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
 #   make test-frameworks  the tests of reigen.tensorflow, reigen.keras and reigen.jax, with all of them in one environment

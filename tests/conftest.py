@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         warm_python.join_session(directory, os.getppid())
     else:
         directory = tempfile.mkdtemp(prefix="reigen-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(directory))
+        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
         warm_python.join_session(directory, os.getpid())
 
 

@@ -90,7 +90,7 @@ def run(
     started = [sys.executable, "-m", "reigen", *launcher, str(np)]
     started += ["-s", str(servers)] if servers else []
     environ = example_environment(backend)
-    command = [*(started if np > 1 or servers else []), *_python(framework, backend, script, environ)]
+    command = [*(started if np > 1 or servers else []), *_python(framework, backend, script, environ, code)]
     done = subprocess.run(
         [*command, str(ROOT / "examples" / framework / script), *map(str, options)],
         env=environ,
@@ -104,10 +104,13 @@ def run(
     return done.stderr if code else done.stdout
 
 
-def _python(framework: str, backend: str, script: str, environ: dict[str, str]) -> list[str]:
-    """Return Python as a user starts it when a script runs for the first time; then one whose imports are done."""
+def _python(framework: str, backend: str, script: str, environ: dict[str, str], code: int) -> list[str]:
+    """Return Python as a user starts it when a script trains for the first time; then one whose imports are done.
+
+    Where another exit code than 0 is expected, it is the user's, too: a warm one might end so for reasons of its own.
+    """
     session, name = current_session(), "-".join(filter(None, (framework, backend)))
-    if session.is_first(f"{name}-{script}"):
+    if code or session.is_first(f"{name}-{script}"):
         return [sys.executable]
     modules = ["sklearn.datasets", *MODULES[backend or framework], *(MODULES["keras"] if backend else ())]
     return session.command(name, [*modules, f"reigen.{framework}"], environ)

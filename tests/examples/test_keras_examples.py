@@ -177,7 +177,6 @@ def test_recommender() -> None:
     )
 
 
-@pytest.mark.nightly
 def test_the_notebook() -> None:
     printed = run_notebook("keras", backend="torch")
     assert "epoch 10/10" in printed

@@ -29,7 +29,7 @@ COMBINATIONS = {
     "oldest jax": (["reigen[jax]", "optax", "jax==0.6.2", "jaxlib==0.6.2"], [("jax_step.py", "")]),
     "torch": (["reigen[keras,torch]"], [("keras_fit.py", "torch")]),
 }
-#: Their versions are in the environment of the frameworks' other tests.
+#: Their versions are in the environment of the other tests of frameworks; tests/packaging has all extras together.
 USED_BY_OTHER_TESTS = {"tensorflow", "jax"}
 
 

@@ -86,7 +86,6 @@ def listed_hosts(engine: GridEngine) -> str:
     return ",".join(f"{name}:{slots}" for name, slots in hosts_of(engine))
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_conformance_suite(engine: GridEngine) -> None:
     with engine.allocation("-pe", "dealing", "5") as (host, job):

@@ -45,7 +45,8 @@ class Session:
         address = self.directory / f"{name}.socket"
         with (self.directory / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not address.exists():
+            if not _is_served(address):
+                address.unlink(missing_ok=True)
                 _start_server(address, self.pid, modules, environ)
         return [sys.executable, "-I", "-S", str(_HERE / "client.py"), str(address)]
 
@@ -71,18 +72,25 @@ def current_session() -> Session:
     return _sessions[-1]
 
 
+def _is_served(address: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(address))
+        except OSError:
+            return False
+    return True
+
+
 def _start_server(address: Path, session_pid: int, modules: list[str], environ: Mapping[str, str]) -> None:
     """Start a server that is no child of this process: a worker may end before the others do."""
-    session = os.pidfd_open(session_pid)
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, os.fdopen(os.pidfd_open(session_pid)) as session:
         listener.bind(str(address))
         listener.listen(64)
         subprocess.run(
-            [sys.executable, str(_HERE / "server.py"), str(listener.fileno()), str(session), *modules],
+            [sys.executable, str(_HERE / "server.py"), str(listener.fileno()), str(session.fileno()), *modules],
             env=dict(environ),
-            pass_fds=[listener.fileno(), session],
+            pass_fds=[listener.fileno(), session.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             check=True,
         )
-    os.close(session)

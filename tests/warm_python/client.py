@@ -14,7 +14,10 @@ def main() -> int:
     """Return the exit code of the forked process; end by the signal that has ended it."""
     inherited = sorted(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208  no import that takes time
     server = socket.socket(socket.AF_UNIX)
-    server.connect(sys.argv[1])
+    try:
+        server.connect(sys.argv[1])
+    except OSError:
+        return _no_server()
     descriptors = [number for number in inherited if number != server.fileno() and _is_open(number)]
     cwd = os.getcwd()  # noqa: PTH109  as above
     about = {"argv": sys.argv[2:], "cwd": cwd, "environ": dict(os.environ), "descriptors": descriptors}
@@ -27,17 +30,23 @@ def main() -> int:
     answers = server.makefile()
     pid = int(answers.readline() or 0)
     if not pid:
-        print("the warm Python has ended", file=sys.stderr)
-        return 70
+        return _no_server()
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    status = int(answers.readline() or 1)
+    if not (answer := answers.readline()):
+        return _no_server()
+    status = int(answer)
     if status >= 0:
         return status
     signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
     os.kill(os.getpid(), -status)
     return 128 - status
+
+
+def _no_server() -> int:
+    print("the warm Python has ended", file=sys.stderr)
+    return 70
 
 
 def _is_open(number: int) -> bool:

@@ -107,6 +107,19 @@ def test_those_of_a_session_share_a_server_that_ends_with_it(session: Session, t
     until(lambda: _state(servers[0]) == "Z")
 
 
+def test_a_server_that_has_died_is_said_and_the_next_one_who_asks_starts_another(
+    session: Session, tmp_path: Path
+) -> None:
+    warm = session.command("warm", [], os.environ)
+    server = _server(warm, tmp_path)
+    os.kill(server, signal.SIGKILL)
+    until(lambda: _state(server) == "Z")
+    with start(warm, script(tmp_path, "")) as process:
+        _, err = process.communicate(timeout=60.0)
+    assert (process.returncode, err) == (70, "the warm Python has ended\n")
+    assert _server(session.command("warm", [], os.environ), tmp_path) != server
+
+
 def test_one_of_a_session_is_the_first(session: Session, tmp_path: Path) -> None:
     assert [each.is_first("name") for each in (session, Session(tmp_path, session.pid))] == [True, False]
     assert session.is_first("another name")

@@ -51,7 +51,7 @@ class JaxCollectives(Collectives[jax.Array]):
     ) -> Any:
         """Run a blocking form: of an array, of a pytree as one group, or (``grouped``) of a list of arrays."""
         if collective.in_place and not grouped and compression is Compression.none and _is_plain(value):
-            return self.start(collective, value, argument, name, process_set, blocking=True).wait()
+            return self.start(collective, value, argument, name or None, process_set, blocking=True).wait()
         number = process_set_number(process_set)
         if collective.parse is not None:
             argument = collective.parse(_ADAPTER, argument)

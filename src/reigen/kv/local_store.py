@@ -166,7 +166,7 @@ class LocalStore(KVStore):
         wanted = np.arange(spec.shape[0]) if rows is None else np.unique(row_numbers(rows, spec.shape[0]))
         stored = flatten_tensor(self._stored[key])[0].reshape(spec.shape)
         for out in outs:
-            out.receive(wanted, stored[wanted])
+            out.receive(wanted.copy(), stored[wanted])  # each has its own: tensors may use the memory
         return COMPLETED
 
     def _known(self, key: Key) -> TensorSpec:

@@ -112,10 +112,9 @@ class _HandoverDirectory:
         where = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
         for path in where.glob(f"{_DIRECTORY_PREFIX}*"):
             with suppress(OSError):  # its launcher lives; or it is no directory
-                if path.lstat().st_uid != os.geteuid():
-                    continue
                 descriptor = open_locked(path, os.O_RDONLY | os.O_DIRECTORY)
-                shutil.rmtree(path, ignore_errors=True)
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=where))
