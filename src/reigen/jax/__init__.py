@@ -5,6 +5,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"reigen.jax needs JAX: pip install jax ({error})", name=error.name) from None
 
+from typing import TYPE_CHECKING
+
 from reigen.api import common_names as _common_names
 from reigen.api.collectives import poll, synchronize
 from reigen.api.common_names import *
@@ -17,6 +19,9 @@ from reigen.jax.native import collective_errors, shutdown
 from reigen.jax.ops import *
 from reigen.jax.training import broadcast_parameters, distributed, grad, value_and_grad
 
+if TYPE_CHECKING:
+    from reigen.jax import elastic
+
 __all__ = [
     "Compression",
     "HorovodInternalError",
@@ -26,7 +31,7 @@ __all__ = [
     "broadcast_parameters",
     "collective_errors",
     "distributed",
-    "elastic",  # noqa: F405  by __getattr__
+    "elastic",
     "grad",
     "join",
     "poll",

@@ -5,11 +5,14 @@ try:
 except ModuleNotFoundError as error:  # Keras 2 has no such module
     raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install 'keras>=3.5' ({error})", name="keras") from None
 
+from typing import TYPE_CHECKING
+
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
+from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
 from reigen.errors import HorovodInternalError
-from reigen.keras import callbacks, elastic
+from reigen.keras import callbacks
 from reigen.keras.compression import Compression
 from reigen.keras.data import ShardedDataset, shard
 from reigen.keras.distributed_optimizer import DistributedOptimizer, PartialDistributedOptimizer
@@ -23,6 +26,9 @@ from reigen.keras.functions import (
     shutdown,
 )
 from reigen.keras.saving import load_model
+
+if TYPE_CHECKING:
+    from reigen.keras import elastic
 
 __all__ = [
     "Compression",
@@ -48,3 +54,6 @@ __all__ = [
 ]
 __all__ += _common_names.__all__
 __all__.sort()
+
+#: its imports are a part of what all of this takes, and most programs are not elastic
+__getattr__ = _make_lazy_getattr(__name__, {"elastic": "reigen.keras.elastic"})

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.metrics import (
     MAX_LABEL_LENGTH,
     METRICS_PREFIX,
@@ -27,6 +26,9 @@ from reigen.cluster.metrics import (
 )
 from reigen.engine.counters import EngineCounters
 from reigen.errors import ReigenError
+
+if TYPE_CHECKING:  # loaded by those who join a job
+    from reigen.cluster.membership.rendezvous import Rendezvous
 
 #: How long the last report may take.
 _LAST_SECONDS = 2.0

@@ -4,13 +4,19 @@ Where ``tf.keras`` is Keras 3, this is `reigen.keras`; where it is the legacy on
 the same names for that.
 """
 
+from typing import TYPE_CHECKING
+
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, broadcast_object, join
+from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
 from reigen.api.job import shutdown
 from reigen.errors import HorovodInternalError
-from reigen.tensorflow.keras import callbacks, elastic
+from reigen.tensorflow.keras import callbacks
 from reigen.tensorflow.keras.choice import IS_LEGACY
+
+if TYPE_CHECKING:
+    from reigen.tensorflow.keras import elastic
 
 if IS_LEGACY:
     from reigen.tensorflow.compression import Compression
@@ -58,3 +64,6 @@ __all__ = [
 ]
 __all__ += _common_names.__all__
 __all__.sort()
+
+#: its imports are a part of what all of this takes, and most programs are not elastic
+__getattr__ = _make_lazy_getattr(__name__, {"elastic": "reigen.tensorflow.keras.elastic"})
