@@ -517,6 +517,22 @@ def test_a_leader_that_was_preempted_tries_again_later() -> None:
     assert SendTo(VoterId("h0", 1), PrepareView(2, Ballot(5, 0))) in actions
 
 
+def test_a_leader_of_a_high_rank_does_not_back_off_until_the_change_is_given_up() -> None:
+    """Another one, whose ballot was the highest, may be dead: seed 10060592 of the nightly schedules."""
+    each = running(3, stuck=1.0)
+    for slot in (0, 1, 2):
+        each.handle(Evidence(member(slot), Verdict.UNREACHABLE))
+    each.handle(PlaneRevoked(1, progress(7)))
+    seconds = []
+    for attempt in range(1, 8):
+        ballot, higher = Ballot(2 * attempt - 1, 3), Ballot(2 * attempt, 0)
+        actions = each.handle(Received(VoterId("h1", 1), BallotPreempted(2, ballot, higher)))
+        seconds += [action.seconds for action in actions if isinstance(action, StartTimer)]
+        each.handle(TimerFired(ViewTimer.BACK_OFF))
+
+    assert seconds == pytest.approx([0.16, 0.64, *[1.75] * 5])
+
+
 def building(me: int) -> ElasticMember:
     """A member that builds its first view; the times are five looks at who is silent, and one minute."""
     each = ElasticMember(member(me), make_view(2, ranks_each=2), ViewTimeouts(stuck=5.0, install=60.0))

@@ -109,7 +109,7 @@ class ViewTimeouts:
         kill: until a killed process of the host is not waited for any more.
         change: without a decision, until a member stops.
         wait: for more members.
-        back_off: of a preempted leader, times its rank and one, doubled with each attempt.
+        back_off: of a preempted leader, times its rank and one, doubled with each attempt, and below two times ``stuck``.
     """
 
     retry: float = 0.1
@@ -302,7 +302,9 @@ class ElasticMember:
             leader.backs_off = True
             doublings = min(leader.proposer.ballot.attempt, _MOST_BACK_OFF_DOUBLINGS)
             seconds = self._timeouts.back_off * (self.rank + 1) * 2**doublings
-            return [*actions, StartTimer(ViewTimer.BACK_OFF, seconds)]
+            # whoever preempted it may be dead by now, and the change has its own limit
+            most = self._timeouts.stuck * (1 + self.rank / self.view.size)
+            return [*actions, StartTimer(ViewTimer.BACK_OFF, min(seconds, most))]
         if leader.proposer.is_decided:
             decided = leader.proposer.proposed
             assert decided is not None
