@@ -149,8 +149,8 @@ nightly-elastic: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.unit.cluster.views_nightly --count $(SCHEDULES)
 
 nightly-faults: $(VENV)/.stamp-dev
-	REIGEN_TEST_FAULTS=100000 REIGEN_TEST_FAULT_SECONDS=$${SECONDS_EACH:-3600} $(BIN)/python -m pytest -s -n 0 --timeout=0 \
-	  tests/elastic/test_fault_loop.py tests/network/test_elastic_fault_loop.py
+	REIGEN_TEST_FAULTS=100000 REIGEN_TEST_FAULT_SECONDS=$${SECONDS_EACH:-3600} \
+	  $(BIN)/python -m pytest -s -n 0 --timeout=0 -o faulthandler_timeout=0 tests/elastic/test_fault_loop.py tests/network/test_elastic_fault_loop.py
 
 # What is found goes to RESULTS, too, as JSON and as pictures. BENCH_OPTIONS="--rounds 2" is a short run; of bench-network, which has
 # other options (python -m benchmarks.network --help), BENCH_OPTIONS="loopback --rounds 2" is one.

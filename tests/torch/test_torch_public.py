@@ -84,7 +84,7 @@ def test_signatures_are_horovods(name):
 def test_all_is_sorted_and_complete():
     assert list(hvd.__all__) == sorted(hvd.__all__)
     submodules = {name for name, value in vars(hvd).items() if inspect.ismodule(value)} - {"elastic"}
-    public = {name for name in vars(hvd) if not name.startswith("_")} - submodules
+    public = {name for name in dir(hvd) if not name.startswith("_")} - submodules
     assert set(hvd.__all__) == public
 
 

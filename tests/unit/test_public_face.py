@@ -87,8 +87,9 @@ def test_package_files_only_re_export(name: str) -> None:
         re_exports = isinstance(node, ast.Import | ast.ImportFrom)
         # a framework that is missing: what to do
         re_exports |= isinstance(node, ast.Try) and [type(each) for each in node.body] == [ast.Import]
-        # what `__getattr__` loads later, for type checkers
-        re_exports |= ast.unparse(node).startswith("if TYPE_CHECKING:\n    from ")
+        # what is imported when it is used, for type checkers and for others
+        guards = ("if _typing.TYPE_CHECKING:\n    from ", "if not _typing.TYPE_CHECKING:\n    __getattr__, __dir__ = ")
+        re_exports |= ast.unparse(node).startswith(guards)
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = {"__all__", "__getattr__", "__version__"}
         is_name = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from reigen.api import build_info, job
 from reigen.api.frameworks import FRAMEWORKS
@@ -44,23 +42,6 @@ class HorovodBasics:
     ccl_built = staticmethod(build_info.ccl_built)
     cuda_built = staticmethod(build_info.cuda_built)
     rocm_built = staticmethod(build_info.rocm_built)
-
-
-def make_lazy_getattr(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` for names whose modules are imported when they are asked for.
-
-    Args:
-        module: its name.
-        names: of each, the module that defines it, or that it is.
-    """
-
-    def getattribute(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        found = import_module(names[name])
-        return found if names[name] == f"{module}.{name}" else getattr(found, name)
-
-    return getattribute
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

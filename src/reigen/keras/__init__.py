@@ -5,12 +5,12 @@ try:
 except ModuleNotFoundError as error:  # Keras 2 has no such module
     raise ModuleNotFoundError(f"reigen.keras needs Keras 3: pip install 'keras>=3.5' ({error})", name="keras") from None
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, barrier, broadcast_object, join
-from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
+from reigen.api.lazy_names import make_lazy_names as _make_lazy_names
 from reigen.errors import HorovodInternalError
 from reigen.keras import callbacks
 from reigen.keras.compression import Compression
@@ -27,7 +27,7 @@ from reigen.keras.functions import (
 )
 from reigen.keras.saving import load_model
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from reigen.keras import elastic
 
 __all__ = [
@@ -55,5 +55,7 @@ __all__ = [
 __all__ += _common_names.__all__
 __all__.sort()
 
-#: its imports are a part of what all of this takes, and most programs are not elastic
-__getattr__ = _make_lazy_getattr(__name__, {"elastic": "reigen.keras.elastic"})
+# Its imports are a part of what all of this takes, and most programs are not elastic.
+# Type checkers take the imports above: with a `__getattr__` every name would be right for them.
+if not _typing.TYPE_CHECKING:
+    __getattr__, __dir__ = _make_lazy_names(__name__, {"elastic": "reigen.keras.elastic"})

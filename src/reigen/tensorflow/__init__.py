@@ -7,13 +7,13 @@ except ModuleNotFoundError as error:
         f"reigen.tensorflow needs TensorFlow: pip install tensorflow ({error})", name=error.name
     ) from None
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.horovod_basics import check_num_rank_power_of_2, gpu_available
-from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
 from reigen.api.job import shutdown
+from reigen.api.lazy_names import make_lazy_names as _make_lazy_names
 from reigen.errors import HorovodInternalError
 from reigen.tensorflow import functions as _functions
 from reigen.tensorflow import ops as _ops
@@ -25,8 +25,9 @@ from reigen.tensorflow.functions import init  # noqa: F401  in place of the one 
 from reigen.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from reigen.tensorflow.ops import *
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from reigen.tensorflow import elastic
+    from reigen.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 
 __all__ = [
     "Compression",
@@ -45,8 +46,10 @@ __all__ += _functions.__all__
 __all__ += _ops.__all__
 __all__.sort()
 
-#: most programs are not elastic, and SyncBatchNormalization needs Keras: to import that takes longer than all else here
-__getattr__ = _make_lazy_getattr(
-    __name__,
-    {"elastic": "reigen.tensorflow.elastic", "SyncBatchNormalization": "reigen.tensorflow.sync_batch_norm"},
-)
+# Most programs are not elastic, and SyncBatchNormalization needs Keras, whose import takes longer than all else here.
+# Type checkers take the imports above: with a `__getattr__` every name would be right for them.
+if not _typing.TYPE_CHECKING:
+    __getattr__, __dir__ = _make_lazy_names(
+        __name__,
+        {"elastic": "reigen.tensorflow.elastic", "SyncBatchNormalization": "reigen.tensorflow.sync_batch_norm"},
+    )

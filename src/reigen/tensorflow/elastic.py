@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from reigen.api.horovod_basics import make_lazy_getattr
 from reigen.api.job import rank
+from reigen.api.lazy_names import make_lazy_names
 from reigen.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State, history, leave
 from reigen.elastic.array_job import VariableJob
 from reigen.elastic.cursor import Cursor
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: needs Keras, which takes longer to import than all else here
-__getattr__ = make_lazy_getattr(__name__, {"TensorFlowKerasState": "reigen.tensorflow.keras.elastic"})
+__getattr__, __dir__ = make_lazy_names(__name__, {"TensorFlowKerasState": "reigen.tensorflow.keras.elastic"})
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,7 +106,7 @@ def test_schedules_with_more_hosts_and_faults() -> None:
     """As `views_nightly` plays them: from six members on, there are some that never speak with each other."""
     for seed in (4 * number for number in range(100)):
         Simulator(seed, plan=plan_of(seed)).run()
-    # views without end, a leader that was never heard, a slow build, a newcomer that never read the state
+    # views without end, a leader that was never heard, a slow build, a newcomer that never read the state, a back-off
     for seed in (1011392, 1016576, 1019888, 1025748, 1042056, 1073161, 1102008, 10060592):
         Simulator(seed, plan=plan_of(seed)).run()
 

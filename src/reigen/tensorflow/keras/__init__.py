@@ -4,18 +4,18 @@ Where ``tf.keras`` is Keras 3, this is `reigen.keras`; where it is the legacy on
 the same names for that.
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from reigen.api import common_names as _common_names
 from reigen.api.common_names import *
 from reigen.api.functions import allgather_object, broadcast_object, join
-from reigen.api.horovod_basics import make_lazy_getattr as _make_lazy_getattr
 from reigen.api.job import shutdown
+from reigen.api.lazy_names import make_lazy_names as _make_lazy_names
 from reigen.errors import HorovodInternalError
 from reigen.tensorflow.keras import callbacks
 from reigen.tensorflow.keras.choice import IS_LEGACY
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from reigen.tensorflow.keras import elastic
 
 if IS_LEGACY:
@@ -65,5 +65,7 @@ __all__ = [
 __all__ += _common_names.__all__
 __all__.sort()
 
-#: its imports are a part of what all of this takes, and most programs are not elastic
-__getattr__ = _make_lazy_getattr(__name__, {"elastic": "reigen.tensorflow.keras.elastic"})
+# Its imports are a part of what all of this takes, and most programs are not elastic.
+# Type checkers take the imports above: with a `__getattr__` every name would be right for them.
+if not _typing.TYPE_CHECKING:
+    __getattr__, __dir__ = _make_lazy_names(__name__, {"elastic": "reigen.tensorflow.keras.elastic"})

@@ -109,7 +109,7 @@ class ViewTimeouts:
         kill: until a killed process of the host is not waited for any more.
         change: without a decision, until a member stops.
         wait: for more members.
-        back_off: of a preempted leader, times its rank and one, doubled with each attempt, and below two times ``stuck``.
+        back_off: of a preempted leader, times its rank and one, doubled with each attempt, and less than two ``stuck``.
     """
 
     retry: float = 0.1
