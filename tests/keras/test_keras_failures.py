@@ -8,9 +8,11 @@ import signal
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 import reigen.keras as hvd
+from reigen.errors import MismatchError
 from reigen.testing import RankError, RankPool
 from tests.keras import keras_models as models
 from tests.keras.conftest import BACKENDS, backend_environment
@@ -62,3 +64,69 @@ def test_a_rank_is_interrupted_in_fit(keras_pools):
     first, second = keras_pools(2).run(fit_until_it_ends, int(signal.SIGINT))
     assert second == "interrupted"
     assert _NAMES_RANK_1.search(first)
+
+
+def interrupts_a_step() -> str:
+    """Where Ctrl-C comes when a step has begun: JAX has given it the memory of the variables."""
+    hvd.init()
+    try:
+        model = models.make_model(1)
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+        model.make_train_function()
+        run, calls = model.train_function, iter(range(100))
+
+        def run_and_interrupt(*args: Any) -> Any:
+            result = run(*args)
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            return result
+
+        model.train_function = run_and_interrupt
+        try:
+            models.fit(model, *models.make_data(), 4, epochs=2)
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "it ended"
+    finally:
+        hvd.shutdown()
+
+
+def test_ctrl_c_in_a_step_stays_what_it_is(keras_pools):
+    assert keras_pools(1).run(interrupts_a_step) == ["interrupted"]
+
+
+def fails_in_the_loss() -> str:
+    def loss(truth: Any, prediction: Any) -> Any:
+        raise ValueError("this loss is wrong")
+
+    hvd.init()
+    try:
+        model = models.make_model(1)
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss=loss)
+        with pytest.raises(ValueError, match="this loss is wrong"):
+            models.fit(model, *models.make_data(), 4)
+        return "ended"
+    finally:
+        hvd.shutdown()
+
+
+def test_an_error_in_the_first_step_is_the_users(keras_pools):
+    assert keras_pools(1).run(fails_in_the_loss) == ["ended"]
+
+
+def fits_another_model() -> str:
+    hvd.init()
+    try:
+        model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(3 + hvd.rank())])
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+        with pytest.raises(MismatchError) as raised:
+            model.fit(np.ones((8, 8)), np.ones((8, 3 + hvd.rank())), batch_size=4, verbose=0)
+        return str(raised.value)
+    finally:
+        hvd.shutdown()
+
+
+def test_ranks_with_different_models_are_told_so(keras_pools):
+    first, second = keras_pools(2).run(fits_another_model)
+    assert first == second
+    assert "rank" in first

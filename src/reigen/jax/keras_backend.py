@@ -29,10 +29,14 @@ class JaxKerasBackend:
         """Return a sparse gradient as a dense one, reduced; JAX's gradients are not sparse."""
         return reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
 
-    def wait_for(self, values: Sequence[Any]) -> None:
-        """Return when arrays have been computed; raise what kept them from it."""
+    def wait_for(self, variables: Sequence[Any]) -> None:
+        """Return when variables have been computed; raise what kept them from it.
+
+        Where a step was interrupted they may have no value, or one whose memory that step was given.
+        """
+        values = [variable._value for variable in variables]
         with collective_errors():
-            jax.block_until_ready(list(values))
+            jax.block_until_ready([value for value in values if value is not None and not value.is_deleted()])
 
     def shutdown(self) -> None:
         """Leave the job, when all dispatched computations are complete."""

@@ -67,12 +67,14 @@ class DistributedOptimizerMixin:
         super().apply(given, trainable_variables if trainable_variables is None else variables)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Do what Keras does when ``fit`` ends; JAX has not asked before whether all collectives have succeeded.
+        """Do what Keras does when ``fit`` ends, also by an error of whatever kind, which goes on behind this.
+
+        JAX has not asked before whether all collectives have succeeded.
 
         Raises:
             CollectiveError: one has failed.
         """
-        load_backend().wait_for([variable.value for variable in var_list])
+        load_backend().wait_for(var_list)
         super().finalize_variable_values(var_list)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
