@@ -19,6 +19,7 @@ from tests.multiprocess.test_launch_hosts import FAKE_SSH
 pytestmark = pytest.mark.slow
 
 COUNTING = Path(__file__).with_name("counting_program.py")
+LEAVING = Path(__file__).with_name("leaving_program.py")
 PROGRAM = Path(__file__).with_name("horovod_program.py")
 
 
@@ -92,6 +93,33 @@ def test_a_job_that_is_told_to_end_saves_the_state_of_one_step(tmp_path: Path):
     assert len(last) == 3
     assert len(set(last.values())) == 1
     assert {line[0]: line[2] for line in lines("LEFT ") if line[-1] == "all_leave=True)"} == last
+
+
+def test_a_job_of_steps_that_is_told_to_end_writes_its_checkpoint(tmp_path: Path):
+    """One process leaves, and the others go on; then all are told to end, and rank 0 writes what all have applied."""
+    output, checkpoint = tmp_path / "output", tmp_path / "checkpoint.pt"
+    command = ["-np", "3", "--min-np", "1", "--blacklist-cooldown-range", "60", "60"]
+    program = [sys.executable, str(LEAVING), str(checkpoint)]
+    with output.open("wb") as file, launched(*command, *program, stdout=file, stderr=subprocess.STDOUT) as launcher:
+
+        def fields(text: str) -> list[list[str]]:
+            lines = [line.split() for line in output.read_text().splitlines()]
+            return [words[2:] for words in lines if words[1:2] == [text]]
+
+        until(lambda: len(fields("STEP")) > 20)
+        (leaving,) = (pid for rank, pid in fields("RANK") if rank == "2")
+        os.kill(int(leaving), signal.SIGTERM)
+        until(lambda: "view 2: 2 ranks go on" in output.read_text())
+        until(lambda: fields("LEFT"))
+        assert [left[:2] for left in fields("LEFT")] == [["2", "3"]]
+        assert not checkpoint.exists()
+        before = len(fields("STEP"))
+        until(lambda: len(fields("STEP")) > before + 20)
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.process.wait(DEADLINE_SECONDS) == 128 + signal.SIGTERM
+    last = fields("LEFT")[1:]
+    assert sorted(left[:2] for left in last) == [["0", "2"], ["1", "2"]]
+    assert torch.load(checkpoint, weights_only=False)["number"] == int(last[0][2]) == int(last[1][2])
 
 
 def test_a_straggler_is_ejected_and_nothing_is_done_again(tmp_path: Path):

@@ -284,6 +284,7 @@ class BaseJob(ABC):
         on_leave: Callable[[Departure], None] | None = None,
     ) -> None:
         self._on_leave = on_leave
+        self._departure: Departure | None = None
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise ArgumentError(f"min_size must be a positive integer, got {min_size!r}")
         if num_parts is not None and (isinstance(num_parts, bool) or not isinstance(num_parts, int) or num_parts < 1):
@@ -359,11 +360,11 @@ class BaseJob(ABC):
             if error is None:
                 self._complete_arrival()
                 self._settle()
-            elif (
-                isinstance(error, JobLeft) and self._on_leave is not None and self.rank not in _newcomers(self._arrival)
-            ):
-                self._step, self._is_stable = None, True  # all have stopped at one step, or this one is undone
-                self._on_leave(Departure(error.rank, error.size, error.all_leave))
+            elif isinstance(error, JobLeft):
+                self._departure = Departure(error.rank, error.size, error.all_leave)
+                if self._on_leave is not None and self.rank not in _newcomers(self._arrival):
+                    self._step, self._is_stable = None, True  # all have stopped at one step, or this one is undone
+                    self._on_leave(self._departure)
         finally:
             self._is_open = False
             self.training.detach()
@@ -373,13 +374,13 @@ class BaseJob(ABC):
 
     @property
     def size(self) -> int:
-        """Number of members, warm spares among them."""
-        return contexts.current().size
+        """Number of members, warm spares among them; after this process has left the job, what it was."""
+        return contexts.current().size if self._departure is None else self._departure.size
 
     @property
     def rank(self) -> int:
-        """Rank of this one among them."""
-        return contexts.current().rank
+        """Rank of this one among them; after it has left the job, what it was."""
+        return contexts.current().rank if self._departure is None else self._departure.rank
 
     @property
     def number(self) -> int:
