@@ -673,7 +673,9 @@ class ElasticJob(Generic[_Context]):
                 self.has_left = True
                 self._changed.notify_all()
             return
-        _log.error("this process ends (exit code %d): %s", exit_code, reason)
+        _log.log(
+            logging.ERROR if exit_code else logging.INFO, "this process ends (exit code %d): %s", exit_code, reason
+        )
         self._exit(exit_code)
 
     @staticmethod

@@ -16,6 +16,7 @@ from reigen.launch.elastic.job import (
     LEAVE_SECONDS,
     LEFT_EARLY_TEXT,
     ORPHANED_SECONDS,
+    ORPHANED_TEXT,
     RESIZE_LIMIT_TEXT,
     CallHost,
     ChangeExplained,
@@ -742,7 +743,10 @@ def test_candidates_alone_are_no_job() -> None:
     job.exit(2)
     job.at(10)
     job.exit(0, 4)
-    job.exit(1, 4)
+    last = job.exit(1, 4)
+    said = [each.text for each in last if isinstance(each, SayToUser)]
+    assert said[0].startswith("slot 1: exit code 4; 0 processes go on"), "one that has come has no state"
+    assert said[1:] == [ORPHANED_TEXT]
     assert job.state.phase is JobPhase.RUNNING, "it may have become a member without the launcher's knowledge"
     job.at(job.now + ORPHANED_SECONDS)
     assert job.state.phase is JobPhase.STOPPING

@@ -90,3 +90,14 @@ def test_a_spare_that_dies_is_no_loss_of_a_place() -> None:
     lines.begin_view(1, None, BEFORE, None, 0.0, [3])
     lines.begin_view(2, BEFORE, BEFORE[:3], None, 1.0)
     assert lines.take_line(1.0, must=True) == "view 2: 3 ranks go on; slot 3 has gone"
+
+
+def test_a_view_with_too_few_members_says_that_steps_wait():
+    lines = ChangeLines()
+    lines.begin_view(1, None, ((0, 0), (1, 0)), None, 0.0, least=2)
+    lines.note_gone([(1, 0)], "killed by SIGKILL")
+    lines.note_death(1.0)
+    lines.explain(ChangeNote(2, seconds=0.1))
+    lines.begin_view(2, ((0, 0), (1, 0)), ((0, 0),), None, 1.1, least=2)
+    said = "view 2: 1 rank is there, and 2 are needed: steps wait; slot 1 has gone (killed by SIGKILL)"
+    assert lines.take_line(1.1, must=False) == said

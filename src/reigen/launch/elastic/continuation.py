@@ -201,4 +201,7 @@ class ContinuedJob:
     def describe_loss(self, options: LaunchOptions) -> str:
         """Describe the ways to go on when this launcher has gone, for the user."""
         output = self.output_directory(options)
-        return f"job {self.name} goes on without a launcher, its output in {output}; `reigen attach {self.name}`"
+        return (
+            f"job {self.name} goes on without a launcher, unless its first ranks were still being started; its output "
+            f"is in {output}; `reigen attach {self.name}` takes the launcher's place"
+        )

@@ -94,6 +94,10 @@ MIN_RANKS_TEXT = (
 )
 LEFT_EARLY_TEXT = "a process has left before all had called init(), and the others wait for it in vain"
 ALL_LEFT_TEXT = "all processes have left the job before its program was done"
+ORPHANED_TEXT = (
+    "no process is left that is known to have the state of the training: the job ends in "
+    f"{ORPHANED_SECONDS:.0f} s, unless a change of members was under way"
+)
 RESET_LIMIT_TEXT = "Job has been shutdown because number of resets during elastic job exceeded limit: {}"
 RESIZE_LIMIT_TEXT = "the members have changed more often than --resize-limit {} allows"
 #: Said where the user's hosts do not suffice from the beginning.
@@ -556,7 +560,9 @@ class ElasticJobState(JobState):
             self._num_resets += self._options.counts_resizes
         before = None if self.epoch is None else self.members
         completed_step = view.step if view.completes else None
-        self._lines.begin_view(view.epoch, before, view.members, completed_step, self._now, view.spares)
+        self._lines.begin_view(
+            *(view.epoch, before, view.members, completed_step, self._now, view.spares), least=self._options.min_ranks
+        )
         self.epoch, self.members, self._doomed_since = view.epoch, view.members, None
         self._deaths.clear()
         return [*_say(self._lines.take_line(self._now, must=False)), *self._heed_found_early()]
@@ -741,12 +747,15 @@ class ElasticJobState(JobState):
         leaving = self.slots.in_state(SlotState.LEAVING)
         has_members = any(slot.id in self.members for slot in [*running, *leaving])
         is_orphaned = self.has_begun and not has_members and not self._state_is_elsewhere
+        is_newly_orphaned = is_orphaned and self._orphaned_since is None
         self._orphaned_since = (
             None if not is_orphaned else self._now if self._orphaned_since is None else self._orphaned_since
         )
         if problem := self._find_problem(running, leaving):
             return self._fail(problem)
         instructions = [*self._leave_hosts(), *self._call_hosts()]
+        if is_newly_orphaned:
+            instructions.append(SayToUser(ORPHANED_TEXT))
         running = self.slots.in_state(SlotState.RUNNING)
         # with no member that stays there is nobody whom a candidate could join
         has_state = self._state_is_elsewhere or any(slot.id in self.members for slot in running)
@@ -906,7 +915,9 @@ class ElasticJobState(JobState):
 
     def _describe_number(self, without: str = "") -> str:
         running = [slot for slot in self.slots.in_state(SlotState.RUNNING) if slot.host != without]
-        num = sum(slot.id in self.members for slot in running) if self._options.spares else len(running)
+        num_members = sum(slot.id in self.members for slot in running)
+        has_state = num_members > 0 or self.epoch is None  # others have come and know nothing yet
+        num = num_members if self._options.spares or not has_state else len(running)
         return f"{num} process{'es go' if num != 1 else ' goes'} on"
 
     def _describe_rest(self, rest_seconds: float | None) -> str:

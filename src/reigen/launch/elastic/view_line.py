@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from reigen.cluster.membership.views.history import ChangeNote, StepOutcome, describe_members, describe_moves
@@ -90,6 +90,11 @@ def describe_view(
     return ViewLine(epoch, head, tuple(parts), is_explained, outcome, seconds is not None, due)
 
 
+def describe_shortage(num: int, least: int) -> str:
+    """Return ``1 rank is there, and 2 are needed: steps wait``."""
+    return f"{num} rank{'s are' if num != 1 else ' is'} there, and {least} are needed: steps wait"
+
+
 def describe_pause(seconds: float, num_bytes: int, slots: Sequence[int]) -> str:
     """Describe a pause that is about to begin.
 
@@ -158,6 +163,8 @@ class ChangeLines:
         completed_step: int | None,
         now: float,
         spares: Collection[int] = (),
+        *,
+        least: int = 1,
     ) -> None:
         """Make the line about a view that begins: ``view 2: 3 ranks go on after 0.1 s; rank 3 is now 2; ...``.
 
@@ -168,6 +175,7 @@ class ChangeLines:
             completed_step: the one that those who are left have finished; None: none.
             now: when it begins.
             spares: ranks of its warm spares.
+            least: members without which no step is run.
         """
         spares_before, self._spares = self._spares, frozenset(members[rank] for rank in spares)
         if before is not None:
@@ -177,8 +185,12 @@ class ChangeLines:
                 outcome = f"step {completed_step} was completed without those who died"
             is_explained = self._note is not None and self._note.epoch == epoch
             due = now + (OUTCOME_SECONDS if is_explained else 0.0)
+            if len(members) < least:  # what is done again is told when there are enough
+                outcome, due = "", now
             spares_of_both = spares_before, self._spares
             self._line = describe_view(epoch, before, members, self._why_gone, seconds, outcome, due, spares_of_both)
+            if len(members) < least:
+                self._line = replace(self._line, head=f"view {epoch}: {describe_shortage(len(members), least)}")
         self._died_at = None
         self._why_gone = {member: why for member, why in self._why_gone.items() if member in members}
 
