@@ -295,6 +295,19 @@ def test_who_was_stopped_on_the_same_host_is_killed() -> None:
         assert "did not come" in others[0].runs()[-1][4]
 
 
+def test_whom_another_has_given_up_is_not_waited_for_if_he_is_stopped() -> None:
+    """Who leads the change has noticed nothing itself; a member that runs would get the time in which it can answer."""
+    with elastic_lab(["a"] * 3, timeouts={"stuck": 300.0}) as lab:
+        stopped, *others = lab.alive()
+        lab.run_view([stopped, *others])
+        stopped.signal(signal.SIGSTOP)
+        others[1].order("stuck", *stopped.id)
+
+        lab.run_view(others, 1)
+
+        assert lab.exit_code(stopped) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("slow", [0, 2])
 def test_who_stops_its_plane_slowly_has_told_the_others_and_is_no_suspect(slow: int) -> None:
     """A collective has waited for it, and it is in an update now: the others hear of it before that ends."""
