@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import reigen.keras as hvd
+from reigen.errors import ArgumentError
 from tests.keras import keras_models as models
 
 
@@ -158,6 +159,19 @@ def checkpoint(directory: str) -> list[str]:
     models.fit(model, *hvd.shard(*models.make_data()), 4, epochs=2, callbacks=[callback])
     hvd.barrier()
     return sorted(each.name for each in Path(directory).iterdir())
+
+
+def checkpoint_nowhere() -> str:
+    model = models.make_model(1)
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    with pytest.raises(ArgumentError, match="has no filepath") as raised:
+        models.fit(model, *models.make_data(), 4, callbacks=[hvd.callbacks.BestModelCheckpoint(monitor="loss")])
+    return str(raised.value)
+
+
+def test_a_checkpoint_without_a_path_fails_on_all_ranks(keras_pools):
+    first, second = keras_pools(2).run(checkpoint_nowhere, init=True)
+    assert first == second
 
 
 def test_the_best_model_is_saved_by_rank_0(keras_pools, tmp_path):

@@ -56,7 +56,9 @@ def fit_uneven(rows: int, uneven: Any, as_dataset: bool) -> tuple[bytes, int]:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
     model.compile(optimizer=optimizer, loss="mse")
     if as_dataset:
-        model.fit(hvd.ShardedDataset(Batches(rows), uneven), epochs=2, verbose=0)
+        dataset = hvd.ShardedDataset(Batches(rows), uneven)
+        model.fit(dataset, epochs=2, verbose=0)
+        assert len(dataset) * 2 == optimizer.iterations
     else:
         models.fit(model, *hvd.shard(*models.make_data(rows), uneven=uneven), 4, epochs=2)
     return models.bits(model), int(keras.ops.convert_to_numpy(optimizer.iterations))

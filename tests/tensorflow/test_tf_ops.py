@@ -326,6 +326,7 @@ def disagree(native: bool) -> None:
         "roots": lambda x: hvd.broadcast(x, hvd.rank(), name="m"),
         "rows": lambda x: hvd.allgather(tf.zeros([1, hvd.rank() + 1]) + x[0], name="m"),
         "kinds": lambda x: (hvd.allreduce if hvd.rank() else hvd.allgather)(x, name="m"),
+        "sparse": lambda x: hvd.allreduce(tf.IndexedSlices(x, tf.range(2)) if hvd.rank() else x, name="m"),
     }
     kind = tf.errors.FailedPreconditionError
     with operations(native):

@@ -252,11 +252,9 @@ class BestModelCheckpointLogic:
             super().on_train_batch_end(batch, logs)  # type: ignore[misc]  # Keras's
 
     def _saves(self) -> bool:
-        if context.current().rank != 0:
-            return False
-        if self.filepath is None:
+        if self.filepath is None:  # on all ranks: the others would wait for one that fails
             raise ArgumentError("BestModelCheckpoint has no filepath: give it one, or set its attribute before fit()")
-        return True
+        return context.current().rank == 0
 
 
 def _combine(array: Any, op: ReduceOp, name: str) -> Any:

@@ -79,6 +79,10 @@ class ShardedDataset(keras.utils.PyDataset):
         """Number of batches on each rank."""
         return len(self._batches)
 
+    def __len__(self) -> int:
+        """Return the number of batches on each rank."""
+        return len(self._batches)
+
     def __getitem__(self, index: int) -> Any:
         """Return a batch."""
         return self.dataset[int(self._batches[index])]

@@ -132,8 +132,8 @@ class TensorFlowCollectives(Collectives[tf.Tensor]):
             raise NotImplementedError(f"IndexedSlices can be reduced with op=Average or Sum, not {op.name.title()}")
         if (prescale, postscale) != (1.0, 1.0):
             raise NotImplementedError("IndexedSlices cannot be scaled: leave out prescale_factor and postscale_factor")
-        label = None if name is None else f"{name}.sparse"
-        values, indices = self.run(ALLGATHER, True, [slices.values, slices.indices], None, label, process_set)
+        # under the name of a dense tensor's sum: an error where another rank has one
+        values, indices = self.run(ALLGATHER, True, [slices.values, slices.indices], None, name, process_set)
         if op is ReduceOp.AVERAGE:
             values = values / tf.cast(_size_of(process_set), values.dtype)
         return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
