@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import statistics
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,11 +48,19 @@ class JobProcess:
 
 @dataclass
 class Held:
-    """What a process holds: after a first look, and at the latest one."""
+    """What a process holds: after a first look, and at the latest ones.
+
+    What it holds for a moment, as links of processes that are just dying, is in one of them; a leak is in all.
+    """
 
     num_views: int
     first: dict[str, int]
-    last: dict[str, int] = field(default_factory=dict)
+    latest: deque[dict[str, int]] = field(default_factory=lambda: deque(maxlen=5))
+    files: str = ""
+
+    def has_now(self, what: str) -> int:
+        """The least of the latest looks."""
+        return min((each[what] for each in self.latest), default=self.first[what])
 
 
 def resources_of(pid: int) -> dict[str, int]:
@@ -63,6 +72,15 @@ def resources_of(pid: int) -> dict[str, int]:
         "mappings": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
         "kB": int(status["VmRSS"].split()[0]),
     }
+
+
+def describe_files(pid: int) -> str:
+    """Tell of which kinds a process's open files are, for an error."""
+    kinds = Counter[str]()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            kinds[re.sub(r":\[\d+\]$|\d+", "", entry.readlink().as_posix())] += 1
+    return str(dict(kinds.most_common()))
 
 
 def describe_process(pid: int, command: str) -> JobProcess:
@@ -285,17 +303,19 @@ class FaultLoop:
                 found = resources_of(pid)
                 held = self.held.get(pid)
                 if held is None or self.num_views < held.num_views + 8:  # pools fill, code is loaded
-                    self.held[pid] = Held(self.num_views if held is None else held.num_views, found, found)
+                    self.held[pid] = Held(self.num_views if held is None else held.num_views, found)
                 else:
-                    held.last = found
+                    held.latest.append(found)
+                    held.files = describe_files(pid)
 
     def _check_held(self) -> None:
         """Check that nothing has grown with the number of views."""
         for pid, held in self.held.items():
             num = self.num_views - held.num_views
             for what, allowed in (("descriptors", 6), ("threads", 4), ("mappings", 40), ("kB", 8_000 + 20 * num)):
-                if held.last[what] > held.first[what] + allowed:
-                    raise FaultError(f"process {pid} has grown in {num} views: {held.first} -> {held.last}")
+                if held.has_now(what) > held.first[what] + allowed:
+                    grown = f"{held.first} -> {[*held.latest]}"
+                    raise FaultError(f"process {pid} has grown in {num} views: {grown}; open files: {held.files}")
         self.held.clear()
 
     # -- faults of one host -------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -550,8 +550,9 @@ class ViewDriver:
                     if isinstance(message, MemberReady):
                         self._candidates[sender] = message.host.name
                     self._dispatch(Received(sender, message))
-                    if isinstance(message, RevokeView):
-                        self._look_for_stopped(message.epoch, message.lost, "another member has given it up")
+                    if isinstance(message, RevokeView) and self._view is not None and self._view.epoch == message.epoch:
+                        for evidence in self._links.find_stopped(message.lost, "another member has given it up"):
+                            self.on_evidence(evidence)
                     if self._is_finished and isinstance(message, ChangeAt):  # it makes no more steps
                         self._dispatch(ChangeRequested(message.epoch, "its program is done"))
                 case VoterAnswer(voter, message):
@@ -603,13 +604,10 @@ class ViewDriver:
 
     def _on_late(self, event: MembersLate) -> None:
         self._dispatch(event)
-        self._look_for_stopped(event.epoch, event.members, "a collective has waited for it (REIGEN_DEADLINE)")
-
-    def _look_for_stopped(self, epoch: int, members: Iterable[MemberId], reason: str) -> None:
-        """Wait no longer for members of this host that are stopped, where there is another reason to doubt them."""
-        for member in members:
-            if self._view is not None and self._view.epoch == epoch and self._links.is_stopped(member):
-                self.on_evidence(Evidence(member, Verdict.STUCK, f"its process is stopped, and {reason}"))
+        reason = "a collective has waited for it (REIGEN_DEADLINE)"
+        if self._view is not None and self._view.epoch == event.epoch:
+            for evidence in self._links.find_stopped(event.members, reason):
+                self.on_evidence(evidence)
 
     def _begin_leaving(self, grace_seconds: float, *, at_once: bool) -> None:
         if self.is_leaving or self._has_ended:

@@ -20,7 +20,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,10 +183,12 @@ class MemberLinks:
             signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
         return True
 
-    def is_stopped(self, member: MemberId) -> bool:
-        """Return whether a process is known to be stopped by a signal; one of another host is not."""
-        peer = self._peers.get(member)
-        return peer is not None and peer.process is not None and peer.process.is_stopped
+    def find_stopped(self, members: Iterable[MemberId], reason: str) -> Iterator[Evidence]:
+        """Yield evidence about processes of this host that are stopped by a signal, and doubted for another reason."""
+        for member in members:
+            peer = self._peers.get(member)
+            if peer is not None and peer.process is not None and peer.process.is_stopped:
+                yield Evidence(member, Verdict.STUCK, f"its process is stopped, and {reason}")
 
     def close(self) -> None:
         """End all links, and stop listening. May be called twice."""
