@@ -452,6 +452,15 @@ def test_hosts_that_vanish_are_left() -> None:
     assert job.started[4:] == [(2, 1, "h2", 0), (3, 1, "h2", 1)], "its places keep their numbers"
 
 
+def test_a_job_whose_hosts_are_all_replaced_says_what_it_lacks() -> None:
+    job = Job(options(2, 4), ("h1", 2))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0))))
+    job.handle(HostsFound((("h2", 2),)))
+    assert job.texts[-1].startswith(
+        "host h1 has vanished: slots 0, 1 are asked to leave; nobody stays who has the state"
+    )
+
+
 def test_hosts_that_vanish_before_the_first_view_are_left_behind_it() -> None:
     job = Job(options(discovery=DISCOVERED), ("h1", 2), ("h2", 2), begins=False)
     assert job.find(("h1", 1), ("h2", 2), ("h3", 1)) == []
