@@ -5,9 +5,9 @@ from reigen.compat import keras2_calls as _keras2_calls  # noqa: F401  Keras 3 t
 from reigen.tensorflow import *
 
 from . import compression as compression
-from . import elastic as elastic  # type: ignore[no-redef]
 from . import functions as functions
 from . import gradient_aggregation as gradient_aggregation
 from . import mpi_ops as mpi_ops
+from .elastic import run as _in_elastic  # noqa: F401  imports the module of here, instead of Reigen's
 
 __getattr__ = _reigen.__getattr__

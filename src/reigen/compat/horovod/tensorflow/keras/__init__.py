@@ -3,5 +3,5 @@
 from reigen.compat import keras2_calls as _keras2_calls  # noqa: F401  Keras 3 takes calls of Keras 2 from here on
 from reigen.tensorflow.keras import *
 
-from . import callbacks as callbacks  # type: ignore[no-redef]
-from . import elastic as elastic  # type: ignore[no-redef]
+from .callbacks import BroadcastGlobalVariablesCallback as _InCallbacks  # noqa: F401  imports the module of here
+from .elastic import run as _in_elastic  # noqa: F401  imports the module of here, instead of Reigen's
