@@ -374,12 +374,12 @@ class BaseJob(ABC):
 
     @property
     def size(self) -> int:
-        """Number of members, warm spares among them; after this process has left the job, what it was."""
+        """Number of members, warm spares among them; after this process has left the job, the last one."""
         return contexts.current().size if self._departure is None else self._departure.size
 
     @property
     def rank(self) -> int:
-        """Rank of this one among them; after it has left the job, what it was."""
+        """Rank of this one among them; after it has left the job, the last one."""
         return contexts.current().rank if self._departure is None else self._departure.rank
 
     @property

@@ -231,9 +231,9 @@ def _listed(value: ast.expr, module: str) -> Iterator[str]:
 
 def _lazy_names(module: str) -> Iterator[str]:
     """Yield the names that a module loads when they are used: the keys of a table, or those of another module."""
-    for statement in _parse(module).body:
+    for statement in _statements(_parse(module).body):
         match statement:
-            case ast.Assign([ast.Name("__getattr__")], ast.Call(_, arguments)):
+            case ast.Assign([ast.Tuple([ast.Name("__getattr__"), _])], ast.Call(_, arguments)):
                 for table in arguments:
                     if isinstance(table, ast.Dict):
                         yield from (str(key.value) for key in table.keys if isinstance(key, ast.Constant))
