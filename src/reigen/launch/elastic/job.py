@@ -98,7 +98,7 @@ ORPHANED_TEXT = (
     "no process is left that is known to have the state of the training: the job ends in "
     f"{ORPHANED_SECONDS:.0f} s, unless a change of members was under way"
 )
-NOBODY_STAYS_TEXT = (
+LOSES_STATE_TEXT = (
     "nobody stays who has the state of the training, and the job ends: a host should stay in the list until processes "
     "of another have joined"
 )
@@ -482,7 +482,7 @@ class ElasticJobState(JobState):
         text = f"{', '.join(changes)}: {_format_slots(leaving)} asked to leave"
         staying = [slot for slot in self.slots.in_state(SlotState.RUNNING) if slot not in leaving]
         if self.epoch is not None and not any(slot.id in self.members for slot in staying):
-            text += f"; {NOBODY_STAYS_TEXT}"
+            text += f"; {LOSES_STATE_TEXT}"
         for host, change in zip(left, changes, strict=True):
             self._lines.note_gone((slot.id for slot in leaving if slot.host == host.name), change)
         return [SayToUser(text), *self._ask_to_leave(leaving)]
