@@ -36,7 +36,7 @@ class JaxKerasBackend:
         """
         values = [variable._value for variable in variables]
         with collective_errors():
-            jax.block_until_ready([value for value in values if value is not None and not value.is_deleted()])
+            jax.block_until_ready([each for each in values if isinstance(each, jax.Array) and not each.is_deleted()])
 
     def shutdown(self) -> None:
         """Leave the job, when all dispatched computations are complete."""

@@ -52,7 +52,7 @@ __all__ += _common_names.__all__
 __all__ += _ops.__all__
 __all__.sort()
 
-# Their imports are half of what all of this takes, and most programs use neither.
+# Their imports are a part of what all of this takes, and most programs use neither.
 # Type checkers take the imports above: with a `__getattr__` every name would be right for them.
 if not _typing.TYPE_CHECKING:
     __getattr__, __dir__ = _make_lazy_names(
