@@ -74,6 +74,11 @@ def resources_of(pid: int) -> dict[str, int]:
     }
 
 
+def start_time(pid: int) -> int:
+    """When a process began, in the kernel's ticks: no other one of its number has the same."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def describe_files(pid: int) -> str:
     """Tell of which kinds a process's open files are, for an error."""
     kinds = Counter[str]()
@@ -201,7 +206,7 @@ class FaultLoop:
     num_steps: int = 0
     num_anew: int = 0
     ends: int = 0
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[tuple[int, int], Held] = field(default_factory=dict)
     _views: set[str] = field(default_factory=set)
     num_views: int = 0
 
@@ -301,16 +306,17 @@ class FaultLoop:
         for pid in watched:
             with suppress(OSError, KeyError, ValueError):
                 found = resources_of(pid)
-                held = self.held.get(pid)
+                process = pid, start_time(pid)  # in an hour numbers come again
+                held = self.held.get(process)
                 if held is None or self.num_views < held.num_views + 8:  # pools fill, code is loaded
-                    self.held[pid] = Held(self.num_views if held is None else held.num_views, found)
+                    self.held[process] = Held(self.num_views if held is None else held.num_views, found)
                 else:
                     held.latest.append(found)
                     held.files = describe_files(pid)
 
     def _check_held(self) -> None:
         """Check that nothing has grown with the number of views."""
-        for pid, held in self.held.items():
+        for (pid, _), held in self.held.items():
             num = self.num_views - held.num_views
             for what, allowed in (("descriptors", 6), ("threads", 4), ("mappings", 40), ("kB", 8_000 + 20 * num)):
                 if held.has_now(what) > held.first[what] + allowed:
