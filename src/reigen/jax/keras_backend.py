@@ -29,14 +29,13 @@ class JaxKerasBackend:
         """Return a sparse gradient as a dense one, reduced; JAX's gradients are not sparse."""
         return reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
 
-    def wait_for(self, variables: Sequence[Any]) -> None:
-        """Return when variables have been computed; raise what kept them from it.
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """Return when arrays have been computed; raise what kept them from it.
 
-        Where a step was interrupted they may have no value, or one whose memory that step was given.
+        A step that was interrupted may have been given the memory of some: they are not waited for.
         """
-        values = [variable._value for variable in variables]
         with collective_errors():
-            jax.block_until_ready([each for each in values if isinstance(each, jax.Array) and not each.is_deleted()])
+            jax.block_until_ready([value for value in values if not value.is_deleted()])
 
     def shutdown(self) -> None:
         """Leave the job, when all dispatched computations are complete."""

@@ -43,8 +43,8 @@ class KerasBackend(Protocol):
     def reduce_sparse(self, gradient: Any, reduction: ReductionSpec, name: str, process_set: ProcessSet) -> Any:
         """Return a sparse gradient with the rows of all ranks."""
 
-    def wait_for(self, variables: Sequence[Any]) -> None:
-        """Return when Keras's variables have been computed, but for those that have no value any more.
+    def wait_for(self, values: Sequence[Any]) -> None:
+        """Return when tensors have been computed, but for those whose memory has been given away.
 
         Raises:
             CollectiveError: a collective has failed of which they were to be computed.

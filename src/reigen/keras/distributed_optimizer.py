@@ -74,7 +74,9 @@ class DistributedOptimizerMixin:
         Raises:
             CollectiveError: one has failed.
         """
-        load_backend().wait_for(var_list)
+        # an interrupted step may have left variables without a value
+        values = [variable._value for variable in var_list]
+        load_backend().wait_for([value for value in values if value is not None])
         super().finalize_variable_values(var_list)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:

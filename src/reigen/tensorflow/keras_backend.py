@@ -45,7 +45,7 @@ class TensorFlowKerasBackend:
             else tf.IndexedSlices(gathered.values * factor, gathered.indices, gathered.dense_shape)
         )
 
-    def wait_for(self, variables: Sequence[Any]) -> None:
+    def wait_for(self, values: Sequence[Any]) -> None:
         """They are there: a step waits for its collectives."""
 
     def shutdown(self) -> None:

@@ -37,7 +37,7 @@ class TorchKerasBackend:
         reduced: torch.Tensor = self.reduce_gradients([self.to_dense(gradient)], reduction, name, process_set)[0]
         return reduced
 
-    def wait_for(self, variables: Sequence[Any]) -> None:
+    def wait_for(self, values: Sequence[Any]) -> None:
         """They are there: a step waits for its collectives."""
 
     def shutdown(self) -> None:
