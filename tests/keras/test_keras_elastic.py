@@ -87,6 +87,30 @@ def test_ranks_come_and_an_error_goes_back(keras_pools):
     assert keras_pools(2).run(trains) == [every, every]
 
 
+def restores_seeds() -> bool:
+    """After a program that was interrupted: JAX's `fit` has taken the variables' values, and given none back."""
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    x, y = np.ones((8, 4)), np.ones((8, 1))
+    state = hvd.elastic.KerasState(model)
+    model.fit(x, y, batch_size=4, verbose=0)
+    state.save()
+    (seed,) = [variable for variable in model.variables if "seed" in variable.path]
+    before = keras.ops.convert_to_numpy(seed).tolist()
+    model.fit(x, y, batch_size=4, verbose=0)
+    changed = keras.ops.convert_to_numpy(seed).tolist() != before
+    if keras.backend.backend() == "jax":
+        seed._value = None
+    state.restore()
+    assert keras.ops.convert_to_numpy(seed).tolist() == before
+    model.fit(x, y, batch_size=4, verbose=0)
+    return changed or keras.backend.backend() == "torch"  # whose Dropout uses PyTorch's generator
+
+
+def test_seeds_of_layers_go_back_too(keras_pools):
+    assert keras_pools(1).run(restores_seeds, init=True) == [True]
+
+
 def test_a_plain_loop_with_warm_spares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     hvd.init()
     try:

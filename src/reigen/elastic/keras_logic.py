@@ -27,6 +27,9 @@ class VariableAccess(Protocol):
     def variables(self, model: Any, optimizer: Any) -> Sequence[Any]:
         """Return the variables of both, in the same order on every rank."""
 
+    def own_variables(self, model: Any) -> Sequence[Any]:
+        """Return variables of which each rank has its own, as the seeds of layers."""
+
     def read(self, variable: Any) -> Any:
         """Return a variable's value, as an array that stays as it is."""
 
@@ -58,12 +61,14 @@ class KerasStateLogic(ObjectState):
             )
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         self._saved_values: list[Any] = []
+        self._saved_own_values: list[Any] = []
         super().__init__(broadcast_object, rank, **kwargs)
 
     def save(self) -> None:
         """Keep copies of the variables and the attributes."""
         self.access.prepare(self.model)
         self._saved_values = [self.access.read(variable) for variable in self._variables()]
+        self._saved_own_values = [self.access.read(variable) for variable in self.access.own_variables(self.model)]
         super().save()
 
     def restore(self) -> None:
@@ -73,6 +78,8 @@ class KerasStateLogic(ObjectState):
             variable.assign(value)
         for variable in variables[len(values) :]:
             variable.assign(0 * self.access.read(variable))
+        for variable, value in zip(self.access.own_variables(self.model), self._saved_own_values, strict=False):
+            variable.assign(value)  # an interrupted program may have left none, or its error
         super().restore()
 
     def sync(self) -> None:

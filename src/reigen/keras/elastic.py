@@ -61,6 +61,11 @@ class Keras3Variables(Keras3Access):
         """Return the variables of both, without the seeds of layers, of which each rank has its own."""
         return [*model.weights, *(() if optimizer is None else optimizer.variables)]
 
+    def own_variables(self, model: Any) -> Sequence[Any]:
+        """Return the seeds of layers."""
+        weights = {id(variable) for variable in model.weights}
+        return [variable for variable in model.variables if id(variable) not in weights]
+
     def read(self, variable: Any) -> Any:
         """Return a variable's value, as an array that stays as it is."""
         return np.array(ops.convert_to_numpy(variable))

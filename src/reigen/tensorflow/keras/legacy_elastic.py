@@ -31,6 +31,10 @@ class LegacyVariables:
         """Return the variables of both."""
         return [*model.variables, *(() if optimizer is None else variables_of(optimizer))]
 
+    def own_variables(self, model: Any) -> Sequence[Any]:
+        """Return none: all are those of the model."""
+        return ()
+
     def read(self, variable: Any) -> Any:
         """Return a variable's value, as an array that stays as it is."""
         return variable.numpy().copy()
