@@ -63,7 +63,8 @@ from horovod.common.exceptions import *
 from horovod.common.util import *
 from horovod.torch import mpi_ops, elastic
 import horovod.torch.elastic
-print(hvd.elastic is elastic is horovod.torch.elastic and elastic.__name__ == "horovod.torch.elastic", mpi_ops.allreduce is hvd.allreduce, hvd.HorovodInternalError is HorovodInternalError)
+is_one = hvd.elastic is elastic is horovod.torch.elastic and elastic.__name__ == "horovod.torch.elastic"
+print(is_one, mpi_ops.allreduce is hvd.allreduce, hvd.HorovodInternalError is HorovodInternalError)
 basics = HorovodBasics("horovod/torch", "mpi_lib")
 basics.init()
 print(basics.rank(), basics.size(), basics.gloo_built(), bool(basics.nccl_built()))
