@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,19 +48,12 @@ class JobProcess:
 
 @dataclass
 class Held:
-    """What a process holds: after a first look, and at the latest ones.
-
-    What it holds for a moment, as links of processes that are just dying, is in one of them; a leak is in all.
-    """
+    """What a process holds: after a first look, and at the latest one."""
 
     num_views: int
     first: dict[str, int]
-    latest: deque[dict[str, int]] = field(default_factory=lambda: deque(maxlen=5))
+    last: dict[str, int]
     files: str = ""
-
-    def has_now(self, what: str) -> int:
-        """The least of the latest looks."""
-        return min((each[what] for each in self.latest), default=self.first[what])
 
 
 def resources_of(pid: int) -> dict[str, int]:
@@ -309,18 +302,17 @@ class FaultLoop:
                 process = pid, start_time(pid)  # in an hour numbers come again
                 held = self.held.get(process)
                 if held is None or self.num_views < held.num_views + 8:  # pools fill, code is loaded
-                    self.held[process] = Held(self.num_views if held is None else held.num_views, found)
+                    self.held[process] = Held(self.num_views if held is None else held.num_views, found, found)
                 else:
-                    held.latest.append(found)
-                    held.files = describe_files(pid)
+                    held.last, held.files = found, describe_files(pid)
 
     def _check_held(self) -> None:
         """Check that nothing has grown with the number of views."""
         for (pid, _), held in self.held.items():
             num = self.num_views - held.num_views
             for what, allowed in (("descriptors", 6), ("threads", 4), ("mappings", 40), ("kB", 8_000 + 20 * num)):
-                if held.has_now(what) > held.first[what] + allowed:
-                    grown = f"{held.first} -> {[*held.latest]}"
+                if held.last[what] > held.first[what] + allowed:
+                    grown = f"{held.first} -> {held.last}"
                     raise FaultError(f"process {pid} has grown in {num} views: {grown}; open files: {held.files}")
         self.held.clear()
 

@@ -185,12 +185,11 @@ class ChangeLines:
                 outcome = f"step {completed_step} was completed without those who died"
             is_explained = self._note is not None and self._note.epoch == epoch
             due = now + (OUTCOME_SECONDS if is_explained else 0.0)
-            if len(members) < least:  # what is done again is told when there are enough
-                outcome, due = "", now
             spares_of_both = spares_before, self._spares
             self._line = describe_view(epoch, before, members, self._why_gone, seconds, outcome, due, spares_of_both)
-            if len(members) < least:
-                self._line = replace(self._line, head=f"view {epoch}: {describe_shortage(len(members), least)}")
+            if len(members) < least:  # what is done again is told when there are enough
+                head = f"view {epoch}: {describe_shortage(len(members), least)}"
+                self._line = replace(self._line, head=head, outcome="", due=now)
         self._died_at = None
         self._why_gone = {member: why for member, why in self._why_gone.items() if member in members}
 
