@@ -17,6 +17,7 @@ from reigen.launch.elastic.job import (
     LEFT_EARLY_TEXT,
     ORPHANED_SECONDS,
     ORPHANED_TEXT,
+    RESET_LIMIT_TEXT,
     RESIZE_LIMIT_TEXT,
     CallHost,
     ChangeExplained,
@@ -663,6 +664,16 @@ def test_reset_limit(limit: int, num_survived: int) -> None:
         f"Job has been shutdown because number of resets during elastic job exceeded limit: {limit}"
     )
     assert job.end().exit_code == 1
+
+
+def test_a_death_that_is_noticed_behind_the_view_without_it_is_no_planned_change() -> None:
+    job = Job(options(1, reset_limit=1, resize_limit=0), ("h1", 4))
+    job.handle(ViewAnnounced(1, ((0, 0), (1, 0), (2, 0), (3, 0))))
+    job.handle(ViewAnnounced(2, ((0, 0), (1, 0), (2, 0))))
+    job.exit(3)
+    assert job.state.phase is JobPhase.RUNNING
+    job.exit(2)
+    assert job.texts[-1] == RESET_LIMIT_TEXT.format(1)
 
 
 def test_deaths_of_one_change_count_once() -> None:

@@ -563,8 +563,11 @@ class ElasticJobState(JobState):
         if self.epoch is not None and view.epoch <= self.epoch:
             return []
         if self.epoch is not None and self._counted_epoch != self.epoch:
-            self._num_resizes += 1
-            self._num_resets += self._options.counts_resizes
+            # a member that did not ask to leave: its death is noticed later
+            left_out = set(self.members) - set(view.members)
+            is_failure = any(slot.id in left_out for slot in self.slots.in_state(SlotState.RUNNING))
+            self._num_resizes += not is_failure
+            self._num_resets += is_failure or self._options.counts_resizes
         before = None if self.epoch is None else self.members
         completed_step = view.step if view.completes else None
         self._lines.begin_view(
