@@ -114,6 +114,8 @@ class LabPlane:
     def run(self, view: View) -> None:
         assert self.driver is not None
         members = [list(member) for member in view.members]
+        if view.witness is not None:
+            self.log("witness", view.epoch, view.witness.incarnation)
         self.log("run", view.epoch, members, view.base.target, self.driver.reason, self.driver.is_planned)
         with self.changed:
             self.view = view

@@ -352,9 +352,12 @@ def test_a_voter_promises_accepts_and_learns() -> None:
 
 
 def test_who_is_no_voter_of_a_view_does_not_vote() -> None:
-    another_life = Acceptor(VoterId("h1", 2), make_view(3))
+    view = make_view(3)
+    another_life = Acceptor(VoterId("h1", 2), view)
 
-    assert another_life.handle(PrepareView(2, Ballot(1, 0))) == (another_life, None)
+    shows_itself = ViewDecided(1, view)
+    assert another_life.handle(PrepareView(2, Ballot(1, 0))) == (another_life, shows_itself)
+    assert another_life.handle(AcceptView(2, Ballot(1, 0), view)) == (another_life, shows_itself)
     assert Acceptor(VoterId("h1", 2)).handle(PrepareView(2, Ballot(1, 0)))[1] == BehindView(2, 0)
 
 

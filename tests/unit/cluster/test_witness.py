@@ -71,7 +71,9 @@ def test_who_has_lost_its_memory_votes_no_more_in_that_view(voter: MakeVoter):
     one = voter()
     forgotten = view(1, VoterId(one.id.name, one.id.incarnation - 1))
     one.handle(ViewDecided(1, forgotten))
-    assert one.handle(PrepareView(2, Ballot(1, 0)))[1] is None
+    assert one.handle(PrepareView(2, Ballot(1, 0))) == (one.id, ViewDecided(1, forgotten)), (
+        "no promise, but its new life"
+    )
 
 
 class Slow:

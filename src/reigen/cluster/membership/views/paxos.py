@@ -50,10 +50,9 @@ class Acceptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             return self, None
         if self.view is None or message.epoch > self.view.epoch + 1:
             return self, BehindView(message.epoch, 0 if self.view is None else self.view.epoch)
-        if message.epoch <= self.view.epoch:
+        # also without a vote: the answer shows a life in which it has one from the next view on
+        if message.epoch <= self.view.epoch or self.id not in self.view.voters:
             return self, ViewDecided(self.view.epoch, self.view)
-        if self.id not in self.view.voters:
-            return self, None
         if self.promised is not None and message.ballot < self.promised:
             return self, BallotPreempted(message.epoch, message.ballot, self.promised)
         voter = self.view.voters.index(self.id)
