@@ -55,7 +55,7 @@ from reigen.cluster.topology import Topology
 from reigen.config import Config
 from reigen.engine.counters import EngineCounters
 from reigen.engine_factory import JobRendezvous
-from reigen.errors import ArgumentError, JobLeft, PeerLostError
+from reigen.errors import ArgumentError, JobLeft, PeerLostError, format_ranks
 from reigen.net.interfaces import choose_address
 from reigen.resources.limits import explain_limit
 from reigen.startup import job_tls, join_rendezvous
@@ -90,7 +90,7 @@ _MORE_THAN_A_STEP = 10_000
 _ABSENT_TEXT = (
     "its program has not come to view {} of the job, in which the others have waited for it for {:g} s "
     "(REIGEN_DEADLINE). Either it takes longer than that between two collectives, or it catches HorovodInternalError "
-    "and HostsUpdatedInterrupt, which have to leave the function that hvd.elastic.run calls"
+    "and HostsUpdatedInterrupt, which have to leave the function that hvd.elastic.run calls, or the block of a step"
 )
 
 #: Why a process ends whose program goes on in a view that has ended.
@@ -288,6 +288,8 @@ class ElasticJob(Generic[_Context]):
         self._revoked_at: float | None = None
         #: when the view that runs has begun; and how long its members wait for each other in a collective
         self._run_at, self._deadline_seconds = 0.0, math.inf
+        #: for which a collective of the view has waited in vain
+        self._late_ranks: Sequence[int] = ()
         self.renumbered: dict[int, int] = {}
         self.has_failed = self.has_left = False
         #: when a process that leaves ends, whatever its program does
@@ -383,7 +385,7 @@ class ElasticJob(Generic[_Context]):
             self._entered, self.epoch, self._step = view, view.epoch, view.base.target
             self._step_clock.enter_view()
             context = self._contexts[view.epoch]
-            self._refused = RefusedCalls(self._deadline_seconds)
+            self._refused, self._late_ranks = RefusedCalls(self._deadline_seconds), ()
             self._thread_id = threading.get_ident()
         context.when_refused(partial(self._note_refused, view.epoch))
         context.when_late(partial(self._report_late, view))
@@ -392,6 +394,7 @@ class ElasticJob(Generic[_Context]):
 
     def _report_late(self, view: View, ranks: Sequence[int]) -> None:
         """Report ranks for which a collective has waited until its deadline."""
+        self._late_ranks = ranks  # the program hears of it later
         members = tuple(view.members[rank] for rank in ranks if rank != view.ranks[self._place.member])
         self._driver.report(MembersLate(view.epoch, members))
 
@@ -431,7 +434,11 @@ class ElasticJob(Generic[_Context]):
         serves those who have not until then. A candidate has no context of a view, and asks for nothing.
         """
         if not self._has_stopped and not self.is_candidate:
-            self._driver.request_change("a collective failed", self.epoch)
+            reason = ""
+            if late := self._late_ranks:
+                seconds = self._deadline_seconds
+                reason = f"a collective has waited for rank(s) {format_ranks(late)} for {seconds:g} s (REIGEN_DEADLINE)"
+            self._driver.request_change(reason, self.epoch)
             self._close_context(self.epoch)
 
     def _close_context(self, epoch: int) -> None:
@@ -543,7 +550,7 @@ class ElasticJob(Generic[_Context]):
                 if not is_programs:
                     self._contexts.pop(epoch, None)
             if context is not None:
-                context.give_up(PeerLostError(self._driver.reason))
+                context.give_up(PeerLostError(self._driver.cause.text))
         if context is not None and not is_programs:
             context.close()
         if (state := self.step_state) is not None:
@@ -637,7 +644,7 @@ class ElasticJob(Generic[_Context]):
             self._changed.notify_all()
 
     def _note_change(self, view: View) -> None:
-        reason, revoked_at = self._driver.reason, self._revoked_at
+        reason, revoked_at = self._driver.cause.text, self._revoked_at
         seconds = 0.0 if revoked_at is None else time.monotonic() - revoked_at
         is_planned = self._driver.is_planned
         outcome = first_outcome(is_planned=is_planned, tells_outcomes=self.step_state is not None)

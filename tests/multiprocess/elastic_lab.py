@@ -116,7 +116,7 @@ class LabPlane:
         members = [list(member) for member in view.members]
         if view.witness is not None:
             self.log("witness", view.epoch, view.witness.incarnation)
-        self.log("run", view.epoch, members, view.base.target, self.driver.reason, self.driver.is_planned)
+        self.log("run", view.epoch, members, view.base.target, self.driver.cause.text, self.driver.is_planned)
         with self.changed:
             self.view = view
             self.changed.notify_all()

@@ -44,6 +44,7 @@ ME, OTHER, DEAD = VIEW.members[0], VIEW.members[2], VIEW.members[3]
         ),
         (Evidence(DEAD, Verdict.DEAD, "gone"), False, ChangeReason("rank 3 is dead: gone", is_of_death=True)),
         (ChangeRequested(1, "it cannot wait"), False, ChangeReason("rank 0: it cannot wait")),
+        (ChangeRequested(1, ""), False, ChangeReason("rank 0: a collective failed")),
         (
             TimerFired(ViewTimer.STUCK),
             False,

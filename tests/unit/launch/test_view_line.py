@@ -63,6 +63,31 @@ def test_a_pause_is_said_with_its_length_if_that_is_known() -> None:
     assert describe_pause(0, 1 << 30, [3, 4]) == "members wait while slots 3, 4 get the state (1.0 GiB)"
 
 
+def test_a_view_in_which_no_step_was_run_is_explained_behind_the_next_change() -> None:
+    """Its members have waited for one that never came; the note about its end is there before the view behind it."""
+    lines, after = ChangeLines(), BEFORE[:3]
+    lines.begin_view(1, None, BEFORE, None, 0.0)
+    lines.explain(ChangeNote(2, "rank 0: a collective has waited for rank(s) 3", seconds=0.1))
+    lines.begin_view(2, BEFORE, BEFORE, 7, 1.0)
+    lines.note_gone([(3, 0)], "exit code 1")
+    lines.explain(ChangeNote(3, outcome=StepOutcome.UNDONE, step=7))
+    assert lines.take_line(5.0, must=True) == (
+        "view 2: 4 ranks go on after 0.10 s; rank 0: a collective has waited for rank(s) 3"
+    )
+    lines.begin_view(3, BEFORE, after, None, 5.0)
+    said = "view 3: 3 ranks go on; slot 3 has gone (exit code 1); step 7 is undone and run again"
+    assert lines.take_line(5.0, must=False) == said
+
+
+def test_who_has_completed_a_step_is_said_only_where_somebody_has_gone() -> None:
+    lines = ChangeLines()
+    lines.begin_view(1, None, BEFORE, None, 0.0)
+    lines.begin_view(2, BEFORE, BEFORE, 7, 1.0)
+    assert lines.take_line(1.0, must=True) == "view 2: 4 ranks go on"
+    lines.begin_view(3, BEFORE, BEFORE[:3], 9, 2.0)
+    assert lines.take_line(2.0, must=True).endswith("; step 9 was completed without those who died")
+
+
 def test_warm_spares() -> None:
     """Three members and a spare: it joins, takes over, and another one comes."""
     lines, members = ChangeLines(), BEFORE[:3]
@@ -100,4 +125,14 @@ def test_a_view_with_too_few_members_says_that_steps_wait():
     lines.explain(ChangeNote(2, seconds=0.1))
     lines.begin_view(2, ((0, 0), (1, 0)), ((0, 0),), None, 1.1, least=2)
     said = "view 2: 1 rank is there, and 2 are needed: steps wait; slot 1 has gone (killed by SIGKILL)"
+    assert lines.take_line(1.1, must=False) == said
+
+
+def test_a_program_may_need_more_members_than_the_launcher_knows():
+    lines = ChangeLines()
+    lines.begin_view(1, None, BEFORE, None, 0.0, least=2)
+    lines.note_gone([(3, 0)], "killed by SIGKILL")
+    lines.explain(ChangeNote(2, seconds=0.1, least_size=4))
+    lines.begin_view(2, BEFORE, BEFORE[:3], None, 1.1, least=2)
+    said = "view 2: 3 ranks are there, and 4 are needed: steps wait; slot 3 has gone (killed by SIGKILL)"
     assert lines.take_line(1.1, must=False) == said

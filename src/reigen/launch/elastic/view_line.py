@@ -27,6 +27,8 @@ class ViewLine:
         is_explained: it is known why each one has gone, and that somebody has gone or come.
         outcome: what is done again, where no member tells; empty: nothing.
         due: when it is said though members have not told what is done again.
+        size: number of its members.
+        least_size: the fewest with which steps are run, as far as the launcher knows.
     """
 
     epoch: int
@@ -36,9 +38,20 @@ class ViewLine:
     outcome: str
     has_seconds: bool
     due: float = 0.0
+    size: int = 1
+    least_size: int = 1
+
+    def is_short(self, note: ChangeNote | None) -> bool:
+        """Return whether steps wait for more members. What is done again is told when there are enough."""
+        return self.size < self._least(note)
+
+    def _least(self, note: ChangeNote | None) -> int:
+        return max(self.least_size, 1 if note is None else note.least_size)
 
     def text(self, note: ChangeNote | None) -> str:
         """Return the line, with the note of its members."""
+        if self.is_short(note):
+            return "; ".join([f"view {self.epoch}: {describe_shortage(self.size, self._least(note))}", *self.parts])
         if note is None:
             return "; ".join([self.head, *self.parts, *filter(None, [self.outcome])])
         head = self.head if self.has_seconds or not note.seconds else f"{self.head} after {note.seconds:.2f} s"
@@ -87,7 +100,7 @@ def describe_view(
     moved = [(ranks[each], rank) for rank, each in enumerate(members) if ranks.get(each, rank) != rank]
     parts += [describe_moves(moved)] if moved else []
     is_explained = bool(by_reason or joined) and "" not in by_reason
-    return ViewLine(epoch, head, tuple(parts), is_explained, outcome, seconds is not None, due)
+    return ViewLine(epoch, head, tuple(parts), is_explained, outcome, seconds is not None, due, len(members))
 
 
 def describe_shortage(num: int, least: int) -> str:
@@ -130,8 +143,8 @@ class ChangeLines:
         self._why_gone: dict[tuple[int, int], str] = {}
         #: when the first member has died since the last view began
         self._died_at: float | None = None
-        #: what members have told of the latest change; the line that waits for it
-        self._note: ChangeNote | None = None
+        #: what members have told of the two latest changes, by epoch; the line that waits for it
+        self._notes: dict[int, ChangeNote] = {}
         #: warm spares of the latest view
         self._spares: frozenset[tuple[int, int]] = frozenset()
         self._line: ViewLine | None = None
@@ -152,8 +165,10 @@ class ChangeLines:
         self._died_at = now if self._died_at is None else self._died_at
 
     def explain(self, note: ChangeNote) -> None:
-        """Take in what members tell of the latest change."""
-        self._note = note
+        """Take in what members tell of the latest change. That of a view behind it may come before its line is due."""
+        self._notes[note.epoch] = note
+        while len(self._notes) > 2:
+            del self._notes[min(self._notes)]
 
     def begin_view(
         self,
@@ -175,21 +190,18 @@ class ChangeLines:
             completed_step: the one that those who are left have finished; None: none.
             now: when it begins.
             spares: ranks of its warm spares.
-            least: members without which no step is run.
+            least: members without which no step is run; the program may need more (`ChangeNote.least_size`).
         """
         spares_before, self._spares = self._spares, frozenset(members[rank] for rank in spares)
         if before is not None:
             seconds = None if self._died_at is None else now - self._died_at
             outcome = "" if seconds is None else "what was done since the last commit is done again"
-            if completed_step is not None:
+            if completed_step is not None and set(before) - set(members):
                 outcome = f"step {completed_step} was completed without those who died"
-            is_explained = self._note is not None and self._note.epoch == epoch
-            due = now + (OUTCOME_SECONDS if is_explained else 0.0)
+            due = now + (OUTCOME_SECONDS if epoch in self._notes else 0.0)
             spares_of_both = spares_before, self._spares
-            self._line = describe_view(epoch, before, members, self._why_gone, seconds, outcome, due, spares_of_both)
-            if len(members) < least:  # what is done again is told when there are enough
-                head = f"view {epoch}: {describe_shortage(len(members), least)}"
-                self._line = replace(self._line, head=head, outcome="", due=now)
+            line = describe_view(epoch, before, members, self._why_gone, seconds, outcome, due, spares_of_both)
+            self._line = replace(line, least_size=least)
         self._died_at = None
         self._why_gone = {member: why for member, why in self._why_gone.items() if member in members}
 
@@ -203,12 +215,12 @@ class ChangeLines:
         Returns:
             Empty: there is none, or it is too early.
         """
-        line, note = self._line, self._note
+        line = self._line
         if line is None:
             return ""
-        note = note if note is not None and note.epoch == line.epoch else None
-        is_explained = note is not None and note.outcome is not StepOutcome.PENDING
-        if not is_explained and not must and now < line.due:
+        note = self._notes.get(line.epoch)
+        is_whole = line.is_short(note) or (note is not None and note.outcome is not StepOutcome.PENDING)
+        if not is_whole and not must and now < line.due:
             return ""
         self._line = None
         return line.text(note)

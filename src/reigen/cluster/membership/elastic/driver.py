@@ -97,6 +97,8 @@ MAX_FAILED_VIEWS = MAX_OTHERS_FAILURES + 4
 NUM_WAYS_TO_VOTER = 2
 #: Reason of a change for which all stop behind one step.
 PLANNED_REASON = "processes come or leave"
+#: Reason where no more is known here.
+_ANY_FAILURE = "a collective failed"
 #: Where steps are run.
 _STEPPING = {ElasticState.RUNNING, ElasticState.LEAVING}
 #: Where the end of a member whose program is done asks for nothing.
@@ -121,7 +123,7 @@ class ViewDriver:
         me: who this process is.
         finished: members whose programs are done, as they have said. Their ends begin no change; where one begins for
             another reason, they are left out.
-        reason: why the latest change began, for the user; empty before the first.
+        cause: why the latest change began; its text is empty before the first.
         is_leaving: this process leaves the job, or has left it.
         launcher_knows: is set when the launcher has been told so.
         stragglers: is told how long steps take here.
@@ -141,7 +143,6 @@ class ViewDriver:
     ) -> None:
         self.me = node.me
         self.finished: frozenset[MemberId] = frozenset()
-        self.reason = ""
         self.is_leaving = self.is_planned = False
         self.note: ChangeNote | None = None
         self.tells_outcomes = False
@@ -178,7 +179,7 @@ class ViewDriver:
         self._all_know = threading.Event()
         self._num_failed_views = 0
         #: why the latest change began, and when
-        self._cause = ChangeReason()
+        self.cause = ChangeReason()
         self._revoked_at: float | None = None
         #: the launcher has heard from here what is done again when a view runs, and none has run since
         self._is_outcome_announced = False
@@ -255,8 +256,7 @@ class ViewDriver:
             self._actions.extend(actions)
             is_over = machine.state not in _STEPPING  # a moment later it may run the next view
             if is_over:
-                self._cause = explain_change(machine.view, self.me, StepApplied(step))
-                self.reason = self._cause.text
+                self.cause = explain_change(machine.view, self.me, StepApplied(step))
         if actions:
             self._loop.wake()
         return is_over
@@ -267,7 +267,7 @@ class ViewDriver:
         A process that asks for it more than `MAX_FAILED_VIEWS` times before any view runs is ended.
 
         Args:
-            reason: for the user, without a period.
+            reason: for the user, without a period; empty: a collective failed, and others may know why.
             epoch: the view in which that was; nothing happens if it has passed. None: the present one.
         """
         view = self._view
@@ -411,11 +411,10 @@ class ViewDriver:
         if self._view is not None and (
             (is_changed and before in _CALM)
             or (is_changed and before is ElasticState.PAUSED and not belongs_to_stop(event))
-            or (before is ElasticState.CHANGING and self._cause.is_hearsay and isinstance(event, Evidence))
+            or (before is ElasticState.CHANGING and self.cause.is_hearsay and isinstance(event, Evidence))
         ):
             is_waiting = before is ElasticState.WAITING
-            self._cause = explain_change(self._view, self.me, event, is_waiting=is_waiting)
-            self.reason = self._cause.text
+            self.cause = explain_change(self._view, self.me, event, is_waiting=is_waiting)
         if is_changed:
             self._take_in_finished(event)
 
@@ -512,7 +511,8 @@ class ViewDriver:
             is_planned = self.is_planned or self._is_outcome_announced
             outcome = first_outcome(is_planned=is_planned, tells_outcomes=self.tells_outcomes)
             self._is_outcome_announced = self._is_outcome_announced or outcome is StepOutcome.COMMIT
-            self.note = make_note(view.epoch, self._cause, seconds, outcome)
+            least = max(view.min_size, self._required_size)
+            self.note = make_note(view.epoch, self.cause, seconds, outcome, least)
             self.directory.tell_change(self.note)
         self.directory.announce(view)
         if view.witness is not None:
@@ -591,14 +591,19 @@ class ViewDriver:
 
     def _on_request(self, request: ChangeRequested) -> None:
         view = self._view
-        if view is None or request.epoch != view.epoch or self._machine.state is ElasticState.CHANGING:
+        if view is None or request.epoch != view.epoch:
+            return
+        if self._machine.state is ElasticState.CHANGING:
+            if request.reason and self.cause.is_hearsay:
+                self.cause = explain_change(view, self.me, request)
             return
         if self._machine.state is ElasticState.PAUSED:
             return  # the change comes, and does not cut off those that are still in the step at which all stop
         if self._machine.state not in _CALM:
             self._num_failed_views += 1
             if self._num_failed_views > MAX_FAILED_VIEWS:
-                self._end(1, f"{MAX_FAILED_VIEWS + 1} views in a row failed here, at last because: {request.reason}")
+                reason = request.reason or _ANY_FAILURE
+                self._end(1, f"{MAX_FAILED_VIEWS + 1} views in a row failed here, at last because: {reason}")
                 return
         self._dispatch(request)
 
@@ -699,10 +704,11 @@ def first_outcome(*, is_planned: bool, tells_outcomes: bool) -> StepOutcome:
     return StepOutcome.PENDING if tells_outcomes else StepOutcome.COMMIT
 
 
-def make_note(epoch: int, cause: ChangeReason, seconds: float, outcome: StepOutcome) -> ChangeNote:
+def make_note(epoch: int, cause: ChangeReason, seconds: float, outcome: StepOutcome, least_size: int = 1) -> ChangeNote:
     """Return the note that rank 0 gives the launcher of a change when the view behind it begins."""
     is_known = cause.text == PLANNED_REASON or cause.is_of_death
-    return ChangeNote(epoch, "" if is_known else cause.text[:MAX_REASON], cause.is_hearsay, seconds, outcome)
+    reason = "" if is_known else cause.text[:MAX_REASON]
+    return ChangeNote(epoch, reason, cause.is_hearsay, seconds, outcome, least_size=least_size)
 
 
 def belongs_to_stop(event: MemberEvent) -> bool:
@@ -733,7 +739,7 @@ def explain_change(view: View, me: MemberId, event: MemberEvent, *, is_waiting: 
             text = f"rank {view.ranks.get(member)} {verdict.value}{detail and ': '}{detail}"
             return ChangeReason(text, is_of_death=verdict is Verdict.DEAD)
         case ChangeRequested(_, reason):
-            return ChangeReason(f"rank {view.ranks.get(me)}: {reason}")
+            return ChangeReason(f"rank {view.ranks.get(me)}: {reason or _ANY_FAILURE}")
         case Received(MemberId() as sender, RevokeView(lost=lost)) if lost:
             ranks = format_ranks(view.ranks[member] for member in lost if member in view.ranks)
             text = f"rank(s) {ranks} are lost (told by rank {view.ranks.get(sender)})"

@@ -119,7 +119,7 @@ class LeaveRequested:
 class ChangeRequested:
     """Request for a change by a member that cannot go on in the view ``epoch``: an engine gave up, a build failed.
 
-    The next view may have the same members.
+    The next view may have the same members. ``reason`` is empty where a collective failed, and no more is known.
     """
 
     epoch: int

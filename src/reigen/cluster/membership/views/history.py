@@ -121,6 +121,7 @@ class ChangeNote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         outcome: what became of the step that was under way.
         step: its number, where the program counts steps.
         samples: its epoch, and its first place and the one behind its last in the epoch's order; empty: not known.
+        least_size: the fewest members with which its program runs steps.
     """
 
     epoch: Count
@@ -130,6 +131,7 @@ class ChangeNote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     outcome: StepOutcome = StepOutcome.PENDING
     step: Count = 0
     samples: tuple[Count, ...] = ()
+    least_size: Count = 1
 
     def describe_outcome(self) -> str:
         """Return the outcome as a part of a sentence; empty while it is pending."""
