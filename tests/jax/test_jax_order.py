@@ -5,10 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 import reigen.jax as rj
+from reigen.testing import RankPool
 
 COMPUTATIONS, COLLECTIVES = 40, 6
+#: elements of a sum that takes longer than a call holds its thread
+LARGE = 1 << 21
 
 
 def compute(x, step):
@@ -63,6 +67,29 @@ def traced_in_different_orders() -> list[float]:
     return [float(second(jnp.ones(3))[0]), float(first(jnp.ones(3))[0])]
 
 
+def sum_behind_a_sum() -> None:
+    """The rest of a program runs on the thread that completes a sum, and that may need another sum."""
+    total = float(rj.size())
+
+    def add(value):
+        return np.float32(rj.allreduce(np.float32(value), op=rj.Sum, name="called back"))
+
+    @jax.jit
+    def program(x):
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return io_callback(add, scalar, rj.allreduce(x, op=rj.Sum)[0], ordered=True)
+
+    assert [float(program(jnp.ones(LARGE))) for _ in range(3)] == [total * total] * 3
+
+
+def sum_over_devices_behind_a_sum() -> None:
+    devices = jax.local_device_count()
+    assert devices == 2
+    program = jax.pmap(lambda x: jax.lax.psum(rj.allreduce(x, op=rj.Sum), "devices"), axis_name="devices")
+    for _ in range(3):
+        assert set(np.unique(program(jnp.ones((devices, LARGE))))) == {devices * rj.size()}
+
+
 def test_more_computations_than_threads(rank_pool) -> None:
     rank_pool(2).run(dispatch, False, init=True)
     rank_pool(3).run(dispatch, False, init=True)
@@ -78,3 +105,12 @@ def test_functions_that_stand_in_a_program_several_times(rank_pool) -> None:
 
 def test_ranks_may_trace_in_different_orders(rank_pool) -> None:
     assert rank_pool(3).run(traced_in_different_orders, init=True) == [[6.0, 3.0]] * 3
+
+
+def test_a_callback_behind_a_sum_may_sum(rank_pool) -> None:
+    rank_pool(2).run(sum_behind_a_sum, init=True, env={"REIGEN_DEADLINE": "20"})
+
+
+def test_devices_meet_behind_a_sum() -> None:
+    with RankPool(2, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}) as pool:
+        pool.run(sum_over_devices_behind_a_sum, init=True)

@@ -5,7 +5,8 @@ a. XLA calls `FfiHandler` on a thread of its own with the buffers of the operati
 b. The handler submits the collective on views of the buffers. Nothing is copied where the shape of the result is the
    tensor's, or where there is one result.
 c. If the collective is not complete by then, the handler gives XLA a future and returns: the thread is free. Reigen's
-   engine completes the future later. XLA keeps the buffers until then.
+   engine has the future completed later. XLA keeps the buffers until then, and may run the rest of the program on the
+   thread that completes it: that is none which the engine needs.
 
 Tokens, which carry an order between operations and no data, may be among arguments and results.
 """
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from reigen import context
 from reigen.api.native_calls import NativeCall, decode_call
-from reigen.api.runtime_threads import KnownThreads, wait_until_left
+from reigen.api.runtime_threads import ContinuationThreads, KnownThreads, wait_until_left
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.errors import CollectiveError, UnsupportedTypeError
 from reigen.types import DTYPES, DType
@@ -106,7 +107,7 @@ class FfiHandler:
         self.version = version
         self._checks_order = checks_order
         self._answers, self._device_index, self._decode = answer, device_index, decode
-        self._threads = KnownThreads()
+        self._threads, self._continuations = KnownThreads(), ContinuationThreads("reigen-xla")
         #: calls that are in Python, and those whose future is not complete
         self._calls: dict[object, None] = {}
         self._lock = threading.Lock()
@@ -221,15 +222,8 @@ class FfiHandler:
     # -- on the thread of Reigen that completes a collective -----------------------------------------------------------
 
     def _complete(self, call: _Call, handle: Handle) -> None:
-        try:
-            call.deliver(handle.wait())
-        except BaseException as error:  # noqa: BLE001  raised by the runtime, where the result is needed
-            self._fail(call, error)
-        else:
-            done = FfiFutureArguments(sizeof(FfiFutureArguments), None, call.future)
-            _call(call.api, call.api.future_set_available, done)
-            del self._calls[call.key]
         self._begin_next(call.name)
+        self._continuations.run(functools.partial(self._continue, call, handle))
 
     def _begin_next(self, name: tuple[str, int]) -> None:
         """Begin the next call of a name, if there is one: another was over."""
@@ -243,10 +237,22 @@ class FfiHandler:
             try:
                 handle = call.begin(blocking=False)
             except BaseException as error:  # noqa: BLE001  raised by the runtime, where the result is needed
-                self._fail(call, error)
+                self._continuations.run(functools.partial(self._fail, call, error))
                 continue
             handle.add_done_callback(functools.partial(self._complete, call, handle))
             return
+
+    # -- on threads on which programs go on ---------------------------------------------------------------------------
+
+    def _continue(self, call: _Call, handle: Handle) -> None:
+        try:
+            call.deliver(handle.wait())
+        except BaseException as error:  # noqa: BLE001  raised by the runtime, where the result is needed
+            self._fail(call, error)
+        else:
+            done = FfiFutureArguments(sizeof(FfiFutureArguments), None, call.future)
+            _call(call.api, call.api.future_set_available, done)
+            del self._calls[call.key]
 
     def _fail(self, call: _Call, error: BaseException) -> None:
         made = self._error(call.api, error)
