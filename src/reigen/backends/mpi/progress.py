@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from reigen.cluster.bootstrap.mpi_library import MpiExitHandler
-from reigen.cluster.membership.abort_message import ERRORS_BY_NAME, has_left
+from reigen.cluster.membership.abort_message import AbortMessage, error_from_abort, has_left, make_abort_message
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 
 if TYPE_CHECKING:
@@ -42,19 +42,15 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 500e-6
 #: Seconds of asking which rank has gone after MPI reported that one has.
 _ASK_SECONDS = 1.0
 _TAG = 1
-_MAX_BYTES = 2048
-_MAX_REASON_CHARACTERS = 400  # at most four bytes each, and room to spare
-_MAX_RANKS = 64
+_MAX_BYTES = 4096  # an `AbortMessage` has less than 3950
 
 
 class _StatusMessage(msgspec.Struct, array_like=True, frozen=True):
-    """Message between ranks beside the data. ``kind`` is that of the error for _GIVEN_UP, empty for _PRESENT."""
+    """Message between ranks beside the data; ``abort`` is that of one that cannot go on."""
 
     backend: bytes
     operation: int
-    kind: str = ""
-    ranks: tuple[int, ...] = ()
-    reason: str = ""
+    abort: AbortMessage | None = None
 
 
 class MpiSharedState:
@@ -216,19 +212,15 @@ class MpiProgress:
             if note.backend != self.name:
                 continue  # of a backend that is no more
             self._present[sender] = max(self._present[sender], note.operation)
-            if note.kind:
-                kind = ERRORS_BY_NAME.get(note.kind, CollectiveError)
-                self._shared_state.fail(kind(f"{note.reason} (told by rank {self.ranks[sender]})", ranks=note.ranks))
+            if note.abort is not None:
+                self._shared_state.fail(error_from_abort(note.abort, f"rank {self.ranks[sender]}"))
 
     def give_up(self, error: CollectiveError) -> None:
         """Report to the other ranks of this backend, and to its waiting thread here, that this one cannot go on."""
         self._shared_state.fail(error)
-        kind = type(error).__name__ if type(error).__name__ in ERRORS_BY_NAME else CollectiveError.__name__
-        ranks = error.ranks[:_MAX_RANKS] or (self.ranks[self.rank],)
+        abort = make_abort_message(error, self.ranks[self.rank])
         with self._shared_state.lock:
-            self._send_status(
-                _StatusMessage(self.name, self._operation, kind, ranks, error.reason[:_MAX_REASON_CHARACTERS])
-            )
+            self._send_status(_StatusMessage(self.name, self._operation, abort))
 
     def _send_status(self, note: _StatusMessage) -> None:
         self._drop_sent()

@@ -15,22 +15,28 @@ ERRORS_BY_NAME: dict[str, type[CollectiveError]] = {
 }
 _REPORTED_BY = " (told by "
 #: Together less than 3950 bytes, whatever the numbers: as much as a page has room for beside other things.
-_MAX_REASON_BYTES, _MAX_RANKS = 3400, 100
+_MAX_REASON_BYTES, _MAX_TENSOR_BYTES, _MAX_RANKS = 3100, 300, 100
 
 
 class AbortMessage(msgspec.Struct, tag=9, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Error with which a rank gave up."""
+    """Error with which a rank gave up; ``tensor`` is the one that the reason speaks of; empty: it speaks of none."""
 
     kind: str
     ranks: tuple[int, ...]
     reason: str
+    tensor: str = ""
 
 
 def make_abort_message(error: CollectiveError, rank: int) -> AbortMessage:
     """Make the message about an error that rank ``rank`` gives up with."""
     kind = type(error).__name__ if type(error).__name__ in ERRORS_BY_NAME else CollectiveError.__name__
-    reason = error.reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
-    return AbortMessage(kind, (error.ranks or (rank,))[:_MAX_RANKS], reason)
+    tensor = "" if isinstance(error, PeerLostError) else error.tensor or ""  # a death is about any tensor
+    ranks = (error.ranks or (rank,))[:_MAX_RANKS]
+    return AbortMessage(kind, ranks, _cut(error.reason, _MAX_REASON_BYTES), _cut(tensor, _MAX_TENSOR_BYTES))
+
+
+def _cut(text: str, num_bytes: int) -> str:
+    return text.encode(errors="replace")[:num_bytes].decode(errors="ignore")
 
 
 def error_from_abort(abort: AbortMessage, reporter: str) -> CollectiveError:
@@ -42,7 +48,7 @@ def error_from_abort(abort: AbortMessage, reporter: str) -> CollectiveError:
     reason = abort.reason or f"rank(s) {format_ranks(abort.ranks)} gave up"
     if reporter and _REPORTED_BY not in reason:
         reason += f"{_REPORTED_BY}{reporter})"
-    return kind(reason, ranks=abort.ranks)
+    return kind(reason, tensor=abort.tensor or None, ranks=abort.ranks)
 
 
 def left_error(ranks_text: str, ranks: Sequence[int]) -> PeerLostError:
