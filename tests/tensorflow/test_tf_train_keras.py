@@ -179,6 +179,30 @@ def test_models_are_saved_and_loaded_with_their_optimizers_state(pool, suffix, t
     pool.run(save_and_load, str(tmp_path), suffix, init=True)
 
 
+def load_saved_models(directory: str) -> None:
+    """The older Keras loads its optimizers without their state from a SavedModel."""
+    import reigen.tensorflow.keras as hvd
+
+    if not hvd.choice.IS_LEGACY:  # Keras 3 saves files
+        return
+    xs, ys = interleaved(2, 4)
+    for number, make in enumerate(optimizers()):
+        path = str(Path(directory, f"{hvd.rank()}.{number}"))
+        model = make_model()
+        fit(model, hvd.DistributedOptimizer(make()), xs[hvd.rank()], ys[hvd.rank()], 4, [])
+        model.save(path)
+        loaded = hvd.load_model(path)
+        assert type(loaded.optimizer).__name__ == type(make()).__name__
+        for one, other in zip(loaded.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        loaded.fit(xs[hvd.rank()], ys[hvd.rank()], batch_size=4, shuffle=False, verbose=0)
+        assert_identical_everywhere(loaded.get_weights())
+
+
+def test_saved_models_are_loaded(pool, tmp_path):
+    pool.run(load_saved_models, str(tmp_path), init=True)
+
+
 def mixed_precision() -> None:
     """One rank's gradients overflow: all of them skip the step."""
     import reigen.tensorflow.keras as hvd

@@ -280,6 +280,7 @@ def _copy_state(wrapped: Any, optimizer: Any, variables: list[Any]) -> None:
     """Give a new optimizer the state of the one that it was made of."""
     make_variables(wrapped, variables)
     if isinstance(wrapped, _Optimizer):
+        make_variables(optimizer, variables)  # that of a SavedModel has none
         for new, old in zip(wrapped.variables, optimizer.variables, strict=True):
             new.assign(old)
     elif optimizer.get_weights():

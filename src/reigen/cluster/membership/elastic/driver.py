@@ -353,7 +353,8 @@ class ViewDriver:
             self._release()
 
     def _release(self) -> None:
-        self._has_ended = True
+        with self._lock:  # a thread of the program may carry out actions
+            self._has_ended = True
         self._all_know.set()
         self._links.close()
         self._node.close()
