@@ -201,6 +201,10 @@ def check_errors() -> None:
         jax.jit(jax.grad(lambda x: rj.allreduce(x, op=rj.Max).sum()))(x)
     with pytest.raises(ArgumentError):
         jax.jit(lambda x: rj.broadcast(x, 7))(x)
+    with pytest.raises(ArgumentError, match="splits must be known when the program is traced"):
+        jax.jit(lambda x, splits: rj.alltoall(x, splits=splits))(jnp.ones(2), jnp.ones(2, jnp.int32))
+    static = jax.jit(lambda x, splits: rj.alltoall(x, splits=splits)[0], static_argnames="splits")
+    assert static(jnp.arange(2.0), splits=(1, 1)).tolist() == [rank] * 2
     with pytest.raises(UnsupportedTypeError, match="blocking functions"):
         jax.jit(lambda x: rj.allreduce_async(x).wait())(x)
     with pytest.raises(ArgumentError):

@@ -53,6 +53,11 @@ class JaxCollectives(Collectives[jax.Array]):
         if collective.in_place and not grouped and compression is Compression.none and _is_plain(value):
             return self.start(collective, value, argument, name or None, process_set, blocking=True).wait()
         number = process_set_number(process_set)
+        if collective.returns_splits and isinstance(argument, jax.core.Tracer):  # shapes of results depend on them
+            raise ArgumentError(
+                f"splits must be known when the program is traced, got {argument}: pass a tuple or a NumPy array, or "
+                "make the argument of jax.jit static (static_argnames)"
+            )
         if collective.parse is not None:
             argument = collective.parse(_ADAPTER, argument)
         as_compressor(compression, COMPRESSION_NAMES)
