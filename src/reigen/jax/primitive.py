@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 from msgspec import structs
 
 from reigen import context
@@ -150,12 +151,27 @@ def _run(*arrays: Any, call: NativeCall, splits: Any, **_: Any) -> list[Any]:
 def _describe(
     *avals: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool, received: Any
 ) -> tuple[list[Any], Any]:
-    results = [ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
+    results = [_type_of_result(aval, shape, aval.dtype) for aval, shape in zip(avals, shapes, strict=True)]
     if call.row.returns_splits:
-        results.append(ShapedArray((len(_members(call.process_set)),), np.dtype(np.int32)))
+        results.append(_type_of_result(avals[0], (len(_members(call.process_set)),), np.dtype(np.int32)))
     if get_handler() is None:
         return results, callback_effects()
     return results, {ORDERED} if ordered else set()
+
+
+def _type_of_result(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return the type of a result, which varies over the axes of a shard_map over which its own tensor varies.
+
+    Each device's part is communicated with that of the same device of the other ranks: a result is the same on all
+    devices if its own tensor is, whatever else is in the group. The type is made from that of the tensor, because the
+    field for it is ``vma`` or ``manual_axis_type``, depending on the version of JAX.
+    """
+    sharding = aval.sharding
+    if sharding.mesh.empty:
+        return ShapedArray(shape, dtype)
+    if shape != aval.shape:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def _lower(ctx: Any, *operands: Any, call: NativeCall, splits: Any, shapes: Any, ordered: bool, received: Any) -> Any:
@@ -230,8 +246,7 @@ def _differentiate(
 
 
 def _zero(result: Any) -> Any:
-    dtype = result.dtype if jnp.issubdtype(result.dtype, jnp.inexact) else jax.dtypes.float0
-    return ad.Zero(ShapedArray(np.shape(result), dtype))
+    return ad.Zero(jax.typeof(result).to_tangent_aval())
 
 
 def _received_rows(rows: Any, splits: Any, process_set: int, shape: tuple[int, ...]) -> tuple[int, ...]:
