@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.core import ShapedArray
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from reigen.api.adapter import Array, TensorAdapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
@@ -58,7 +59,10 @@ def empty_aligned(shape: tuple[int, ...], storage: np.dtype[Any]) -> Array:
 
 
 def over_memory(array: Array, dtype: Any, like: jax.Array | None) -> jax.Array:
-    """A jax.Array of an array that nothing else uses, in storage type, of JAX's ``dtype``, where ``like`` lies."""
+    """A jax.Array of an array that nothing else uses, in storage type, of JAX's ``dtype``, where ``like`` lies.
+
+    It has the sharding of ``like`` if that divides its shape, and else each of the devices gets all of it.
+    """
     if array.dtype != dtype:
         array = array.view(dtype)
     if like is None:
@@ -67,9 +71,22 @@ def over_memory(array: Array, dtype: Any, like: jax.Array | None) -> jax.Array:
         with _enable_x64(True):
             return over_memory(array, dtype, like)
     if _device_put is None or not _is_at_default_place(like):
-        return jax.device_put(array, like.sharding)
+        return jax.device_put(array, _sharding_of_result(like, array.shape))
     aval = like.aval if like.shape == array.shape and not like.weak_type else ShapedArray(array.shape, array.dtype)
     return cast(jax.Array, _device_put(aval, like.sharding, [array], [like.device], False))
+
+
+def _sharding_of_result(like: jax.Array, shape: tuple[int, ...]) -> Sharding:
+    sharding = like.sharding
+    if shape == like.shape:
+        return sharding
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:  # other ranks have their results by now: this one has to get its own, too
+        is_named = isinstance(sharding, NamedSharding)
+        mesh = sharding.mesh if is_named else Mesh(sorted(like.devices(), key=lambda device: device.id), "devices")
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return sharding
 
 
 def _is_at_default_place(array: jax.Array) -> bool:

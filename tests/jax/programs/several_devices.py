@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reigen.jax as rj
 
@@ -78,12 +79,42 @@ def check_gradients(mesh: Mesh) -> None:
     np.testing.assert_allclose(jax.jit(tangent)(x), mean)
 
 
+def check_shardings_of_results(mesh: Mesh) -> None:
+    """Outside of programs: that of the tensor where it divides the result's rows, or else all of it on each device."""
+    rank = rj.rank()
+    sharded, whole = NamedSharding(mesh, ROWS), NamedSharding(mesh, WHOLE)
+
+    def check(result, expected, sharding):
+        np.testing.assert_array_equal(result, expected)
+        assert result.sharding == sharding, result.sharding
+
+    x = jax.device_put(jnp.full((2, 3), rank + 1.0), sharded)
+    four = jax.device_put(jnp.arange(4.0), sharded)
+    for function in (rj.reducescatter, lambda x, op: rj.synchronize(rj.reducescatter_async(x, op=op))):
+        check(function(x, op=rj.Sum), np.full((1, 3), 3), whole)
+        check(function(four, op=rj.Sum), np.arange(4).reshape(2, 2)[rank] * 2, sharded)
+    first, second = rj.grouped_reducescatter([x, four], op=rj.Sum)
+    check(first, np.full((1, 3), 3), whole)
+    check(second, np.arange(4).reshape(2, 2)[rank] * 2, sharded)
+    found, rows = rj.alltoall(x, splits=[1, 0] if rank == 0 else [0, 2])
+    check(found, np.full((rank + 1, 3), rank + 1), sharded if rank else whole)
+    assert rows.tolist() == [[1, 0], [0, 2]][rank]
+    check(rj.allgather(x), np.repeat([1, 2], 2)[:, None] * np.ones(3), sharded)
+    uneven = x if rank == 0 else jax.device_put(jnp.zeros((1, 3)), whole)
+    check(rj.allgather(uneven), [[1] * 3, [1] * 3, [0] * 3], whole)
+    check(rj.allreduce(x, op=rj.Sum), np.full((2, 3), 3), sharded)
+    on_each = jax.pmap(lambda x: x + 1)(np.zeros((2, 3)))
+    np.testing.assert_array_equal(rj.allgather(on_each), np.ones((4, 3)))
+    assert rj.reducescatter(on_each).devices() == set(jax.devices())
+
+
 def main() -> None:
     rj.init()
     assert len(jax.devices()) == rj.size() == 2
     mesh = Mesh(np.array(jax.devices()), ("devices",))
     check_results_vary_as_their_tensors(mesh)
     check_gradients(mesh)
+    check_shardings_of_results(mesh)
     print("passed")
 
 
