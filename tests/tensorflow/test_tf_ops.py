@@ -274,8 +274,30 @@ def second_gradients(native: bool) -> None:
             assert place(curvature, tf.constant([1.0, 2.0])).tolist() == [6.0 * hvd.size(), 12.0 * hvd.size()]
 
 
+def second_gradients_of_broadcast(native: bool) -> None:
+    """The root's gradient of sum(y**3) is the average of 3 y**2; averaged again, its own is 6 y / n."""
+    root = hvd.size() - 1
+
+    def slope_and_curvature(x: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(hvd.broadcast(x, root) ** 3)
+            slope = inner.gradient(loss, x)
+        return slope, outer.gradient(slope, x)
+
+    is_root = float(hvd.rank() == root)
+    with operations(native):
+        for place in (at_once, in_a_function):
+            slope, curvature = place(slope_and_curvature, tf.constant([1.0, 2.0]))
+            assert slope.tolist() == [3.0 * is_root, 12.0 * is_root], place
+            assert curvature.tolist() == [6.0 / hvd.size() * is_root, 12.0 / hvd.size() * is_root], place
+            assert hvd.allreduce(tf.constant([5.0])).numpy().tolist() == [5.0]  # the ranks' calls still match
+
+
 @NATIVE
-@pytest.mark.parametrize("func", [gradients, second_gradients])
+@pytest.mark.parametrize("func", [gradients, second_gradients, second_gradients_of_broadcast])
 def test_gradients(rank_pool, func, native):
     rank_pool(2).run(func, native, init=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -244,9 +246,25 @@ def gradients_of_gradients() -> None:
         assert second.tolist() == [2.0 * factor * factor] * n
 
 
+def gradients_of_broadcast_gradients() -> None:
+    """The root's gradient of sum(y**3) is the average of 3 y**2; averaged again, its own is 6 y / n."""
+    n, root = hvd.size(), hvd.size() - 1
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    for name in ("cubes", None):
+        (first,) = torch.autograd.grad((hvd.broadcast(x, root, name=name) ** 3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        is_root = float(hvd.rank() == root)
+        assert first.tolist() == [3.0 * is_root, 12.0 * is_root]
+        assert second.tolist() == [6.0 / n * is_root, 12.0 / n * is_root]
+        assert hvd.allreduce(torch.tensor([5.0])).tolist() == [5.0]  # the ranks' calls still match
+    (first,) = torch.autograd.grad((hvd.broadcast(x, root) * math.inf).sum(), x)
+    assert first.tolist() == [math.inf if hvd.rank() == root else 0.0] * 2
+
+
+@pytest.mark.parametrize("func", [gradients_of_gradients, gradients_of_broadcast_gradients])
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_of_gradients(rank_pool, size):
-    rank_pool(size).run(gradients_of_gradients, init=True)
+def test_gradients_of_gradients(rank_pool, size, func):
+    rank_pool(size).run(func, init=True)
 
 
 def overwritten() -> None:

@@ -117,6 +117,14 @@ class TensorAdapter(ABC, Generic[Tensor]):
         """
         return forward(tensors)
 
+    def zeros_like(self, tensor: Tensor) -> Tensor:
+        """Return zeros in the tensor's shape: for gradients.
+
+        A framework whose gradients can be differentiated again does it by functions of its own, of the tensor: then the
+        tensor's gradient is zeros, and the collective that has made it is differentiated, too.
+        """
+        return self.wrap(np.zeros(tensor.shape, self.dtype(tensor).storage), tensor)  # type: ignore[attr-defined]
+
     def take_rows(self, tensor: Tensor, begin: int, shape: tuple[int, ...]) -> Tensor:
         """Return the rows from ``begin`` in a shape, with zeros behind the last one: for gradients.
 

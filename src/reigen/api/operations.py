@@ -224,8 +224,8 @@ def _broadcast_gradient(call: DifferentiableCall, gradients: list[Any]) -> list[
     averaged = call.run(ALLREDUCE, gradients, _MEAN)
     if context.current().rank == call.argument:
         return averaged
-    adapter = call.adapter
-    return [adapter.wrap(np.zeros(each.shape, adapter.dtype(each).storage), each) for each in averaged]
+    # made of the average: all ranks have to run its gradient, if the root does
+    return list(map(call.adapter.zeros_like, averaged))
 
 
 def _alltoall_gradient(call: DifferentiableCall, gradients: list[Any]) -> list[Any]:

@@ -100,6 +100,10 @@ class TensorFlowAdapter(TensorAdapter[tf.Tensor]):
 
         return list(collective(*tensors))
 
+    def zeros_like(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return zeros that depend on the tensor; its gradient is zeros, too."""
+        return tf.where(False, tensor, tf.zeros_like(tensor))
+
     def take_rows(self, tensor: tf.Tensor, begin: int, shape: tuple[int, ...]) -> tf.Tensor:
         """Return rows of a tensor, by functions that can be differentiated."""
         count = shape[0] if shape else 1

@@ -99,6 +99,10 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         apply: Callable[..., tuple[torch.Tensor, ...]] = _DifferentiableCollective.apply
         return list(apply(forward, backward, *tensors))
 
+    def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return zeros that depend on the tensor; its gradient is zeros, too."""
+        return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
+
     def take_rows(self, tensor: torch.Tensor, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return rows of a tensor, a view."""
         count = shape[0] if shape else 1
