@@ -46,9 +46,11 @@ class TensorAdapter(ABC, Generic[Tensor]):
     Attributes:
         lender: lends what lies in the memory of devices; None: all tensors have to be copied to the host.
         is_immutable: no tensor can be written: `as_tensor` refuses one that is to be, and `write` is never called.
+        stop_gradient: what to do with the input of a collective that has no gradient, for messages.
     """
 
     is_immutable = False
+    stop_gradient = "its input must be a constant"
     lender: DeviceTensorAdapter[Tensor] | None = None
 
     @abstractmethod

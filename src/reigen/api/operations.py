@@ -246,7 +246,7 @@ def _reducescatter_gradient(call: DifferentiableCall, gradients: list[Any]) -> l
 def _check_linear(call: DifferentiableCall) -> None:
     op = call.argument[0]
     if op not in _LINEAR:
-        raise ArgumentError(f"{call.function} with op={op.name.title()} has no gradient; detach() its input")
+        raise ArgumentError(f"{call.function} with op={op.name.title()} has no gradient; {call.adapter.stop_gradient}")
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

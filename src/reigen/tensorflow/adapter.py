@@ -59,6 +59,7 @@ class TensorFlowAdapter(TensorAdapter[tf.Tensor]):
     """
 
     is_immutable = True
+    stop_gradient = "use tf.stop_gradient() on its input"
 
     def as_tensor(self, value: Any, *, writable: bool = False) -> tf.Tensor:
         if writable:

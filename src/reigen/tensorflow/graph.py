@@ -23,6 +23,7 @@ from reigen.api.native_calls import NativeCall
 from reigen.api.operations import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from reigen.errors import ArgumentError
 from reigen.tensorflow import compiled, fallback
+from reigen.tensorflow.adapter import TensorFlowAdapter
 from reigen.tensorflow.errors import raises_tensorflow_errors
 from reigen.tensorflow.native.c_api import CApi, MissingFunctionError
 from reigen.tensorflow.native.collectives import NativeCollectives
@@ -201,7 +202,9 @@ _RULES: dict[str, Callable[[NativeCall, Tensors, Sequence[tf.Tensor], Tensors], 
 def _check_linear(call: NativeCall) -> tuple[ReduceOp, float, float]:
     op, prescale, postscale = call.argument
     if op not in _LINEAR:
-        raise ArgumentError(f"{call.collective} with op={op.name.title()} has no gradient; use tf.stop_gradient()")
+        raise ArgumentError(
+            f"{call.collective} with op={op.name.title()} has no gradient; {TensorFlowAdapter.stop_gradient}"
+        )
     return op, prescale, postscale
 
 

@@ -49,6 +49,7 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
     other device are copied.
     """
 
+    stop_gradient = "detach() its input"
     lender: TorchDeviceTensorAdapter | None = DEVICE_TENSOR_ADAPTER
 
     def dtype(self, tensor: torch.Tensor) -> DType:
