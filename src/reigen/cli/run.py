@@ -159,15 +159,15 @@ def _options(
     launcher_options: Mapping[str, str],
     choice: LauncherChoice,
 ) -> LaunchOptions:
-    elastic = resolve_elastic(_elastic_request(chosen, environ))
+    request = _elastic_request(chosen, environ)
+    elastic = resolve_elastic(request)
     num_ranks = _num_ranks(chosen, choice) or (0 if elastic is None else elastic.min_ranks)
     if elastic is not None and choice.uses_hosts_of_engine and choice.engine_job is not None:
         num_ranks = choice.engine_job.num_slots  # all places may be used, though not at a time
     hosts: tuple[HostInfo, ...] = ()
     comes_by_itself = elastic is not None and choice.launcher == NODES_LAUNCHER
     if not choice.uses_hosts_of_engine and chosen.host_discovery_script is None and not comes_by_itself:
-        num_places = (chosen.num_ranks or chosen.max_ranks or num_ranks) + (0 if elastic is None else elastic.spares)
-        hosts = tuple(resolve_hosts(chosen.hosts, chosen.hostfile, num_places))
+        hosts = tuple(resolve_hosts(chosen.hosts, chosen.hostfile, request.num_places or num_ranks))
     if chosen.witness and any(is_this_host(host.name) for host in hosts):
         raise ConfigError(
             "--witness: this host has ranks, and would be lost with them; --witness-dir names a directory"

@@ -79,7 +79,7 @@ def run(
         func: the function.
         args: its arguments, the same in all processes.
         kwargs: its keyword arguments.
-        num_proc: the number of processes.
+        num_proc: the number of processes; if left out in an elastic job, ``max_num_proc``, or else ``min_num_proc``.
         min_num_proc: makes an elastic job: processes that die are replaced, and those that are left go on, while there
             are so many. The loop of ``func`` is in a function that ``elastic.run`` decorates; one without it may only
             return everywhere.

@@ -66,15 +66,16 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
         ConfigError: an argument makes no sense, or they contradict each other.
     """
     directory = arguments["output_filename"]
-    elastic = resolve_elastic(_elastic_request(arguments))
-    num_ranks = _num_ranks(arguments["num_proc"])
+    request = _elastic_request(arguments)
+    elastic = resolve_elastic(request)
+    num_ranks = request.num_ranks or 1
     if arguments["hosts"] is not None and arguments["hostfile"] is not None:
         raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
     has_hosts = arguments["hosts"] is not None or arguments["hostfile"] is not None
     choice = choose_launcher_in_engine(arguments["launcher"], os.environ, has_hosts=has_hosts)
     launcher, hosts = choice.launcher, []
     if not choice.uses_hosts_of_engine:
-        hosts = resolve_hosts(arguments["hosts"], arguments["hostfile"], num_ranks)
+        hosts = resolve_hosts(arguments["hosts"], arguments["hostfile"], request.num_places)
         if elastic is None:
             check_slots(hosts, num_ranks)
         else:
@@ -118,7 +119,7 @@ def _elastic_request(arguments: Mapping[str, Any]) -> ElasticRequest:
     least, most = (None if arguments[name] is None else _num_ranks(arguments[name], name) for name in names)
     num_ranks, discovery = _num_ranks(arguments["num_proc"]), arguments["host_discovery_script"]
     if least is not None and num_ranks == 1:  # its default; Horovod's callers leave it out
-        num_ranks = least
+        num_ranks = most or least
     return ElasticRequest(
         num_ranks,
         least,

@@ -77,6 +77,23 @@ def test_bounds(request_: dict[str, object], bounds: tuple[int, int]) -> None:
     assert (options.min_ranks, options.max_ranks) == bounds
 
 
+@pytest.mark.parametrize(
+    ("request_", "num"),
+    [
+        ({"num_ranks": 4}, 4),
+        ({"num_ranks": 4, "min_ranks": 2}, 4),
+        ({"num_ranks": 4, "min_ranks": 2, "max_ranks": 8}, 4),
+        ({"min_ranks": 2, "max_ranks": 8}, 8),
+        ({"min_ranks": 2}, 2),
+        ({"num_ranks": 4, "min_ranks": 2, "spares": 2}, 6),
+        ({"min_ranks": 2, "max_ranks": 3, "spares": "1:warm"}, 4),
+        ({}, 0),
+    ],
+)
+def test_slots_of_this_host_where_no_host_is_named(request_: dict[str, object], num: int) -> None:
+    assert ElasticRequest(**request_).num_places == num  # type: ignore[arg-type]
+
+
 def test_rules_for_failures_are_horovods_under_its_name() -> None:
     ours, horovods = resolved(min_ranks=1), resolved(min_ranks=1, as_horovod=True)
     assert (ours.blacklist, ours.counts_resizes, ours.cooldown) == ("seat", False, Cooldown())

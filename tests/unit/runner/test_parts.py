@@ -199,6 +199,29 @@ def test_elastic_jobs():
 
 
 @pytest.mark.parametrize(
+    ("changes", "num_slots", "max_ranks"),
+    [
+        ({"num_proc": 1, "min_num_proc": 2}, 2, 2),  # 1 is the default of num_proc
+        ({"num_proc": 1, "min_num_proc": 1, "max_num_proc": 3}, 3, 3),
+        ({"min_num_proc": 1, "max_num_proc": 4}, 2, 4),
+        ({"min_num_proc": 1, "spares": 1}, 3, 2),
+        ({"min_num_proc": 1, "spares": "2:warm"}, 4, 2),
+        ({"num_proc": 1, "min_num_proc": 1, "max_num_proc": 3, "spares": 1}, 4, 3),
+    ],
+)
+def test_this_host_has_slots_for_all_processes_of_an_elastic_job(changes, num_slots, max_ranks):
+    settings, warning = resolve_arguments(ARGUMENTS | changes)
+    assert settings.elastic is not None
+    assert (settings.hosts, settings.elastic.max_ranks) == ((HostInfo("localhost", num_slots),), max_ranks)
+    assert warning == ""
+
+
+def test_spares_of_a_job_that_is_not_elastic_get_no_slot():
+    settings, warning = resolve_arguments(ARGUMENTS | {"spares": 1})
+    assert (settings.hosts, warning) == ((HostInfo("localhost", 2),), "no effect: spares")
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hosts": "localhost:2", "hostfile": "x"}, "two ways to say the same"),

@@ -143,6 +143,15 @@ class ElasticRequest:
         has_bounds = self.min_ranks is not None or self.max_ranks not in {None, self.num_ranks}
         return has_bounds or self.discovery is not None
 
+    @property
+    def num_places(self) -> int:
+        """Number of slots of this host where the user names none: one for each process, spares among them.
+
+        Of a job that is not elastic: of its processes alone. 0: the user has not said how many they are.
+        """
+        num = self.num_ranks or self.max_ranks or self.min_ranks or 0
+        return num + (_spares(self)[0] if self.is_elastic else 0)
+
 
 def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
     """Return the options of an elastic job; None: none was asked for.
