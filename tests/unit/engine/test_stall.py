@@ -349,6 +349,37 @@ def test_where_a_thread_is_that_waits_in_a_collective_below_a_deep_stack() -> No
     assert place.function.endswith("wait_for")
 
 
+def test_a_thread_without_code_of_the_program_gives_way_to_the_main_thread() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)  # as one of Reigen's that has made a view: frames of threading alone
+    thread.start()
+    try:
+        assert thread.ident is not None
+        found = sample_stack(thread.ident, Engine.wait_for.__code__, (), "")
+    finally:
+        done.set()
+        thread.join()
+    own = [place for place in found.stack if not place.is_library]
+    assert own[0].file.endswith("test_stall.py")
+    assert own[0].source.startswith("found = sample_stack(")
+    assert "MainThread" not in dict(found.threads), "it is told first, and once"
+
+
+def test_the_beginning_of_a_thread_is_left_out() -> None:
+    held, reached = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: Engine().wait_for(Named(), held, reached))
+    thread.start()
+    try:
+        assert reached.wait(10.0)
+        assert thread.ident is not None
+        found = sample_stack(thread.ident, Engine.wait_for.__code__, (), "")
+    finally:
+        held.set()
+        thread.join()
+    assert found.blocked_in == "grad.3"
+    assert [place.file for place in found.stack if place.file == threading.__file__] == []
+
+
 def test_the_kernel_knows_of_a_process() -> None:
     assert process_state(os.getpid()).startswith(f"{os.getpid()} runs")
     assert process_state(1 << 30) == ""

@@ -33,6 +33,8 @@ _MAX_CHARACTERS = 200
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
+#: The outermost functions of a thread's stack, of the module threading.
+_THREAD_BEGINNINGS = frozenset({"Thread._bootstrap", "Thread._bootstrap_inner", "Thread.run"})
 
 
 class StackFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +62,8 @@ class StackSample(msgspec.Struct, frozen=True, array_like=True):
         pid: its process id.
         host: the name of its host.
         stack: of the thread that trains, innermost first: at most a few frames of libraries, then the program's.
-            Reigen's own frames are left out.
+            Reigen's own frames are left out, and those with which every thread begins. Where nothing of the program
+            is left and it does not wait, as of a thread that has made a view, it is the main thread's.
         threads: other threads that run code of the program: name, and innermost such frame.
         blocked_in: the collective that the thread waits for; empty if it does not.
         outstanding: names of collectives that it has submitted and that are not complete, at most a few.
@@ -82,15 +85,17 @@ def sample_stack(thread: int, waiting: CodeType, outstanding: Iterable[str], run
     """Sample this process.
 
     Args:
-        thread: ident of the thread that trains; the main thread if that has ended.
+        thread: ident of the thread that trains; the main thread if that has ended, or runs no code of the program and
+            does not wait.
         waiting: code of the method in which threads wait for a collective; its variable ``handle`` has the name.
         outstanding: names of what it has submitted and what is not complete.
         running: see `StackSample`.
     """
     frames = sys._current_frames()
-    if thread not in frames:
-        thread = threading.main_thread().ident or 0
-    blocked = next((frame for frame in _walk_outward(frames.get(thread)) if frame.f_code is waiting), None)
+    blocked = _find_waiting(frames.get(thread), waiting)
+    main = threading.main_thread().ident or 0
+    if blocked is None and not _has_own(frames.get(thread)) and (thread not in frames or _has_own(frames.get(main))):
+        thread, blocked = main, _find_waiting(frames.get(main), waiting)
     names = list(outstanding)
     return StackSample(
         os.getpid(),
@@ -113,14 +118,27 @@ def _walk_outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _make_stack(innermost: FrameType | None) -> tuple[StackFrame, ...]:
-    places = [
-        _make_frame(frame) for frame in _walk_outward(innermost) if not frame.f_code.co_filename.startswith(_PACKAGE)
-    ]
+    places = [_make_frame(frame) for frame in _walk_outward(innermost) if not _is_left_out(frame.f_code)]
     own = [place for place in places if not place.is_library]
     if not own:
         return tuple(places[:_MOST_FRAMES])
     inner = places[: places.index(own[0])]
     return (*inner[:_MOST_INNER], *own[:_MOST_FRAMES])
+
+
+def _is_left_out(code: CodeType) -> bool:
+    """Return whether a frame tells nothing: one of Reigen's, or of the beginning of a thread."""
+    begins = code.co_filename == threading.__file__ and code.co_qualname in _THREAD_BEGINNINGS
+    return begins or code.co_filename.startswith(_PACKAGE)
+
+
+def _has_own(innermost: FrameType | None) -> bool:
+    """Return whether a thread runs code of the program."""
+    return any(not place.is_library for place in _make_stack(innermost))
+
+
+def _find_waiting(innermost: FrameType | None, waiting: CodeType) -> FrameType | None:
+    return next((frame for frame in _walk_outward(innermost) if frame.f_code is waiting), None)
 
 
 def _sample_other_threads(frames: dict[int, FrameType], but: int) -> tuple[tuple[str, StackFrame], ...]:
