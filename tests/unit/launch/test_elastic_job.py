@@ -15,6 +15,7 @@ from reigen.launch.elastic.job import (
     FIRST_VIEW_SECONDS,
     LEAVE_SECONDS,
     LEFT_EARLY_TEXT,
+    LEFT_OUT_SECONDS,
     ORPHANED_SECONDS,
     ORPHANED_TEXT,
     RESET_LIMIT_TEXT,
@@ -728,6 +729,30 @@ def test_a_member_that_fails_when_others_have_finished_gives_the_exit_code() -> 
     job.exit(0, 0)
     end = job.end()
     assert (end.exit_code, end.failure and end.failure.rank) == (5, 1)
+    assert job.texts == ["slot 1: exit code 5"]
+
+
+def test_a_failure_behind_the_view_without_it_is_told_though_the_job_ends() -> None:
+    job = Job(options(1), ("h1", 3))
+    job.handle(ViewAnnounced(2, ((0, 0), (2, 0))))
+    job.handle(MemberFinished(0))
+    assert not [each for each in job.at(1) if isinstance(each, SignalProcesses)], "it ends by itself, by its own code"
+    job.exit(1, 5)
+    job.exit(0, 0)
+    job.exit(2, 0)
+    assert job.texts[-1] == "slot 1: exit code 5"
+    assert job.end() == FinishJob(0, None, None), "the others have gone on without it"
+
+
+def test_a_process_that_was_left_out_and_does_not_end_is_asked_to_leave_at_the_end_of_the_job() -> None:
+    job = Job(options(1), ("h1", 3))
+    job.handle(ViewAnnounced(2, ((0, 0), (2, 0))))
+    job.handle(MemberFinished(0))
+    assert SignalProcesses((1,), SIGTERM) in job.at(LEFT_OUT_SECONDS)
+    texts = list(job.texts)
+    assert SignalProcesses((1,), SIGKILL) in job.at(LEFT_OUT_SECONDS + LEAVE_SECONDS)
+    job.exit(1, -SIGKILL)
+    assert job.texts == texts, "nothing is told of those that the launcher ends"
 
 
 def test_a_number_that_no_process_has_is_not_finished() -> None:

@@ -14,7 +14,8 @@ c. A host vanishes, or has fewer places: the processes there are asked to leave,
    leave by itself, too (MemberLeaving): that is no failure. A member that makes all steps slower (MemberStraggles) is
    reported, or asked to leave where it can be spared; its place rests.
 d. A member has finished (MemberFinished): nothing is started any more; those who are no members are asked to leave.
-   When all have ended, so has the job, with 0, or with the exit code of a member that failed meanwhile.
+   When all have ended, so has the job, with 0, or with the exit code of a process that failed meanwhile and was still
+   a member: the others go on without one that a view has left out.
 e. The job fails: when a process has died and there is still no view; when no process is left; when no process is left
    that holds the state of the training; when there were fewer than `min_ranks` for too long, or there can never be as
    many again; when members changed too often.
@@ -81,6 +82,8 @@ from reigen.launch.job_state import (
 FENCED_EXIT_CODE = 75
 #: How long a process that is asked to leave may take: it leaves at the end of a step.
 LEAVE_SECONDS = 30.0
+#: How long one that a view has left out, as it has died or was excluded, may take to end by itself when the job ends.
+LEFT_OUT_SECONDS = 5.0
 #: How long candidates may run when the last member that the launcher knows of has gone: another view may be on its way.
 ORPHANED_SECONDS = 30.0
 #: How long the first view may take to be announced after a process of it has died: it may be on its way.
@@ -562,10 +565,9 @@ class ElasticJobState(JobState):
     def _announced(self, view: ViewAnnounced) -> list[JobInstruction | ElasticInstruction]:
         if self.epoch is not None and view.epoch <= self.epoch:
             return []
+        # a member that did not ask to leave: its death is noticed later
+        is_failure = self.slots.leave_out(set(self.members) - set(view.members), self._now + LEFT_OUT_SECONDS)
         if self.epoch is not None and self._counted_epoch != self.epoch:
-            # a member that did not ask to leave: its death is noticed later
-            left_out = set(self.members) - set(view.members)
-            is_failure = any(slot.id in left_out for slot in self.slots.in_state(SlotState.RUNNING))
             self._num_resizes += not is_failure
             self._num_resets += is_failure or self._options.counts_resizes
         before = None if self.epoch is None else self.members
@@ -685,7 +687,8 @@ class ElasticJobState(JobState):
         if self.finished:
             is_failure = exit_code not in {0, FENCED_EXIT_CODE} and not was_leaving and slot.id in self.members
             self.failure = self.failure or (failure if is_failure else None)
-            return []
+            is_told = exit_code != 0 and not was_leaving
+            return _say(f"{self._name(slot)}: {_describe_end(exit_code, cause)}" if is_told else "")
         if was_leaving:
             self._doom(slot)
             end = "" if exit_code in {0, -SIGTERM, 128 + SIGTERM} else f": {_describe_end(exit_code, cause)}"
@@ -786,6 +789,7 @@ class ElasticJobState(JobState):
         if not self._num_running:
             return [*self._ended(set(), None), *_closings(self.placement)]
         others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
+        others = [slot for slot in others if slot.ends_by <= self._now]
         instructions = self._ask_to_leave(others) if others else []
         return instructions + self._kill_late()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
@@ -52,6 +52,7 @@ class JobSlot:
         state: what it is used for.
         failures: of its processes.
         leaves_by: when a process that was asked to leave is killed.
+        ends_by: when one that a view has left out, and that ends by itself therefore, may be asked to leave.
         rests_when_left: its process leaves by itself; then others are used first.
     """
 
@@ -62,6 +63,7 @@ class JobSlot:
     state: SlotState = SlotState.FREE
     failures: Failures = field(default_factory=Failures)
     leaves_by: float = inf
+    ends_by: float = -inf
     rests_when_left: bool = False
 
     @property
@@ -168,7 +170,14 @@ class SlotTable:
             slot.number = len(self._slots)
             self._slots.append(slot)
         slot.incarnation += 1
-        slot.state, slot.leaves_by, slot.rests_when_left = SlotState.RUNNING, inf, False
+        slot.state, slot.leaves_by, slot.ends_by, slot.rests_when_left = SlotState.RUNNING, inf, -inf, False
+
+    def leave_out(self, members: Collection[tuple[int, int]], ends_by: float) -> bool:
+        """Have members that were not asked to leave end by themselves until then; returns whether there are any."""
+        left_out = [slot for slot in self.in_state(SlotState.RUNNING) if slot.id in members]
+        for slot in left_out:
+            slot.ends_by = ends_by
+        return bool(left_out)
 
     def in_state(self, state: SlotState) -> list[JobSlot]:
         """Return the places in a state."""
@@ -199,9 +208,10 @@ class SlotTable:
         )
 
     def next_due(self, now: float) -> float:
-        """Return when the next rest or the next time to leave ends; inf: there is none."""
+        """Return when the next rest or the next time to leave, or to end, is over; inf: there is none."""
         hosts = [host for host in self.hosts.values() if host.num_slots]
         ends = [host.failures.rests_until for host in hosts]
         ends += [slot.failures.rests_until for host in hosts for slot in host.slots[: host.num_slots]]
+        ends += [slot.ends_by for slot in self.in_state(SlotState.RUNNING)]
         leaving = [slot.leaves_by for slot in self.in_state(SlotState.LEAVING)]
         return min([*(end for end in ends if end > now), *leaving], default=inf)
