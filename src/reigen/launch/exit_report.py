@@ -31,6 +31,12 @@ class ProcessLocations:
     held_keys: Mapping[int, str] = field(default_factory=dict)
 
 
+#: The end of an elastic job whose processes have all ended with exit code 0 within it; the second one for horovodrun.
+EARLY_END_TEXT = (
+    "all processes have ended with exit code 0 before the job was done, as by sys.exit(): leave its loop by `break`, "
+    "or return from its function, and let the program end behind it"
+)
+EARLY_SUCCESS_TEXT = "all processes have ended with exit code 0: the job is done, as for horovodrun"
 #: Advice where the last lines of stderr match.
 _HINTS = (
     (

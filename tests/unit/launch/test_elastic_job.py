@@ -46,6 +46,7 @@ from reigen.launch.elastic.options import NEVER, Cooldown, ElasticOptions
 from reigen.launch.elastic.slots import SlotState
 from reigen.launch.elastic.stragglers import EJECTION_STEPS
 from reigen.launch.elastic.view_line import OUTCOME_SECONDS
+from reigen.launch.exit_report import EARLY_END_TEXT, EARLY_SUCCESS_TEXT
 from reigen.launch.job_state import (
     FinishJob,
     HostLost,
@@ -703,6 +704,41 @@ def test_exit_code_0_is_a_death_unless_the_program_is_done() -> None:
     ]
     job.at(10)
     assert job.started[-1] == (1, 1, "h1", 1)
+
+
+def test_a_job_whose_processes_all_end_with_exit_code_0_says_what_to_do() -> None:
+    job = Job(options(1), ("h1", 2))
+    job.exit(1, 0)
+    job.exit(0, 0)
+    assert job.texts[-1] == EARLY_END_TEXT
+    assert job.end() == FinishJob(1, None, None)
+
+
+def test_horovods_jobs_are_done_when_all_processes_end_with_exit_code_0() -> None:
+    job = Job(options(1, accepts_early_end=True), ("h1", 3))
+    job.exit(2, -SIGKILL)
+    job.handle(ViewAnnounced(2, ((0, 0), (1, 0))))
+    job.exit(1, 0)
+    job.exit(0, 0)
+    assert job.texts[-1] == EARLY_SUCCESS_TEXT
+    assert job.end() == FinishJob(0, None, None)
+
+
+def test_exit_code_0_does_not_hide_a_failure() -> None:
+    for code in (0, 7):
+        job = Job(options(1, accepts_early_end=True), ("h1", 3))
+        for slot, each in enumerate((0, 7, code)):
+            job.exit(slot, each)
+        end = job.end()
+        assert (end.exit_code, end.failure and end.failure.rank) == (7, 1)
+
+
+def test_hosts_that_are_given_up_do_not_end_a_job_whose_processes_end_with_exit_code_0() -> None:
+    job = Job(options(2, blacklist="host", cooldown=NEVER, accepts_early_end=True), ("h1", 2), ("h2", 2))
+    for slot in (0, 2, 3, 1):
+        job.exit(slot, 0)
+    assert job.texts[-1] == EARLY_SUCCESS_TEXT
+    assert job.end() == FinishJob(0, None, None)
 
 
 def test_the_job_ends_when_its_members_have_finished() -> None:

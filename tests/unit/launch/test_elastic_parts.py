@@ -97,6 +97,7 @@ def test_slots_of_this_host_where_no_host_is_named(request_: dict[str, object], 
 def test_rules_for_failures_are_horovods_under_its_name() -> None:
     ours, horovods = resolved(min_ranks=1), resolved(min_ranks=1, as_horovod=True)
     assert (ours.blacklist, ours.counts_resizes, ours.cooldown) == ("seat", False, Cooldown())
+    assert (ours.accepts_early_end, horovods.accepts_early_end) == (False, True)
     assert (horovods.blacklist, horovods.counts_resizes, horovods.cooldown) == ("host", True, NEVER)
     chosen = resolved(min_ranks=1, as_horovod=True, blacklist="seat", cooldown_range=(2, 3))
     assert (chosen.blacklist, chosen.cooldown) == ("seat", Cooldown(2, 3, max_failures=None))

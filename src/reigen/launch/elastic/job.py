@@ -29,9 +29,9 @@ f. With parameter servers, which are started with the first processes, what is t
    announces views, too, members are those of its views. Which of several processes has which servers, where these move,
    is decided in `launch.elastic.server_placement`.
 
-Exit code 0 of a process that has not finished is a death, unless it was asked to leave; in a job that has never formed
-a view it is the end of a program that does not know of elastic jobs. A process that its fellows excluded (exit code 75)
-rests as after a failure, which is not the job's.
+Exit code 0 of a process that has not finished is a death, unless it was asked to leave. Where all have ended so, the
+job fails, but for horovodrun, where it is the program's end; so it is in a job that has never formed a view. A process
+that its fellows excluded (exit code 75) rests as after a failure, which is not the job's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from reigen.launch.elastic.server_placement import (
 from reigen.launch.elastic.slots import HostPhase, HostSlots, JobSlot, SlotState, SlotTable
 from reigen.launch.elastic.stragglers import StragglerEjection
 from reigen.launch.elastic.view_line import ChangeLines
-from reigen.launch.exit_report import describe_exit
+from reigen.launch.exit_report import EARLY_END_TEXT, EARLY_SUCCESS_TEXT, describe_exit
 from reigen.launch.hosts import HostInfo
 from reigen.launch.job_state import (
     HOST_LOST_EXIT_CODE,
@@ -787,7 +787,7 @@ class ElasticJobState(JobState):
         """Decide when a member has finished."""
         self._short_since = self._orphaned_since = self._doomed_since = None
         if not self._num_running:
-            return [*self._ended(set(), None), *_closings(self.placement)]
+            return [*self._ended(set(), None), *(self.placement.close() if self.placement is not None else ())]
         others = [slot for slot in running if slot.id not in self.members and slot.number not in self.finished]
         others = [slot for slot in others if slot.ends_by <= self._now]
         instructions = self._ask_to_leave(others) if others else []
@@ -810,7 +810,9 @@ class ElasticJobState(JobState):
             return "-" if self._deaths else LEFT_EARLY_TEXT
         if self._short_since is not None and self._now >= self._short_since + self._timeout_seconds:
             return MIN_RANKS_TEXT.format(options.min_ranks)
-        if options.has_fixed_hosts and self.slots.hosts and self.slots.num_possible() < options.min_ranks:
+        is_early_end = self._deaths and not any(each.failure.exit_code for each in self._deaths)  # others may follow
+        is_possible = is_early_end or self.slots.num_possible() >= options.min_ranks
+        if options.has_fixed_hosts and self.slots.hosts and not is_possible:
             return MIN_RANKS_TEXT.format(options.min_ranks)
         if options.has_fixed_hosts and not self.has_begun and self.slots.hosts and not self._is_calling():
             num_slots = sum(host.num_slots for host in self.slots.hosts.values() if host.phase is HostPhase.READY)
@@ -819,13 +821,14 @@ class ElasticJobState(JobState):
         return ""
 
     def _fail(self, problem: str) -> list[JobInstruction | ElasticInstruction]:
-        num_stopped = len(self.running)
-        if problem == "-" and self._deaths:
-            self.failure = msgspec.structs.replace(self._deaths[0].failure, num_stopped=num_stopped)
+        words, failures = "", [each.failure for each in self._deaths if each.failure.exit_code != 0]
+        if problem == "-" and failures:
+            self.failure = msgspec.structs.replace(failures[0], num_stopped=len(self.running))
+        elif problem == "-" and self._deaths and self._options.accepts_early_end:
+            words = EARLY_SUCCESS_TEXT
         else:
-            self.problem = problem if problem != "-" else STATE_LOST_TEXT
-        words: list[JobInstruction | ElasticInstruction] = [SayToUser(self.problem)] if self.problem else []
-        return words + list(self._stop())
+            words = self.problem = problem if problem != "-" else EARLY_END_TEXT if self._deaths else STATE_LOST_TEXT
+        return _say(words) + list(self._stop())
 
     def _call_hosts(self) -> list[JobInstruction | ElasticInstruction]:
         calls: list[JobInstruction | ElasticInstruction] = []
@@ -966,11 +969,6 @@ def _answer_late(event: ElasticEvent) -> list[JobInstruction | ElasticInstructio
     if not isinstance(event, ServerProcessReport) or event.text not in {"ready", "leaving"}:
         return []
     return [TellServerProcess(event.process, "end")]
-
-
-def _closings(placement: ServerPlacement | None) -> list[TellServerProcess]:
-    """Have server processes end with their servers, which end by themselves, once no other process is left."""
-    return [] if placement is None else [TellServerProcess(one, "close") for one in sorted(placement.processes)]
 
 
 def _ask_to_end(numbers: Iterable[int]) -> list[JobInstruction]:

@@ -63,6 +63,7 @@ class ElasticOptions:
         start_timeout_seconds: the same in the beginning.
         reset_limit: how many changes of members the job survives; None: any number.
         counts_resizes: planned changes count as well as failures.
+        accepts_early_end: the job is done if all processes end with exit code 0, also before its program says so.
         resize_limit: how many planned changes of members the job survives; None: any number.
         spares: how many more processes are started, which wait to take the places of those that die.
         has_warm_spares: they are members meanwhile, without samples, so that they have the state.
@@ -83,6 +84,7 @@ class ElasticOptions:
     start_timeout_seconds: float = 600.0
     reset_limit: int | None = None
     counts_resizes: bool = False
+    accepts_early_end: bool = False
     resize_limit: int | None = None
     spares: int = 0
     has_warm_spares: bool = False
@@ -190,6 +192,7 @@ def resolve_elastic(request: ElasticRequest) -> ElasticOptions | None:
         _seconds("start timeout", request.start_timeout_seconds, timeout),
         request.reset_limit,
         counts_resizes=request.as_horovod,
+        accepts_early_end=request.as_horovod,
         resize_limit=request.resize_limit,
         spares=num_spares,
         has_warm_spares=has_warm_spares,

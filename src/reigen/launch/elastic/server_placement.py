@@ -126,6 +126,10 @@ class ServerPlacement:
             self.leaving.discard(process)
         return self._settle()
 
+    def close(self) -> list[TellServerProcess]:
+        """Have processes end with their servers, which end by themselves, once no other process is left."""
+        return [TellServerProcess(process, "close") for process in sorted(self.processes)]
+
     def servers_of(self, process: int) -> Sequence[int]:
         """Return the servers of a process, ascending."""
         return [server for server, home in enumerate(self.homes) if home == process]
