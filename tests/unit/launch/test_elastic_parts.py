@@ -23,6 +23,7 @@ from reigen.launch.elastic.discovery import (
     DiscoveryRuns,
     HostPolls,
     can_begin,
+    describe_shortage,
     discovery_command,
     parse_discovered,
 )
@@ -194,6 +195,23 @@ def test_rubbish_is_no_host(text: str, message: str | None) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         parse_discovered(text, 1)
     assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "problem"),
+    [
+        ("", 2, "lists no slots, and 2 processes are needed at least; it must print host or host:slots for each "),
+        ("localhost:0", 1, "lists no slots, and 1 process is needed at least; it must print host or host:slots for e"),
+        ("h1:1", 2, "lists 1 slot, and 2 processes are needed at least"),
+        ("h1:1\nh2:2", 4, "lists 3 slots, and 4 processes are needed at least"),
+        ("h1:1\nh2:2", 3, ""),
+    ],
+)
+def test_a_program_that_lists_too_few_slots(text: str, least: int, problem: str) -> None:
+    said = describe_shortage(parse_discovered(text, 1), ElasticOptions(least, discovery="./hosts.sh"))
+    assert said.startswith(f"the discovery script ./hosts.sh {problem}" if problem else "")
+    assert bool(said) == bool(problem)
+    assert describe_shortage((), ElasticOptions(least)) == "", "an engine may have no slots for a while"
 
 
 def test_discovery_commands(tmp_path, monkeypatch) -> None:

@@ -66,6 +66,17 @@ def parse_discovered(text: str, slots_per_host: int) -> tuple[tuple[str, int], .
     return tuple((name, slots) for name, slots in hosts.items() if slots)
 
 
+def describe_shortage(hosts: Sequence[tuple[str, int]], options: ElasticOptions) -> str:
+    """Describe, with what is needed, that the program lists too few slots for the job; empty: there are enough."""
+    num_slots = sum(slots for _, slots in hosts)
+    if options.discovery is None or num_slots >= options.min_ranks:
+        return ""
+    listed = "no slots" if not num_slots else f"{num_slots} slot{'s' if num_slots > 1 else ''}"
+    processes = "1 process is" if options.min_ranks == 1 else f"{options.min_ranks} processes are"
+    needs = "; it must print host or host:slots for each host that may be used" if not num_slots else ""
+    return f"the discovery script {options.discovery} lists {listed}, and {processes} needed at least{needs}"
+
+
 def discovery_command(text: str) -> list[str]:
     """Return the words of the command: a file's name, which may hold blanks, or a command with arguments.
 

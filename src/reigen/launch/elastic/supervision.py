@@ -42,6 +42,7 @@ from reigen.launch.elastic.discovery import (
     DiscoveryRuns,
     HostPolls,
     can_begin,
+    describe_shortage,
     discovery_command,
     first_discovery_error,
 )
@@ -337,7 +338,7 @@ class ElasticSupervision:
             self._continued.note_service(split_address(services.rendezvous)[0])
             if not self._continued.takes_over:
                 self._prepare_here(self._continued)
-        self._owner.handle(HostsFound(self._found))
+        self._handle_hosts(self._found)
 
     def _prepare_here(self, continued: ContinuedJob) -> None:
         """Connect to the agent of this host, whose processes are not below this one."""
@@ -479,7 +480,13 @@ class ElasticSupervision:
             self._owner.say("the discovery script works again")
             self._problem = ""
         if self._services is not None and has_changed:
-            self._owner.handle(HostsFound(hosts))
+            self._handle_hosts(hosts)
+
+    def _handle_hosts(self, hosts: tuple[tuple[str, int], ...]) -> None:
+        is_needed = self.job.phase is JobPhase.RUNNING and not self.job.finished
+        if is_needed and (shortage := describe_shortage(hosts, self._elastic)):
+            self._owner.say(shortage)
+        self._owner.handle(HostsFound(hosts))
 
     def _on_problem(self, problem: str) -> None:
         if self._found is not None and problem != self._problem:
