@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import reigen.tensorflow as hvd
-from reigen.errors import MismatchError
+from reigen.errors import MismatchError, UnsupportedError
 from reigen.tensorflow import graph
 from reigen.tensorflow.errors import collective_error_of
 
@@ -297,8 +297,77 @@ def second_gradients_of_broadcast(native: bool) -> None:
             assert hvd.allreduce(tf.constant([5.0])).numpy().tolist() == [5.0]  # the ranks' calls still match
 
 
+def tangents(native: bool) -> None:
+    """In forward mode they are the collective of the tangents; those of x * x are 2 x v."""
+    n, rank = hvd.size(), hvd.rank()
+
+    def numbers(r: int) -> np.ndarray:
+        return np.arange(1.0, 2 * n + 1).reshape(n, 2) + r
+
+    everyone = [2 * numbers(r) * (r + 2) for r in range(n)]
+    total, own = sum(everyone), slice(rank, rank + 1)
+    cases: dict[str, tuple[Function, Any]] = {
+        "allreduce": (lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0), 2.0 * total),
+        "grouped": (lambda x: hvd.grouped_allreduce([tf.cast(x, tf.int32), x], name="pair")[1], total / n),
+        "allgather": (hvd.allgather, np.concatenate(everyone)),
+        "broadcast": (lambda x: hvd.broadcast(x, n - 1), everyone[-1]),
+        "alltoall": (
+            lambda x: hvd.alltoall(x, splits=[1] * n)[0],
+            np.concatenate([each[own] for each in everyone]),
+        ),
+        "reducescatter": (lambda x: hvd.reducescatter(x, op=hvd.Average), total[own] / n),
+    }
+
+    def differentiate(function: Function) -> Function:
+        def tangent(x: Any) -> Any:
+            with tf.autodiff.ForwardAccumulator(x, tf.fill([n, 2], rank + 2.0)) as accumulator:
+                made = function(x * x)
+            return accumulator.jvp(made)
+
+        return tangent
+
+    x = tf.constant(numbers(rank), tf.float32)
+    with operations(native):
+        for place in PLACES[:2]:
+            for name, (function, truth) in cases.items():
+                assert np.array_equal(place(differentiate(function), x), truth), (name, place)
+            with pytest.raises(ValueError, match=r"op=Max has no gradient; use tf\.stop_gradient\(\)"):
+                place(differentiate(lambda x: hvd.allreduce(x, op=hvd.Max)), x)
+
+
+def tangents_of_functions() -> None:
+    """TensorFlow makes them by transposing the function's gradient: an error where that would give something else."""
+    n, rank = hvd.size(), hvd.rank()
+    x = tf.constant([1.0, 2.0]) * (rank + 1.0)
+
+    def tangent(function: Function) -> Any:
+        with tf.autodiff.ForwardAccumulator(x, tf.ones([2])) as accumulator:
+            made = function(x)
+        return accumulator.jvp(made)
+
+    def in_a_loop(y: Any) -> Any:
+        return tf.while_loop(lambda i, _: i < 1, lambda i, z: (i + 1, hvd.broadcast(z, 0)), (0, y))[1]
+
+    total = tangent(tf.function(lambda y: hvd.allreduce(y * y, op=hvd.Sum)))
+    assert total.numpy().tolist() == [n * (n + 1.0), 2.0 * n * (n + 1)]
+    for function, what in (
+        (tf.function(lambda y: hvd.broadcast(y * y, 0)), "broadcast"),
+        (tf.function(lambda y: hvd.allgather(y * y)), "allgather"),
+    ):
+        for outer in (tangent, tf.function(tangent, autograph=False)):
+            with pytest.raises(UnsupportedError, match=rf"forward mode cannot differentiate .* calls {what}"):
+                outer(function)
+    with pytest.raises(UnsupportedError, match=r"forward mode cannot differentiate .* calls broadcast"):
+        tf.function(lambda: tangent(in_a_loop), autograph=False)()
+    assert hvd.allreduce(tf.constant([5.0])).numpy().tolist() == [5.0]  # the ranks' calls still match
+
+
+def test_tangents_of_functions(rank_pool):
+    rank_pool(2).run(tangents_of_functions, init=True)
+
+
 @NATIVE
-@pytest.mark.parametrize("func", [gradients, second_gradients, second_gradients_of_broadcast])
+@pytest.mark.parametrize("func", [tangents, gradients, second_gradients, second_gradients_of_broadcast])
 def test_gradients(rank_pool, func, native):
     rank_pool(2).run(func, native, init=True)
 

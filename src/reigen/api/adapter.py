@@ -119,6 +119,23 @@ class TensorAdapter(ABC, Generic[Tensor]):
         """
         return forward(tensors)
 
+    def differentiate_in_both_modes(
+        self,
+        forward: Callable[[Sequence[Tensor]], list[Tensor]],
+        backward: Callable[[Sequence[Tensor]], list[Tensor | None]],
+        tangents: Callable[[Sequence[Tensor]], list[Tensor | None]],
+        tensors: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Do what `differentiate` does, also in forward mode, where the framework has one that takes such rules.
+
+        Args:
+            forward: see `differentiate`.
+            backward: see `differentiate`.
+            tangents: of the tangents of the tensors makes those of the results; None as for ``backward``.
+            tensors: of the collective.
+        """
+        return self.differentiate(forward, backward, tensors)
+
     def zeros_like(self, tensor: Tensor) -> Tensor:
         """Return zeros in the tensor's shape: for gradients.
 

@@ -85,17 +85,22 @@ class DifferentiableCall:
     def apply(self, tensors: Sequence[Any]) -> list[Any]:
         """Run the collective, so that the framework can differentiate it where it wants to."""
         if self.adapter.needs_gradient(tensors):
-            return self.adapter.differentiate(self._forward, self._backward, tensors)
+            differentiate = self.adapter.differentiate_in_both_modes
+            return differentiate(self._forward, self._backward, self._tangents, tensors)
         return self._forward(tensors)
 
     def run(self, collective: Collective, tensors: Sequence[Any], argument: Any) -> list[Any]:
         """Run a collective on gradients: of one tensor or of a group, as the call was."""
-        name, process_set = self.gradient_name, self.process_set
-        call = DifferentiableCall(self._start, self.adapter, collective, self._grouped, argument, name, process_set)
-        return call.apply(tensors)
+        return self._run(collective, tensors, argument, self.gradient_name)
+
+    def _run(self, collective: Collective, tensors: Sequence[Any], argument: Any, name: str | None) -> list[Any]:
+        start, adapter, grouped = self._start, self.adapter, self._grouped
+        return DifferentiableCall(start, adapter, collective, grouped, argument, name, self.process_set).apply(tensors)
 
     def _forward(self, tensors: Sequence[Any]) -> list[Any]:
         value, adapter = tensors if self._grouped else tensors[0], self.adapter
+        if self._collective.parse is not None:  # once: it may be an iterator
+            self.argument = self._collective.parse(adapter, self.argument)
         result = self._start(self._collective, value, self.argument, self._name, self.process_set, blocking=True).wait()
         if self._collective.returns_splits:
             result, self.splits = result
@@ -108,6 +113,15 @@ class DifferentiableCall:
     def _backward(self, gradients: Sequence[Any]) -> list[Any]:
         """The gradients in the places of the tensors; None for those that are no floating-point numbers."""
         made = iter(self._collective.gradient(self, [*itertools.compress(gradients, self._floating)]))
+        return [next(made) if is_floating else None for is_floating in self._floating]
+
+    def _tangents(self, tangents: Sequence[Any]) -> list[Any]:
+        """The tangents of the results: the collective of those of the tensors, with None in the same places."""
+        if self._collective.reduces:
+            _check_linear(self)
+        name = None if self._name is None else f"{self._name}.jvp"
+        floating = [*itertools.compress(tangents, self._floating)]
+        made = iter(self._run(self._collective, floating, self.argument, name))
         return [next(made) if is_floating else None for is_floating in self._floating]
 
 

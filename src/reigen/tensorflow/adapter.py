@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context, record
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import gradients_util
 
 from reigen.api.adapter import Array, TensorAdapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
@@ -18,6 +19,9 @@ from reigen.types import DTYPES, DType, dtype_named
 DTYPE_OF: dict[tf.DType, DType] = {tf.as_dtype(name): dtype for name, dtype in DTYPES.items()}
 _BFLOAT16 = DTYPES["bfloat16"]
 _BFLOAT16_ARRAY = np.dtype(tf.bfloat16.as_numpy_dtype)
+
+#: Makes the gradients of a collective's tensors of those of its results, or the tangents of its results.
+Rule = Callable[[Sequence[tf.Tensor]], list[tf.Tensor | None]]
 
 
 def dtype_of(dtype: tf.DType) -> DType:
@@ -87,19 +91,22 @@ class TensorFlowAdapter(TensorAdapter[tf.Tensor]):
         raise AssertionError("a tensor of TensorFlow cannot be written")
 
     def needs_gradient(self, tensors: Sequence[tf.Tensor]) -> bool:
-        return bool(record.should_record_backprop(list(tensors)))
+        """Return whether a tape, or an accumulator of forward mode, watches one of the tensors."""
+        found = gradients_util.PossibleTapeGradientTypes(list(tensors))
+        return bool(found != gradients_util.POSSIBLE_GRADIENT_TYPES_NONE)
 
-    def differentiate(
+    def differentiate_in_both_modes(
         self,
         forward: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
-        backward: Callable[[Sequence[tf.Tensor]], list[tf.Tensor | None]],
+        backward: Rule,
+        tangents: Rule,
         tensors: Sequence[tf.Tensor],
     ) -> list[tf.Tensor]:
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def collective(*given: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor | None]]]:
-            return forward(given), lambda *gradients: backward(list(map(_densify, gradients)))
-
-        return list(collective(*tensors))
+        tensors = list(map(as_any_tensor, tensors))
+        with record.stop_recording():
+            results = forward(tensors)
+        record_operation(results, tensors, lambda gradients: backward(list(map(_densify, gradients))), tangents)
+        return results
 
     def zeros_like(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return zeros that depend on the tensor; its gradient is zeros, too."""
@@ -113,6 +120,22 @@ class TensorFlowAdapter(TensorAdapter[tf.Tensor]):
         if missing:
             rows = tf.pad(rows, [[0, missing]] + [[0, 0]] * (len(rows.shape) - 1))
         return tf.reshape(rows, shape)
+
+
+def record_operation(
+    results: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], backward: Rule, tangents: Rule
+) -> None:
+    """Tell TensorFlow's tapes and accumulators of forward mode how a collective is differentiated.
+
+    Without ``tangents`` TensorFlow would transpose the gradient, which averages where the collective does not.
+    """
+    record.record_operation(
+        "ReigenCollective",
+        list(results),
+        list(tensors),
+        lambda *gradients: backward(gradients),
+        lambda *given: tangents(given),
+    )
 
 
 def _densify(gradient: Any) -> Any:

@@ -11,19 +11,22 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
 from msgspec import structs
+from tensorflow.python.eager import record
 
 from reigen.api.native_calls import NativeCall
 from reigen.api.operations import ALLGATHER, ALLREDUCE, REDUCESCATTER
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, UnsupportedError
 from reigen.tensorflow import compiled, fallback
-from reigen.tensorflow.adapter import TensorFlowAdapter
+from reigen.tensorflow.adapter import TensorFlowAdapter, record_operation
 from reigen.tensorflow.errors import raises_tensorflow_errors
 from reigen.tensorflow.native.c_api import CApi, MissingFunctionError
 from reigen.tensorflow.native.collectives import NativeCollectives
@@ -39,6 +42,8 @@ _lock = threading.Lock()
 _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
 #: What TensorFlow adds to the names of functions that it makes, a number that counts all traces.
 _TRACE_NUMBER = re.compile(r"_\d+$")
+#: Functions of TensorFlow's that do not return before forward mode has transposed a gradient, if it has to.
+_FORWARD_MODE = ("record_operation", "record_operation_forwardprop_only", "record_gradient", "_jvp_helper")
 #: Names that are in use, by graph.
 _names: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
@@ -53,12 +58,25 @@ def emit(call: NativeCall | Query, tensors: Sequence[tf.Tensor]) -> Tensors:
     """
     if isinstance(call, NativeCall):
         call = structs.replace(call, name=_unique_name(call.name))
-    if compiled.is_compiling():
-        return compiled.emit(call, tensors, gradients_of)
-    native = native_collectives()
+    native = None if compiled.is_compiling() else native_collectives()
+    text = call.encode()
     if native is not None:
-        return native.emit(call.encode(), tensors)
-    return fallback.emit(call.encode(), tensors, gradients_of)
+        results = native.emit(text, tensors)
+        inputs = list(results[0].op.inputs)
+    else:
+        inputs = list(map(tf.identity, tensors))  # the tapes know what the graph captures here
+        with record.stop_recording():
+            if compiled.is_compiling():
+                results = compiled.emit(call, inputs, gradients_of)
+            else:
+                results = fallback.emit(text, inputs, gradients_of)
+    record_operation(
+        results,
+        inputs,
+        lambda gradients: gradients_of(text, inputs, results, gradients),
+        lambda tangents: tangents_of(text, inputs, tangents),
+    )
+    return results
 
 
 def native_collectives() -> NativeCollectives | None:
@@ -137,14 +155,69 @@ def gradients_of(
     return made
 
 
+@raises_tensorflow_errors
+def tangents_of(encoded: str, inputs: Sequence[tf.Tensor], tangents: Sequence[Any]) -> list[tf.Tensor | None]:
+    """Return the tangents of an operation's results: the collective of those of its inputs; None for integers.
+
+    Raises:
+        ArgumentError: it has none: Min, for one.
+    """
+    call = decode(encoded)
+    places = [index for index, tensor in enumerate(inputs) if tensor.dtype.is_floating]
+    made: list[tf.Tensor | None] = [None] * len(inputs)
+    if isinstance(call, Query) or not places:
+        return made
+    if call.row.reduces:
+        _check_linear(call)
+    given = [tangents[index] for index in places]
+    if call.row.returns_splits:
+        given.append(inputs[1])
+    results = emit(structs.replace(call, name=f"{call.name}.jvp"), given)
+    for index, result in zip(places, results, strict=False):  # without the splits
+        made[index] = result
+    return made
+
+
 def _allreduce_gradient(call: NativeCall, inputs: Tensors, outputs: Sequence[tf.Tensor], gradients: Tensors) -> Tensors:
     _check_linear(call)
     return emit(call, gradients)
 
 
 def _mean(call: NativeCall, gradients: Tensors) -> Tensors:
+    """The average of gradients; forward mode, which transposes the gradient of a whole function, is refused.
+
+    It would average the tangents, too, while the collective does not average its tensors.
+    """
     reduction = (int(ReduceOp.AVERAGE), 1.0, 1.0)
-    return emit(structs.replace(call, collective=ALLREDUCE.name, reduction=reduction, root_rank=-1), gradients)
+    averaged = emit(structs.replace(call, collective=ALLREDUCE.name, reduction=reduction, root_rank=-1), gradients)
+    what = call.collective
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(*given: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Sequence[tf.Tensor]]]:
+        def backward(*again: tf.Tensor) -> Sequence[tf.Tensor]:
+            if _is_transposing():
+                raise UnsupportedError(
+                    f"forward mode cannot differentiate a tf.function, a loop or a branch that calls {what}: "
+                    "TensorFlow would transpose its gradient, which averages; put tf.autodiff.ForwardAccumulator into "
+                    f"the function, around {what}"
+                )
+            return again
+
+        return list(map(tf.identity, given)), backward
+
+    return list(identity(*averaged))
+
+
+def _is_transposing() -> bool:
+    """Return whether forward mode is making the tangents of a function, a loop or a branch, out of their gradients.
+
+    TensorFlow tells a gradient's gradient nothing of it: what it is made for is seen in the stack alone. Reverse mode
+    makes none while an operation is being recorded.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name not in _FORWARD_MODE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _allgather_gradient(call: NativeCall, inputs: Tensors, outputs: Sequence[tf.Tensor], gradients: Tensors) -> Tensors:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import execute
 from tensorflow.python.framework import auto_control_deps, op_def_library, op_def_registry
 
 from reigen import context
@@ -66,18 +65,13 @@ class NativeCollectives:
         atexit.register(self._at_exit, os.getpid())
 
     def emit(self, text: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add an operation to the graph."""
+        """Add an operation to the graph; tapes are not told of it."""
         call = decode(text)
         is_like = not isinstance(call, NativeCall) or call.row.in_place
         name = call.collective if isinstance(call, NativeCall) else call.question
         kind = _LIKE if is_like else _ROWS
         made = op_def_library.apply_op(kind, inputs=list(tensors), call=text, name=f"Reigen{name.title()}")
-        results = list(made) if isinstance(made, list | tuple) else [made]
-        if execute.must_record_gradient():
-            operation = results[0].op
-            attributes = ("T", operation.get_attr("T"), "call", text)
-            execute.record_gradient(kind, operation.inputs, attributes, results)
-        return results
+        return list(made) if isinstance(made, list | tuple) else [made]
 
     def _at_exit(self, pid: int) -> None:
         """Leave the job, and return when no thread of TensorFlow's is in Python."""
