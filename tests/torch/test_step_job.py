@@ -294,6 +294,10 @@ def test_arguments_that_make_no_sense():
         make(scaler=object())
     with pytest.raises(ArgumentError, match=r"the state_dict\(\) of scaler can be neither copied nor given"):
         make(scaler=Connection())
+    other = torch.optim.Adam(torch.nn.Linear(4, 1).parameters())
+    for second in (other, hvd.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1))):
+        with pytest.raises(ArgumentError, match=r"second is an optimizer .*and a Job has one.*as parameter groups"):
+            make(second=second)
     with pytest.raises(ArgumentError, match="Module"):
         hvd.elastic.Job(optimizer, optimizer, data=job.data)
     with pytest.raises(ArgumentError, match="optimizer must be"):

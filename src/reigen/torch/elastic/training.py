@@ -53,6 +53,12 @@ _MAX_GAP_BYTES = 128
 LEAST_OVERLAPPED_BYTES = 8 << 20
 #: Rows of the matrices that are multiplied so that libraries have been begun with.
 _WARM_UP_SIZE = 64
+#: Gradients of a second one are not averaged, or not weighted by samples, and its steps are not undone with the job's.
+_SECOND_OPTIMIZER_TEXT = (
+    "{} is an optimizer ({}), and a Job has one, whose gradients it averages and whose steps it undoes: give that one "
+    "the parameters of all models, as parameter groups (torch.optim.SGD([{{'params': first.parameters()}}, "
+    "{{'params': second.parameters()}}], lr=...)), and the Job a ModuleList of the models"
+)
 _is_cuda_used: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -75,6 +81,8 @@ class TorchTraining:
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         for name, each in objects.items():
+            if isinstance(each, torch.optim.Optimizer):
+                raise ArgumentError(_SECOND_OPTIMIZER_TEXT.format(name, type(each).__name__))
             if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
                 raise ArgumentError(f"{name} must have state_dict() and load_state_dict(), got {type(each).__name__}")
             _check_state(name, each.state_dict())
