@@ -840,15 +840,18 @@ def timeline_recorder() -> EventRecorder | None:
     return None if job is None else job.timeline.recorder
 
 
-def current() -> Context:
+def current(problem: str | None = None) -> Context:
     """The job.
+
+    Args:
+        problem: what is wrong if this process is in none; None: `init` was not called.
 
     Raises:
         NotInitializedError: this process is in none.
     """
     if _current is None:
         _check_not_forked()
-        raise NotInitializedError
+        raise NotInitializedError(problem)
     return _current
 
 

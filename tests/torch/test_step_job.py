@@ -18,7 +18,7 @@ import reigen.torch as hvd
 from reigen import elastic
 from reigen.context import Context
 from reigen.elastic import state_transfer
-from reigen.errors import ArgumentError, StepOrderError
+from reigen.errors import ArgumentError, NotInitializedError, StepOrderError
 from reigen.testing import RankPool
 from reigen.torch.elastic import training as torch_training
 from reigen.torch.elastic.training import TorchTraining
@@ -232,6 +232,30 @@ def test_wrong_order_is_refused():
             optimizer.step()
             with pytest.raises(StepOrderError, match="called twice"):
                 optimizer.step()
+
+
+@pytest.mark.parametrize("place", ["gradients", "step", "between", "end"])
+def test_a_job_that_is_shut_down_in_its_block_says_so(place: str):
+    hvd.init()
+    _, optimizer, job = make()
+
+    def run() -> None:
+        with job:
+            for step in job.steps(1):
+                with step:
+                    if place == "gradients":
+                        hvd.shutdown()
+                    optimizer.step()
+                    if place == "step":
+                        hvd.shutdown()
+                if place == "between":
+                    hvd.shutdown()
+            hvd.shutdown()
+
+    with pytest.raises(NotInitializedError, match=r"hvd\.shutdown\(\) was called within the `with` block"):
+        run()
+    with pytest.raises(NotInitializedError, match=r"use hvd\.init\(\)"), make()[2]:
+        pass
 
 
 @pytest.mark.usefixtures("alone")

@@ -92,6 +92,7 @@ from reigen.errors import (
     CollectiveError,
     DeadlineError,
     JobLeft,
+    NotInitializedError,
     PeerLostError,
     SharedMemoryError,
     StepOrderError,
@@ -108,6 +109,11 @@ _log = logging.getLogger(__name__)
 _MAX_TRANSFERS = 2
 #: Changes in a row because of members that do not come, with no step between: who does not come to two views has ended.
 _MAX_LATE = 2
+#: Why nothing works in the job's block.
+_SHUT_DOWN_TEXT = (
+    "hvd.shutdown() was called within the `with` block of the elastic Job: call it after the block, or let the end of "
+    "the program do it"
+)
 
 
 class StepParts(Sequence[Part]):
@@ -250,6 +256,15 @@ def _give_local_state(local: LocalState, rank: int, source: int | None, receiver
         local.load(given)
 
 
+def _current(job: BaseJob) -> contexts.Context:
+    """Return the context of the job.
+
+    Raises:
+        NotInitializedError: the program has left it.
+    """
+    return contexts.current(_SHUT_DOWN_TEXT if job.is_open else None)
+
+
 class BaseJob(ABC):
     """Job that trains step by step; base of those of the frameworks. See the module.
 
@@ -268,6 +283,7 @@ class BaseJob(ABC):
         data: where the next step begins.
         num_parts: see above.
         num_undone: steps that were undone and run again, in this process.
+        is_open: the program is in the `with` block.
         counts_steps: no optimizer of ours counts its steps (`reigen.context.mark`).
     """
 
@@ -300,7 +316,7 @@ class BaseJob(ABC):
         #: the program has come behind the update to the end of the step
         self._is_whole = True
         self._process_sets: RegisteredSets | None = None
-        self._is_open = False
+        self.is_open = False
         #: the context and the epoch in which the step began
         self._step_context: contexts.Context | None = None
         self._step_epoch = 0
@@ -342,8 +358,9 @@ class BaseJob(ABC):
             self.training.change_view(membership.join)
         if self._resume is not None:
             self.load(self._resume)
+        contexts.current()  # raises if init() was not called
         self.training.attach(_Update(self), self.complete_step)
-        self._is_open = True
+        self.is_open = True
         if self._elastic is not None:
             self._elastic.follow_steps(self)
             self._elastic.require_size(self._min_size)
@@ -366,7 +383,7 @@ class BaseJob(ABC):
                     self._step, self._is_stable = None, True  # all have stopped at one step, or this one is undone
                     self._on_leave(self._departure)
         finally:
-            self._is_open = False
+            self.is_open = False
             self.training.detach()
             if self._elastic is not None:
                 has_failed = error is not None and not isinstance(error, JobLeft)
@@ -375,12 +392,12 @@ class BaseJob(ABC):
     @property
     def size(self) -> int:
         """Number of members, warm spares among them; after this process has left the job, the last one."""
-        return contexts.current().size if self._departure is None else self._departure.size
+        return _current(self).size if self._departure is None else self._departure.size
 
     @property
     def rank(self) -> int:
         """Rank of this one among them; after it has left the job, the last one."""
-        return contexts.current().rank if self._departure is None else self._departure.rank
+        return _current(self).rank if self._departure is None else self._departure.rank
 
     @property
     def number(self) -> int:
@@ -392,14 +409,16 @@ class BaseJob(ABC):
 
         Raises:
             StepOrderError: a step was not entered by ``with step:``.
+            NotInitializedError: the program has called `shutdown`.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise StepOrderError("steps are run in the job's `with` block")
         while (interval := self.data.next_interval(len(self.dealt_ranks()))).epoch < epochs:
             step = ElasticStep(self, self._mark.number, interval, epochs)
             yield step
             if not step.has_ended:
                 raise StepOrderError("a step was left without `with step:` around what belongs to it")
+            _current(self)  # or the program has shut it down
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the state, with the cursor in it, as all members have it; between steps.
@@ -428,7 +447,7 @@ class BaseJob(ABC):
         Raises:
             StepOrderError: the job has begun.
         """
-        if self._is_open:
+        if self.is_open:
             raise StepOrderError("load a state before the job's `with` block, so that all members get it there")
         self.training.load_state_dict(state["training"])
         self.data.load_state_dict(state["data"])
@@ -462,12 +481,12 @@ class BaseJob(ABC):
 
     def begin(self, step: ElasticStep) -> None:
         """Begin an attempt at a step."""
-        if self._step is not None or not self._is_open:
+        if self._step is not None or not self.is_open:
             raise StepOrderError("a step was entered within another one, or outside of the job")
         self._step, self._is_stable = step, False
         step.has_ended = True
         self.training.begin_step()
-        self._step_context = contexts.current()
+        self._step_context = _current(self)
         self._step_context.keeps_journals = self._elastic is not None
         self._step_epoch = 0 if self._elastic is None else self._elastic.epoch
         for sums in self._step_context.step_sums:
@@ -498,6 +517,8 @@ class BaseJob(ABC):
 
     def end(self, step: ElasticStep, error: BaseException | None) -> bool:
         """End an attempt at a step; returns whether the error was a change of members, and is done with."""
+        if isinstance(error, NotInitializedError):
+            _current(self)  # says more
         if self._is_updating:
             self.end_update(is_applied=False)
         error = error and self.training.collective_error(error)
@@ -525,7 +546,7 @@ class BaseJob(ABC):
 
     def _count_progress(self, step: ElasticStep) -> None:
         """Count an applied step's samples, and the steps that are left, for metrics."""
-        counters = contexts.current().counters
+        counters = _current(self).counters
         if self.counts_steps:
             contexts.mark("STEP")
         counters.samples += step.parts.num_samples
@@ -690,7 +711,7 @@ class BaseJob(ABC):
             if self._num_late > _MAX_LATE:
                 error.add_note("This came again and again with no step between: the ranks do different things.")
                 return False
-        return isinstance(error, PeerLostError) or not contexts.current().is_operational
+        return isinstance(error, PeerLostError) or not _current(self).is_operational
 
     def _change(self, reason: str) -> None:
         """Go on in the next view."""
