@@ -380,18 +380,23 @@ class Context:
         return self._submit(operation, TensorTableEntry(), blocking)
 
     def exchange(
-        self, payload: bytes, *, root_rank: int | None = None, name: str | None = None, process_set: int = 0
+        self,
+        payload: bytes,
+        *,
+        root_rank: int | None = None,
+        name: str | None = None,
+        process_set: int = 0,
+        blocking: bool = True,
     ) -> Handle:
         """Send all ranks a few bytes by control messages, which cannot be changed, repeated or exchanged on their way.
 
-        `CollectiveResult.payloads` has what each rank said. ``root_rank``, if any, is the same on all. The caller waits
-        next.
+        `CollectiveResult.payloads` has what each rank said. ``root_rank``, if any, is the same on all.
         """
         members = self._members(process_set)
         root = -1 if root_rank is None else operation_builders.check_root(root_rank, members)
         named = self._named(name, "exchange", process_set)
         operation = Operation(OperationKind.EXCHANGE, named, root=root, process_set=process_set, payload=payload)
-        return self._submit(operation, TensorTableEntry(), blocking=True)
+        return self._submit(operation, TensorTableEntry(), blocking)
 
     def join(self, *, blocking: bool = False) -> Handle:
         """Declare that this rank has no more data: done when all have; `CollectiveResult.value` is the last one.

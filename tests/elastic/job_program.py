@@ -218,8 +218,10 @@ def try_to_save(job: hvd.elastic.Job) -> None:
 
 
 def save(job: hvd.elastic.Job) -> None:
-    """Write a checkpoint after ``EVERY`` steps."""
+    """Write a checkpoint after ``EVERY`` steps; if ``SAVES_ALONE`` says so, rank 0 alone calls for it."""
     every = int(os.environ.get("EVERY", "0"))
+    if os.environ.get("SAVES_ALONE") == "1" and hvd.rank() != 0:
+        return
     if every and job.number % every == 0 and Path(os.environ["CHECKPOINTS"]).exists():
         job.checkpoint(Path(os.environ["CHECKPOINTS"]) / f"{job.number}.pt")
 

@@ -106,6 +106,22 @@ def test_deaths_at_each_point_leave_the_weights_of_a_run_with_these_members(serv
     check_undisturbed(ledger, server, first, (epochs, samples), lambda _: variables)
 
 
+def test_checkpoints_that_rank_0_writes_alone_are_of_what_all_have_applied(server: ForkServer, tmp_path: Path):
+    """While it writes them the others are in the next step, and die there."""
+    epochs, samples = 2, 103
+    first = tmp_path / "first"
+    first.mkdir()
+    variables = {"EVERY": "1", "SAVES_ALONE": "1"}
+    with ElasticProcesses(str(epochs), str(samples), "0", server=server, CHECKPOINTS=str(first), **variables) as job:
+        members = job.start_first(4, {1: {"DIES_AT": "forward:4"}, 2: {"DIES_AT": "after:9"}})
+        finish(job, [members[0], members[3]])
+        ledger = Ledger()
+        ledger.read(members)
+        ledger.check(epochs, samples)
+    assert [size for _, _, size in segments(ledger)] == [4, 3, 2]
+    check_undisturbed(ledger, server, first, (epochs, samples), lambda _: variables)
+
+
 def test_a_tuned_job_goes_on_when_a_rank_dies_during_the_search(server: ForkServer, tmp_path: Path):
     """Its weights are those of a job that is not tuned, whose members die in the same steps."""
     epochs, samples = 2, 443

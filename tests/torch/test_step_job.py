@@ -258,6 +258,35 @@ def test_a_job_that_is_shut_down_in_its_block_says_so(place: str):
         pass
 
 
+def save_on_one_rank(directory: str, writer: int) -> list[int]:
+    """Rank 0 writes a checkpoint, or another one asks for the state, after each step; no other rank does."""
+    model, optimizer, job = make()
+    found: list[int] = []
+    with job:
+        for step in job.steps(2):
+            with step:
+                for part in step.parts:
+                    model(torch.ones(len(part), 4)).mean().backward()
+                optimizer.step()
+            if step.is_applied and hvd.rank() == writer:
+                found.append(job.state_dict()["number"])
+                job.checkpoint(Path(directory) / f"{job.number}.pt")
+    return found
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_rank_may_save_the_state_alone(rank_pool: Callable[[int], RankPool], tmp_path: Path, writer: int):
+    """The others are in the next step, or at the end of the job, whose barrier has another name."""
+    found = rank_pool(3).run(save_on_one_rank, str(tmp_path), writer, init=True)
+    assert found[writer] == [*range(1, 11)]
+    states = {int(path.stem): torch.load(path, weights_only=True) for path in tmp_path.iterdir()}
+    assert sorted(states) == ([*range(1, 11)] if writer == 0 else [])
+    positions = [(epoch, position) for epoch in range(2) for position in (5, 10, 15, 20, 23)]
+    for number, state in states.items():
+        assert state["number"] == number
+        assert (state["data"]["epoch"], state["data"]["position"]) == positions[number - 1]
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_is_gone_on_from(tmp_path: Path):
     path = tmp_path / "job.pt"

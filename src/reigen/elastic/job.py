@@ -8,8 +8,9 @@ b. Every step needs all members, so that they are at most one step apart. A step
 c. The program learns of a change by an error of a collective in ``with step:``, which that block swallows, or at its
    end, if the members have agreed to stop there. Then it enters the next view and *catches up* with its members, all of
    them together (`plan_catch_up`). A failure on the way there leads to the view behind that one.
-d. A step is *stable* at a member that knows that all have applied it: it has caught up, or been in a barrier since.
-   Only stable state leaves the job, in a checkpoint or at its end.
+d. A step is *stable* at a member that knows that all have applied it: it has caught up since, or all have said so
+   (`AppliedSteps`), or been in the barrier at the job's end. Only stable state leaves the job, in a checkpoint or at
+   its end.
 
 Where all gradients of a step that nobody has applied are still there, the step is completed instead of being undone:
 
@@ -59,6 +60,7 @@ from reigen.api.process_sets import RegisteredSets, describe_former_sets, follow
 from reigen.cluster.membership.views.messages import HeldSums, StepProgress
 from reigen.cluster.membership.views.record import SamplePosition
 from reigen.elastic import membership
+from reigen.elastic.applied_steps import AppliedSteps
 from reigen.elastic.catch_up import (
     ArrivedState,
     CatchUpPlan,
@@ -311,8 +313,11 @@ class BaseJob(ABC):
         self._elastic: ElasticJob[contexts.Context] | None = None
         self._lock = threading.RLock()
         self._mark = _Mark()
+        self._applied = AppliedSteps()
         self._step: ElasticStep | None = None
-        self._is_updating = self._is_stable = False
+        self._is_updating = False
+        #: this member has caught up and begun no step since; the same on all, as long as they stay
+        self._is_stable = False
         #: the program has come behind the update to the end of the step
         self._is_whole = True
         self._process_sets: RegisteredSets | None = None
@@ -376,7 +381,7 @@ class BaseJob(ABC):
         try:
             if error is None:
                 self._complete_arrival()
-                self._settle()
+                self._settle(is_end=True)
             elif isinstance(error, JobLeft):
                 self._departure = Departure(error.rank, error.size, error.all_leave)
                 if self._on_leave is not None and self.rank not in _newcomers(self._arrival):
@@ -421,9 +426,10 @@ class BaseJob(ABC):
             _current(self)  # or the program has shut it down
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective: return the state, with the cursor in it, as all members have it; between steps.
+        """Return the state, with the cursor in it, as all members have it; between steps.
 
-        It holds the model's own tensors, as ``state_dict()`` of a model does.
+        It holds the model's own tensors, as ``state_dict()`` of a model does. A rank may call this alone: it waits
+        until the others have applied the step, wherever they are.
 
         Raises:
             StepOrderError: this process is a newcomer, and what it has read is compared with what was sent only in its
@@ -452,12 +458,15 @@ class BaseJob(ABC):
         self.training.load_state_dict(state["training"])
         self.data.load_state_dict(state["data"])
         self._mark.number = state["number"]
+        self._applied.note(self._mark.number)
 
     def checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Collective: write a checkpoint, on rank 0, as a whole or not at all; between steps.
+        """Write a checkpoint, on rank 0, as a whole or not at all; between steps.
 
-        It holds what all members have applied, and nothing else. Should rank 0 die while it writes, there is none.
-        A newcomer writes nothing.
+        It holds what all members have applied, and nothing else. Rank 0 may call this alone: it waits until the others
+        have applied the step, wherever they are. Where the others call it, too, they wait for rank 0, and if that dies
+        before it has come here, the next rank 0 writes. Should it die while it writes, there is none. A newcomer writes
+        nothing.
 
         Raises:
             OSError: it cannot be written.
@@ -483,6 +492,7 @@ class BaseJob(ABC):
         """Begin an attempt at a step."""
         if self._step is not None or not self.is_open:
             raise StepOrderError("a step was entered within another one, or outside of the job")
+        self._applied.go_on()
         self._step, self._is_stable = step, False
         step.has_ended = True
         self.training.begin_step()
@@ -615,8 +625,8 @@ class BaseJob(ABC):
         """Count a step in which no update was made, on no rank; returns an error if members change meanwhile."""
         try:
             self.training.finish_gradients()
-            if self.size > 1:
-                barrier()  # otherwise one could be more than a step ahead of another
+            if self.size > 1:  # otherwise one could be more than a step ahead of another
+                _current(self).barrier(name="job.step", blocking=True).wait()
             with _Update(self):
                 pass
         except CollectiveError as error:
@@ -660,6 +670,7 @@ class BaseJob(ABC):
             self._num_late = 0
             self._mark.number += 1
             self.data.move_behind(self._step.interval)
+            self._applied.note(self._mark.number)
         self._is_updating = self._is_summed = False
         self._lock.release()
 
@@ -750,6 +761,7 @@ class BaseJob(ABC):
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             self._arrived = note_arrival(self._mark.number, arrival[0].digest() if self._is_summed else b"")
+        self._applied.enter_view(contexts.current())
         # All have come to this view (`api.change_view`): nobody fills a bucket, or changes a weight, of the one before.
         mark = self._mark
         held, described_views = self._exchange_held()
@@ -893,6 +905,7 @@ class BaseJob(ABC):
         if receives:
             with self._lock:
                 self._mark.number = number
+                self._applied.note(number)
                 self._mark.offset = 0 if self._elastic is None else number - max(self._elastic.view.base.target, 1)
                 self.data.load_state_dict(cursor)
                 self._is_whole = False
@@ -981,18 +994,21 @@ class BaseJob(ABC):
         """Return what must be the same on all members, by name, in lines."""
         return {**self.training.describe(), "data": self.data.describe()}
 
-    def _settle(self) -> None:
-        """Collective: return when all members are known to have applied the last step."""
+    def _settle(self, *, is_end: bool = False) -> None:
+        """Return when all members are known to have applied the last step; at the end of the job, collective."""
         if self._step is not None:
             raise StepOrderError("the state belongs to no step here: call it after the `with step:` block")
+        if is_end:
+            self._applied.go_on()
         if self._is_stable:
             return
         try:
-            if self.size > 1:
-                barrier()
+            if self.size > 1 and is_end:  # under a name of its own, which no barrier of the program has
+                _current(self).barrier(name="job.end", blocking=True).wait()
+            elif self.size > 1:
+                self._applied.wait_for_all()
         except CollectiveError as error:
             if not self._is_change(error):
                 raise
             if self._elastic is None or not self._elastic.has_finished_members:  # they have been in the barrier
                 self._change(f"members change after step {self._mark.number - 1}: {error}")
-        self._is_stable = True

@@ -153,6 +153,7 @@ class Topic(IntEnum):
 
     TIMELINE = 1
     STACKS = 2
+    APPLIED_STEPS = 3
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, tag=21):
