@@ -1,4 +1,4 @@
-"""Whether all ranks have applied a step, as one rank asks them while they go on: so it may save a state alone.
+"""Question of one rank, whether all have applied a step, while they go on: so it may save a state alone.
 
 a. Rank 0 sends the others a note with the number of steps that it has applied (`Topic.APPLIED_STEPS`), and submits an
    exchange whose name has that number. It waits for the exchange, which is complete when all ranks have submitted it.

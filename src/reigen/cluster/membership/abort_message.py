@@ -15,7 +15,7 @@ ERRORS_BY_NAME: dict[str, type[CollectiveError]] = {
 }
 _REPORTED_BY = " (told by "
 #: Together less than 3950 bytes, whatever the numbers: as much as a page has room for beside other things.
-_MAX_REASON_BYTES, _MAX_TENSOR_BYTES, _MAX_RANKS = 3100, 300, 100
+_MAX_REASON_BYTES, _MAX_TENSOR_BYTES, _MAX_RANKS = 3240, 160, 100
 
 
 class AbortMessage(msgspec.Struct, tag=9, array_like=True, frozen=True, forbid_unknown_fields=True):

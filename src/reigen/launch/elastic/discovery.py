@@ -67,7 +67,7 @@ def parse_discovered(text: str, slots_per_host: int) -> tuple[tuple[str, int], .
 
 
 def describe_shortage(hosts: Sequence[tuple[str, int]], options: ElasticOptions) -> str:
-    """Describe, with what is needed, that the program lists too few slots for the job; empty: there are enough."""
+    """Describe a list of hosts with too few slots for the job; empty: there are enough."""
     num_slots = sum(slots for _, slots in hosts)
     if options.discovery is None or num_slots >= options.min_ranks:
         return ""

@@ -687,8 +687,8 @@ class ElasticJobState(JobState):
         if self.finished:
             is_failure = exit_code not in {0, FENCED_EXIT_CODE} and not was_leaving and slot.id in self.members
             self.failure = self.failure or (failure if is_failure else None)
-            is_told = exit_code != 0 and not was_leaving
-            return _say(f"{self._name(slot)}: {_describe_end(exit_code, cause)}" if is_told else "")
+            is_shown = exit_code != 0 and not was_leaving
+            return _say(f"{self._name(slot)}: {_describe_end(exit_code, cause)}" if is_shown else "")
         if was_leaving:
             self._doom(slot)
             end = "" if exit_code in {0, -SIGTERM, 128 + SIGTERM} else f": {_describe_end(exit_code, cause)}"

@@ -42,7 +42,7 @@ class ViewLine:
     least_size: int = 1
 
     def is_short(self, note: ChangeNote | None) -> bool:
-        """Return whether steps wait for more members; what is done again is told when there are enough."""
+        """Return whether steps wait for more members; until then it is not known which work is done again."""
         return self.size < self._least(note)
 
     def _least(self, note: ChangeNote | None) -> int:

@@ -65,7 +65,7 @@ class NativeCollectives:
         atexit.register(self._at_exit, os.getpid())
 
     def emit(self, text: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add an operation to the graph; tapes are not told of it."""
+        """Add an operation to the graph, and to no tape."""
         call = decode(text)
         is_like = not isinstance(call, NativeCall) or call.row.in_place
         name = call.collective if isinstance(call, NativeCall) else call.question
