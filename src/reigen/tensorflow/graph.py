@@ -139,20 +139,16 @@ def gradients_of(
     Raises:
         ArgumentError: it has none: Min, for one.
     """
-    call = decode(encoded)
-    places = [index for index, tensor in enumerate(inputs) if tensor.dtype.is_floating]
-    made: list[tf.Tensor | None] = [None] * len(inputs)
-    if isinstance(call, Query) or not places:
-        return made
-    given = [
-        tf.zeros_like(outputs[index]) if gradients[index] is None else tf.convert_to_tensor(gradients[index])
-        for index in places
-    ]
-    call = structs.replace(call, name=f"{call.name}.grad")
-    results = _RULES[call.collective](call, [inputs[index] for index in places], outputs, given)
-    for index, result in zip(places, results, strict=True):
-        made[index] = result
-    return made
+
+    def make(call: NativeCall, places: Sequence[int]) -> Tensors:
+        given = [
+            tf.zeros_like(outputs[index]) if gradients[index] is None else tf.convert_to_tensor(gradients[index])
+            for index in places
+        ]
+        call = structs.replace(call, name=f"{call.name}.grad")
+        return _RULES[call.collective](call, [inputs[index] for index in places], outputs, given)
+
+    return _make_for_floating(encoded, inputs, make)
 
 
 @raises_tensorflow_errors
@@ -162,19 +158,28 @@ def tangents_of(encoded: str, inputs: Sequence[tf.Tensor], tangents: Sequence[An
     Raises:
         ArgumentError: it has none: Min, for one.
     """
+
+    def make(call: NativeCall, places: Sequence[int]) -> Tensors:
+        if call.row.reduces:
+            _check_linear(call)
+        given = [tangents[index] for index in places]
+        if call.row.returns_splits:
+            given.append(inputs[1])
+        return emit(structs.replace(call, name=f"{call.name}.jvp"), given)[: len(places)]  # without the splits
+
+    return _make_for_floating(encoded, inputs, make)
+
+
+def _make_for_floating(
+    encoded: str, inputs: Sequence[tf.Tensor], make: Callable[[NativeCall, Sequence[int]], Tensors]
+) -> list[tf.Tensor | None]:
+    """Return what ``make`` gives for the places of the inputs that hold floating-point numbers; None for others."""
     call = decode(encoded)
     places = [index for index, tensor in enumerate(inputs) if tensor.dtype.is_floating]
     made: list[tf.Tensor | None] = [None] * len(inputs)
-    if isinstance(call, Query) or not places:
-        return made
-    if call.row.reduces:
-        _check_linear(call)
-    given = [tangents[index] for index in places]
-    if call.row.returns_splits:
-        given.append(inputs[1])
-    results = emit(structs.replace(call, name=f"{call.name}.jvp"), given)
-    for index, result in zip(places, results, strict=False):  # without the splits
-        made[index] = result
+    if isinstance(call, NativeCall) and places:
+        for index, result in zip(places, make(call, places), strict=True):
+            made[index] = result
     return made
 
 

@@ -23,7 +23,7 @@ from reigen.launch.elastic.discovery import (
     DiscoveryRuns,
     HostPolls,
     can_begin,
-    describe_shortage,
+    describe_missing_slots,
     discovery_command,
     parse_discovered,
 )
@@ -208,10 +208,10 @@ def test_rubbish_is_no_host(text: str, message: str | None) -> None:
     ],
 )
 def test_a_program_that_lists_too_few_slots(text: str, least: int, problem: str) -> None:
-    said = describe_shortage(parse_discovered(text, 1), ElasticOptions(least, discovery="./hosts.sh"))
+    said = describe_missing_slots(parse_discovered(text, 1), ElasticOptions(least, discovery="./hosts.sh"))
     assert said.startswith(f"the discovery script ./hosts.sh {problem}" if problem else "")
     assert bool(said) == bool(problem)
-    assert describe_shortage((), ElasticOptions(least)) == "", "an engine may have no slots for a while"
+    assert describe_missing_slots((), ElasticOptions(least)) == "", "an engine may have no slots for a while"
 
 
 def test_discovery_commands(tmp_path, monkeypatch) -> None:

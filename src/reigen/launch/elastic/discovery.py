@@ -66,7 +66,7 @@ def parse_discovered(text: str, slots_per_host: int) -> tuple[tuple[str, int], .
     return tuple((name, slots) for name, slots in hosts.items() if slots)
 
 
-def describe_shortage(hosts: Sequence[tuple[str, int]], options: ElasticOptions) -> str:
+def describe_missing_slots(hosts: Sequence[tuple[str, int]], options: ElasticOptions) -> str:
     """Describe a list of hosts with too few slots for the job; empty: there are enough."""
     num_slots = sum(slots for _, slots in hosts)
     if options.discovery is None or num_slots >= options.min_ranks:

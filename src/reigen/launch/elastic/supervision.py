@@ -42,7 +42,7 @@ from reigen.launch.elastic.discovery import (
     DiscoveryRuns,
     HostPolls,
     can_begin,
-    describe_shortage,
+    describe_missing_slots,
     discovery_command,
     first_discovery_error,
 )
@@ -484,7 +484,7 @@ class ElasticSupervision:
 
     def _handle_hosts(self, hosts: tuple[tuple[str, int], ...]) -> None:
         is_needed = self.job.phase is JobPhase.RUNNING and not self.job.finished
-        if is_needed and (shortage := describe_shortage(hosts, self._elastic)):
+        if is_needed and (shortage := describe_missing_slots(hosts, self._elastic)):
             self._owner.say(shortage)
         self._owner.handle(HostsFound(hosts))
 
